@@ -170,6 +170,18 @@ def capacity(policy, factor, top_k=4):
     return dict(policy=policy, factor=factor, top_k=top_k, kept=kept.int().tolist())
 
 
+def gating_f64(dtype, t=4, d=12, e=6):
+    """Logits of a router in f64 (`--moe-router-dtype fp64`); the gradients have the dtype of input and weight."""
+    x, w = [torch.randn(n, d).to(dtype).requires_grad_() for n in (t, e)]
+    upstream = torch.randn(t, e).float()
+    # Without Transformer Engine megatron-core does not define this name.
+    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
+        logits = moe_utils.router_gating_linear(x, w, None, torch.float64)
+        logits.backward(upstream.double())
+    numbers = dict(x=x, w=w, upstream=upstream, logits=logits, dx=x.grad, dw=w.grad)
+    return dict(dtype=str(dtype).removeprefix("torch.")) | {name: value.tolist() for name, value in numbers.items()}
+
+
 found = dict(
     logits=LOGITS.tolist(), bias=BIAS.tolist(), upstream=UPSTREAM.tolist(),
     cases=[
@@ -188,6 +200,7 @@ found = dict(
               capacity("position", 1.0), capacity("position", 0.5), capacity("position", 1.5)],
     updated_bias=updated_bias(),
     padded=[moe_utils.pad_routing_map(moe_utils.topk_routing_with_score_function(LOGITS, 4)[1].int(), 3).tolist()],
+    gating_f64=[gating_f64(torch.float32), gating_f64(torch.bfloat16)],
 )
 OUT.parent.mkdir(exist_ok=True)
 OUT.write_text(json.dumps(found) + "\n")

@@ -55,8 +55,12 @@ impl ExpertsCost {
     /// Returns the bytes of the logits, of gate and up, of a weight per row, and of exchanged tokens. Permuted rows are
     /// recomputed.
     pub(crate) fn saved_bytes(&self) -> u64 {
-        let logits = self.n_tokens * self.n_experts * F32_BYTES;
-        logits + self.rows(2 * self.width()) + self.n_computed_rows() * F32_BYTES + self.exchanged_bytes()
+        self.logits_bytes() + self.rows(2 * self.width()) + self.n_computed_rows() * F32_BYTES + self.exchanged_bytes()
+    }
+
+    /// Returns the bytes of the logits.
+    pub(crate) fn logits_bytes(&self) -> u64 {
+        self.n_tokens * self.n_experts * F32_BYTES
     }
 
     /// Returns the peak bytes of the forward: logits, exchanged tokens, gate and up, the gated activation and its
@@ -66,7 +70,7 @@ impl ExpertsCost {
         let first = self.rows(self.d) + self.rows(2 * f);
         let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d);
         let third = self.rows(self.d) + 2 * self.exchanged_bytes();
-        self.n_tokens * self.n_experts * F32_BYTES + self.exchanged_bytes() + first.max(second).max(third)
+        self.logits_bytes() + self.exchanged_bytes() + first.max(second).max(third)
     }
 
     /// Returns the peak bytes of the forward of routed and shared experts.

@@ -6,12 +6,12 @@
 use candle_core::DType;
 use candlewick_ops::{
     AttentionCost, AttentionHeads, AttentionImpl, DeviceKind, GemmSize, LinearCost, LinearInput, TiledCost,
-    dropout_backward_cost, expert_capacity, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
+    dropout_backward_cost, expert_capacity, linear_f64_bytes, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
 use crate::expert_adapters_cost::ExpertAdaptersCost;
 use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes};
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, TiledMlp};
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, RouterDtype, SelfAttentionSpec, TiledMlp};
 
 /// Sizes of a decoder layer on one rank, from which activation memory is estimated.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +42,8 @@ pub struct LayerCost<'a> {
     pub experts: ExpertExchange,
     /// Factor of the capacity to which experts are padded; `None` for a balanced load without padding.
     pub padded_capacity_factor: Option<f64>,
+    /// Dtype of the router's matmuls.
+    pub router: RouterDtype,
 }
 
 /// Buffers that attention allocates to exchange keys and values under context parallelism.
@@ -104,7 +106,7 @@ impl LayerCost<'_> {
         let adapters = self.expert_adapters().map_or(0, |adapters| adapters.forward_bytes());
         let routed =
             self.experts().map_or(0, |experts| experts.forward_bytes_with(shared.unwrap_or_default()) + adapters);
-        let mlp = residual + t * s * d + dense.max(routed);
+        let mlp = residual + t * s * d + dense.max(routed).max(self.router_forward());
         let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
         let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
         mlp.max(attention) + self.attention_cost().reference_forward_bytes()
@@ -127,7 +129,7 @@ impl LayerCost<'_> {
         // The gradients of the sum, of attention's output, of q, k and v.
         let grads = t * s * (d + 2 * q + 2 * kv);
         let scratch = self.attention_cost().backward().scratch_bytes + self.exchange.backward_bytes;
-        mlp.max(self.saved_until_attention() + grads + scratch) + self.sublayer_bytes()
+        mlp.max(self.router_backward()).max(self.saved_until_attention() + grads + scratch) + self.sublayer_bytes()
     }
 
     /// Returns the bytes of the RoPE tables, which all layers share.
@@ -163,6 +165,36 @@ impl LayerCost<'_> {
             n_bytes: self.n_bytes(),
             exchange: self.experts,
         })
+    }
+
+    /// Returns the peak bytes of a router's forward in f64: the copies, and the rounded logits.
+    fn router_forward(&self) -> u64 {
+        self.router_copies() + self.router_logits()
+    }
+
+    /// Returns the peak bytes of a router's backward in f64, after that of the experts.
+    fn router_backward(&self) -> u64 {
+        if self.router_copies() == 0 {
+            return 0;
+        }
+        // The residual sum, and the gradients of the MLP's input by the experts and by the router.
+        let rows = 3 * self.activation_bytes();
+        self.saved_until_attention() + rows + 2 * self.router_logits() + self.router_copies()
+    }
+
+    /// Returns the bytes of a router's logits in f32; zero for a dense layer.
+    fn router_logits(&self) -> u64 {
+        self.experts().map_or(0, |experts| experts.logits_bytes())
+    }
+
+    /// Returns the bytes of the copies that a router in f64 makes; zero otherwise.
+    fn router_copies(&self) -> u64 {
+        match (&self.layer.mlp, self.router) {
+            (MlpSpec::Moe(moe), RouterDtype::F64) => {
+                linear_f64_bytes(self.n_residual_tokens, self.layer.hidden_size as u64, moe.n_experts as u64)
+            }
+            _ => 0,
+        }
     }
 
     /// Returns the cost of the adapters of experts and router; `None` for a dense layer.
@@ -293,6 +325,7 @@ mod tests {
             exchange: AttentionExchange::default(),
             experts: ExpertExchange::None,
             padded_capacity_factor: None,
+            router: RouterDtype::F32,
         };
         let MlpSpec::SwiGlu(mlp) = &layer.mlp else { panic!("Llama's layers are dense") };
         let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
 
-use crate::{LinearSpec, dropout::DropoutScope, lora::Lora};
+use crate::{LinearSpec, RouterDtype, dropout::DropoutScope, lora::Lora};
 
 /// A linear layer: y = x W^T + b, plus the adapter's output.
 #[derive(Clone, Debug)]
@@ -39,9 +39,13 @@ impl Linear {
         }
     }
 
-    /// Computes [.., in_features] -> f32 [.., out_features] without dropout.
-    pub(crate) fn forward_f32(&self, x: &Tensor) -> Result<Tensor> {
-        let base = ops::linear(x, &self.weight, self.bias.as_ref(), OutputDtype::F32)?;
+    /// Computes the logits of a router, [.., in_features] -> f32 [.., out_features], without dropout.
+    pub(crate) fn router_logits(&self, x: &Tensor, dtype: RouterDtype) -> Result<Tensor> {
+        assert!(self.bias.is_none(), "routers have no bias");
+        let base = match dtype {
+            RouterDtype::F32 => ops::linear(x, &self.weight, None, OutputDtype::F32)?,
+            RouterDtype::F64 => ops::linear_f64(x, &self.weight)?,
+        };
         self.adapter.as_ref().map_or(Ok(base.clone()), |adapter| adapter.add_to(&base, x, None))
     }
 

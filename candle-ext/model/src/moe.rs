@@ -62,7 +62,7 @@ impl Moe {
     /// Selects the experts of each token, and adds the router's losses to the tape.
     fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
         let x_td = &context.router.jittered(x_td, self.layer_idx)?;
-        let logits_te = self.router_linear.forward_f32(x_td)?;
+        let logits_te = self.router_linear.router_logits(x_td, context.router.settings.dtype)?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
         let (layer_idx, logits, bias, spec) = (self.layer_idx, &logits_te, bias.as_ref(), self.router);
         select(&RouterLogits { layer_idx, logits, bias, spec }, &context.router, context.parallel_ops)

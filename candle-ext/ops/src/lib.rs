@@ -29,6 +29,7 @@ pub mod grad_scaler;
 pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
+pub mod linear_f64;
 pub mod moe;
 mod nvidia;
 pub mod quantized;
@@ -90,6 +91,7 @@ pub use linear_cross_entropy::{
     linear_cross_entropy, logits_bytes, logits_bytes_on_gpu, max_logit_rows, token_scores,
     vocab_parallel_cross_entropy,
 };
+pub use linear_f64::{linear_f64, linear_f64_bytes};
 pub use moe::assignment::{DROPPED, ExpertAssignment};
 pub use moe::capacity::{DropPolicy, expert_capacity, limit_capacity};
 pub use moe::expert_bias::expert_bias_change;

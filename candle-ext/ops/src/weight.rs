@@ -8,9 +8,7 @@ use candle_core::{D, DType, Result, Shape, Tensor, bail};
 use crate::floats::FloatsMut;
 use crate::gemm::Accumulate;
 use crate::in_place::zero_;
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-use crate::quantized::dequantize;
-use crate::quantized::{QuantFormat, cpu::QuantizedRows};
+use crate::quantized::{QuantFormat, cpu::QuantizedRows, dequantize};
 use crate::storage::{self, host};
 use crate::weight_matmul::WeightOperand;
 
@@ -426,7 +424,6 @@ impl StoredWeight {
     }
 
     /// Returns the elements as floats; quantized ones are dequantized to `dtype`.
-    #[cfg(any(feature = "cuda", feature = "emulate"))]
     pub(crate) fn dense(self, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Dense(value) => Ok(value),

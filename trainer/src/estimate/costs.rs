@@ -46,6 +46,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         exchange: exchange(setup, layer),
         experts: expert_exchange(setup),
         padded_capacity_factor: setup.padded_capacity_factor,
+        router: setup.router,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The settings of a plan that decide its memory.
 
 use candle_core::DType;
-use candlewick_model::{FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, TiledMlp};
+use candlewick_model::{FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, RouterDtype, TiledMlp};
 use candlewick_ops::{AttentionImpl, DeviceKind};
 use candlewick_parallel::{PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
 use serde_json::{Value, json};
@@ -52,6 +52,8 @@ pub struct Setup {
     pub gpu_bytes: Option<u64>,
     /// The attention implementation.
     pub attention: AttentionImpl,
+    /// The dtype of the routers' matmuls.
+    pub router: RouterDtype,
     /// The source of the initial weights.
     pub init: WeightInit,
     /// True if the run evaluates the loss.
@@ -124,6 +126,7 @@ impl Setup {
             compute_device,
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
+            router: plan.moe.as_ref().map(|moe| moe.dtype.into()).unwrap_or_default(),
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
             eval_load: plan.tasks.as_ref().map(EvalLoad::of),

@@ -1,11 +1,11 @@
 //! Routers in a plan.
 
-use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterLoss, RouterSettings};
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterLoss, RouterSettings};
 use candlewick_ops::DropPolicy;
 use candlewick_parallel::AuxiliaryLoss;
 use serde::Serialize;
 
-use crate::recipe::{HumanFloat, MoeBenchmarkSection, TokenDropPolicy};
+use crate::recipe::{HumanFloat, MoeBenchmarkSection, MoeRouterDtype, TokenDropPolicy};
 
 /// Settings of the routers of a mixture-of-experts model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -26,6 +26,8 @@ pub struct RouterPlan {
     pub pads_to_capacity: bool,
     /// Half the width of the range of random factors on the routers' input.
     pub input_jitter_eps: f64,
+    /// Dtype of the matmuls of the routers.
+    pub dtype: MoeRouterDtype,
     /// Forced load of a benchmark.
     pub benchmark: MoeBenchmarkSection,
 }
@@ -53,6 +55,7 @@ impl RouterPlan {
             selection: if self.sinkhorn { ExpertSelection::Sinkhorn } else { ExpertSelection::TopK },
             capacity: self.capacity_factor.map(|factor| ExpertCapacity { factor, policy: self.policy() }),
             input_jitter_eps: self.input_jitter_eps,
+            dtype: self.dtype.into(),
             forced_load: match self.benchmark.router_force_biased {
                 Some(HumanFloat(std)) => ForcedExpertLoad::Biased { std },
                 None if self.benchmark.is_on() => ForcedExpertLoad::Random,
@@ -86,6 +89,15 @@ impl RouterPlan {
     }
 }
 
+impl From<MoeRouterDtype> for RouterDtype {
+    fn from(dtype: MoeRouterDtype) -> Self {
+        match dtype {
+            MoeRouterDtype::Fp32 => Self::F32,
+            MoeRouterDtype::Fp64 => Self::F64,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,6 +114,7 @@ mod tests {
             drop_policy: TokenDropPolicy::Probs,
             pads_to_capacity: false,
             input_jitter_eps: 0.0,
+            dtype: MoeRouterDtype::Fp32,
             benchmark: MoeBenchmarkSection::default(),
         };
         assert_eq!(plan.settings().losses, [RouterLoss::LoadBalancing]);

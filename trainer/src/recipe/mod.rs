@@ -38,7 +38,9 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, ExpertsImplementation, FloatDtype, JsonMap, ModelSection,
     ModelType, TokenizerSection, TokenizerType,
 };
-pub use moe::{LoadBalancingType, MoeBenchmarkSection, MoeSection, TokenDispatcherType, TokenDropPolicy};
+pub use moe::{
+    LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, MoeSection, TokenDispatcherType, TokenDropPolicy,
+};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{

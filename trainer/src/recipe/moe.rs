@@ -33,6 +33,8 @@ pub struct MoeSection {
     pub pad_expert_input_to_capacity: Option<bool>,
     /// Multiplies the routers' input with random numbers between 1 - eps and 1 + eps during training. Default 0.
     pub input_jitter_eps: Option<HumanFloat>,
+    /// The dtype of the matmul that computes the routers' logits, and of its gradients: `fp32` (default) or `fp64`.
+    pub router_dtype: Option<MoeRouterDtype>,
     /// Forced loads for benchmarks. The model learns nothing useful, and nothing is saved.
     pub benchmark: MoeBenchmarkSection,
     /// The exchange of tokens between expert-parallel ranks: `alltoall` (default) or `allgather`. `allgather` sends less if a
@@ -64,6 +66,18 @@ pub enum TokenDropPolicy {
     Probs,
     /// The first tokens.
     Position,
+}
+
+/// A dtype of the routers' matmuls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum MoeRouterDtype {
+    /// IEEE single precision.
+    #[default]
+    #[serde(rename = "fp32", alias = "f32", alias = "float32")]
+    Fp32,
+    /// IEEE double precision.
+    #[serde(rename = "fp64", alias = "f64", alias = "float64")]
+    Fp64,
 }
 
 /// Forced loads of the experts, for benchmarks.

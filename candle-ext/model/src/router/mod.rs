@@ -12,7 +12,7 @@ mod totals;
 pub use global_counts::GlobalExpertCounts;
 pub use loss::RouterLoss;
 pub use rows::RouterRows;
-pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterSettings};
+pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings};
 pub use totals::{RouterTotal, RouterTotals};
 
 pub(crate) use observe::RoutedLayer;

@@ -11,6 +11,8 @@ pub struct RouterSettings {
     pub losses: Vec<RouterLoss>,
     /// Change of an expert bias per step; 0 keeps the biases.
     pub bias_update_rate: f64,
+    /// Dtype in which logits are computed.
+    pub dtype: RouterDtype,
     /// Selection of the experts.
     pub selection: ExpertSelection,
     /// Limit of the tokens of an expert; `None` drops no token.
@@ -19,6 +21,16 @@ pub struct RouterSettings {
     pub input_jitter_eps: f64,
     /// Load of the experts in a benchmark.
     pub forced_load: ForcedExpertLoad,
+}
+
+/// Dtype in which a router's logits are computed from its input and weight. They are then rounded to f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RouterDtype {
+    /// f32.
+    #[default]
+    F32,
+    /// f64, for the gradients of input and weight, too. The output of an adapter stays f32.
+    F64,
 }
 
 /// Limit of the tokens of an expert in a micro-batch of a rank. Tokens beyond it lose the expert.
@@ -60,9 +72,15 @@ impl RouterSettings {
     pub(crate) const INFERENCE: Self = Self {
         losses: Vec::new(),
         bias_update_rate: 0.0,
+        dtype: RouterDtype::F32,
         selection: ExpertSelection::TopK,
         capacity: None,
         input_jitter_eps: 0.0,
         forced_load: ForcedExpertLoad::None,
     };
+
+    /// Returns the settings of evaluation in the same run: the dtype, without losses, noise and capacity.
+    pub fn of_evaluation(&self) -> Self {
+        Self { dtype: self.dtype, ..Self::INFERENCE }
+    }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, AdapterMerge, Config, LoraConfig, Model, ParamGroupKind, ParamSpec,
+    AdapterFolder, AdapterMerge, Config, LoraConfig, Model, ParamGroupKind, ParamSpec, RouterDtype,
     checkpoint::{AuxiliaryFiles, Checkpoint},
 };
 use serde_json::{Value, json};
@@ -67,6 +67,19 @@ fn check(base: &str, adapter: &str, n_merged: usize) {
 #[test]
 fn adapters_of_both_parameters_and_of_the_router_are_pefts() {
     check("qwen3_moe", "qwen3_moe-lora", 2 * 2 + 6 + 6 + 1);
+}
+
+#[test]
+fn an_adapter_on_a_router_in_f64_is_pefts() {
+    let (adapter, reference) = (fixture("qwen3_moe-lora"), Reference::load("qwen3_moe-lora"));
+    let load = |dtype| Tiny::load_with_adapter("qwen3_moe", &adapter).with_router_dtype(dtype);
+    let [exact, rounded] = [RouterDtype::F64, RouterDtype::F32].map(load);
+    assert!(exact.model.adapts_routers());
+    assert_close("logits", &exact.logits(&reference.ids, &reference.lengths), reference.get("logits"));
+    assert!(exact.loss_and_grads(&reference) > 0.0 && rounded.loss_and_grads(&reference) > 0.0);
+    for param in exact.model.adapter_params() {
+        assert_close(&param.name, &exact.grad(&param.name), &rounded.grad(&param.name));
+    }
 }
 
 #[test]

@@ -1,15 +1,19 @@
 //! Every family compared with transformers: logits, loss and each parameter's gradient.
 
 use candle_core::DType;
-use candlewick_model::Init;
+use candlewick_model::{Init, RouterDtype};
 
 use crate::tiny::{Reference, Tiny, assert_close};
 
 #[track_caller]
 fn check(name: &str) {
-    let (tiny, reference) = (Tiny::load(name), Reference::load(name));
+    check_model(&Tiny::load(name), &Reference::load(name));
+}
+
+#[track_caller]
+fn check_model(tiny: &Tiny, reference: &Reference) {
     assert_close("logits", &tiny.logits(&reference.ids, &reference.lengths), reference.get("logits"));
-    let (loss, want) = (tiny.loss_and_grads(&reference), reference.get("loss").to_scalar::<f32>().unwrap());
+    let (loss, want) = (tiny.loss_and_grads(reference), reference.get("loss").to_scalar::<f32>().unwrap());
     assert!(((loss - want) / want).abs() < 1e-5, "loss {loss}, want {want}");
     let mut n_grads = 0;
     for (parameter, grad) in reference.grads() {
@@ -74,6 +78,17 @@ fn dots1_with_groups_an_expert_bias_and_shared_experts_is_transformers() {
 #[test]
 fn glm4_moe_with_half_rotated_heads_and_a_shared_expert_is_transformers() {
     check("glm4_moe");
+}
+
+#[test]
+fn routers_in_f64_change_results_by_rounding_only() {
+    for name in ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe"] {
+        let reference = Reference::load(name);
+        let logits = |tiny: &Tiny| tiny.logits(&reference.ids, &reference.lengths).to_vec2::<f32>().unwrap();
+        let tiny = Tiny::load(name).with_router_dtype(RouterDtype::F64);
+        check_model(&tiny, &reference);
+        assert_ne!(logits(&tiny), logits(&Tiny::load(name)), "{name}: routers compute in f32");
+    }
 }
 
 #[test]

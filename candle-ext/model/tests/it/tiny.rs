@@ -7,8 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp,
-    UnitWeights, checkpoint::Checkpoint,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RouterContext, RouterDtype, RouterSettings,
+    SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
@@ -23,6 +23,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 pub(crate) struct Tiny {
     pub(crate) model: Model,
     pub(crate) weights: Vec<UnitWeights>,
+    router: RouterSettings,
     params: HashMap<String, Weight>,
     sinks: HashMap<String, GradSink>,
 }
@@ -63,7 +64,11 @@ impl Tiny {
         }
         let of_unit = |unit: &FsdpUnit| UnitWeights::new(unit, weights.clone()).unwrap();
         let units = model.units().iter().map(of_unit).collect();
-        Self { model, weights: units, params: weights, sinks }
+        Self { model, weights: units, router: RouterSettings::default(), params: weights, sinks }
+    }
+
+    pub(crate) fn with_router_dtype(self, dtype: RouterDtype) -> Self {
+        Self { router: RouterSettings { dtype, ..RouterSettings::default() }, ..self }
     }
 
     /// Returns the value of a parameter, if the model has it.
@@ -95,7 +100,7 @@ impl Tiny {
             attention: AttentionChoice::default(),
             experts: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
-            router: RouterContext::default(),
+            router: RouterContext { settings: &self.router, ..RouterContext::default() },
             parallel_ops: &SingleDevice,
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;

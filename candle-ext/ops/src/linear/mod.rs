@@ -37,7 +37,7 @@ pub enum OutputDtype {
 /// whole weight to x's dtype.
 pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDtype) -> Result<Tensor> {
     let _span = span("linear", "forward");
-    let dims = check(x, w, bias)?;
+    let dims = check("linear", x, w, bias)?;
     let input = x.contiguous()?;
     let out_dtype = match precision {
         OutputDtype::SameAsInput => x.dtype(),
@@ -157,18 +157,19 @@ impl SavedLinear {
     }
 }
 
-fn check(x: &Tensor, w: &Weight, bias: Option<&Weight>) -> Result<Dims> {
-    check_dtype("linear", "the input", x.dtype())?;
+/// Returns the sizes of a linear layer. Fails if the dtypes or shapes of input, weight and bias do not match.
+pub(crate) fn check(op: &str, x: &Tensor, w: &Weight, bias: Option<&Weight>) -> Result<Dims> {
+    check_dtype(op, "the input", x.dtype())?;
     if w.is_dense() {
-        check_dtype("linear", "the weight", w.dtype())?;
+        check_dtype(op, "the weight", w.dtype())?;
     }
     let (Some(&k), &[n, _]) = (x.dims().last(), w.dims()) else {
-        bail!("linear: want an input [.., k] and a weight [n, k], got {:?} and {:?}", x.dims(), w.dims())
+        bail!("{op}: want an input [.., k] and a weight [n, k], got {:?} and {:?}", x.dims(), w.dims())
     };
-    w.check("linear", &[n, k])?;
+    w.check(op, &[n, k])?;
     if let Some(bias) = bias {
-        check_dtype("linear", "the bias", bias.dtype())?;
-        bias.check("linear (bias)", &[n])?;
+        check_dtype(op, "the bias", bias.dtype())?;
+        bias.check(&format!("{op} (bias)"), &[n])?;
     }
     let t = x.dims()[..x.rank() - 1].iter().product();
     Ok(Dims { t, n, k })

@@ -70,6 +70,8 @@ pub struct Engine {
     experts: Option<ExpertParallel>,
     experts_implementation: GroupedGemmImpl,
     router: RouterSettings,
+    /// Settings of the routers in inference.
+    evaluation_router: RouterSettings,
     pipeline: Pipeline,
 }
 
@@ -105,6 +107,7 @@ impl Engine {
             experts: None,
             experts_implementation: GroupedGemmImpl::default(),
             router: RouterSettings::default(),
+            evaluation_router: RouterSettings::default(),
             pipeline,
         }
     }
@@ -156,9 +159,10 @@ impl Engine {
         Self { experts: Some(experts), ..self }
     }
 
-    /// Sets the settings of the routers. Each of their losses needs a coefficient in [`StepLoss::auxiliary`].
+    /// Sets the settings of the routers. Each of their losses needs a coefficient in [`StepLoss::auxiliary`]. Inference
+    /// has [`RouterSettings::of_evaluation`].
     pub fn with_router(self, router: RouterSettings) -> Self {
-        Self { router, ..self }
+        Self { evaluation_router: router.of_evaluation(), router, ..self }
     }
 
     /// Sets the pipeline, which must be that of the parameter store. All stages must pass the same tokens.
@@ -267,7 +271,7 @@ impl Engine {
 
     /// Returns the forward context of inference.
     fn context<'a>(
-        &self,
+        &'a self,
         [cos, sin]: [&'a Tensor; 2],
         seqs: &'a CuSeqlens,
         rows: &'a RowRanges,
@@ -283,7 +287,7 @@ impl Engine {
             attention,
             experts: self.experts_implementation,
             tiled_mlp,
-            router: RouterContext::default(),
+            router: RouterContext { settings: &self.evaluation_router, ..RouterContext::default() },
             parallel_ops,
         }
     }

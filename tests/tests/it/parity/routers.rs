@@ -7,11 +7,11 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterSettings, RouterTotal};
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenDispatcher,
-    TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
+    AuxiliaryLoss, CausalLm, LossScale, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, StepLoss,
+    TokenDispatcher, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::ONE;
@@ -187,6 +187,52 @@ fn jittered_routers_are_those_of_one_rank() {
             assert_ne!(one_rank.layers, step(Strategy::ONE_RANK, 0.0).layers);
         }
     }
+}
+
+#[test]
+fn routers_in_f64_are_those_of_one_rank() {
+    let router = |dtype| RouterSettings { losses: vec![Z], dtype, ..RouterSettings::default() };
+    for degrees in [Degrees { dp_replicate: 2, ep: 2, ..ONE }, Degrees { tp: 2, ep: 2, ..ONE }] {
+        let sequence_parallel = if degrees.tp > 1 { SequenceParallel::On } else { SequenceParallel::Off };
+        let strategy = Strategy { degrees, sequence_parallel, ..Strategy::ONE_RANK };
+        for case in [DOTS1, QWEN3_MOE] {
+            let step = |strategy, dtype| step_with(strategy, case, Batching::Packed, &router(dtype), &CausalLm);
+            let one_rank = step(Strategy::ONE_RANK, RouterDtype::F64);
+            check_close(&format!("{degrees} {case:?}"), &step(strategy, RouterDtype::F64), &one_rank);
+            let of_f32 = step(Strategy::ONE_RANK, RouterDtype::F32);
+            check_close(&format!("f32 {case:?}"), &of_f32, &one_rank);
+            assert_ne!(one_rank.grads, of_f32.grads, "{case:?}: routers compute in f32");
+        }
+    }
+}
+
+#[test]
+fn evaluation_has_the_router_dtype_of_training() {
+    let losses = |dtype| {
+        let rank = |world: &World| -> Result<_> {
+            let router = RouterSettings { dtype, ..RouterSettings::default() };
+            let engine = engine_with_routers(world, Strategy::ONE_RANK, QWEN3_MOE, router, None)?;
+            engine.store().fill(|spec| {
+                let mut values = vec![0f32; spec.numel()];
+                spec.initialise(3, &mut values);
+                if spec.name.ends_with("gate.weight") {
+                    // Large logits with small differences: sums in f32 change the weights of the experts.
+                    values.iter_mut().for_each(|x| *x += 1e3);
+                }
+                Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
+            })?;
+            let (micros, _) = micros(Batching::Packed, 0, 0, 1);
+            let sums = engine.forward_backward(&micros, StepLoss::from(&LossScale::mean_over(1.0)), |_| 5)?;
+            let trained = sums.micros.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?)));
+            let evaluated = micros.iter().map(|micro| engine.loss(micro));
+            Ok([trained.collect::<Result<Vec<_>>>()?, evaluated.collect::<Result<Vec<_>>>()?])
+        };
+        let options = Options { timeout: Duration::from_secs(120), record: false };
+        threads::run(1, options, rank).unwrap().remove(0)
+    };
+    let [trained, evaluated] = losses(RouterDtype::F64);
+    assert_eq!(trained, evaluated);
+    assert_ne!(evaluated, losses(RouterDtype::F32)[1], "routers compute in f32");
 }
 
 #[test]

@@ -159,7 +159,7 @@ fn an_expert_parallel_checkpoint_is_resumed_on_other_meshes() {
     );
 }
 
-/// A small mixture of experts with expert biases that change in every step.
+/// A small mixture of experts with routers in f64, and with expert biases that change in every step.
 const BIASED_EXPERTS: [&str; 8] = [
     "model.config.model_type=dots1",
     "model.config.n_routed_experts=8",
@@ -168,7 +168,7 @@ const BIASED_EXPERTS: [&str; 8] = [
     "model.config.n_shared_experts=1",
     "model.config.norm_topk_prob=true",
     "model.config.first_k_dense_replace=1",
-    "moe={router_bias_update_rate: 0.05}",
+    "moe={router_bias_update_rate: 0.05, router_dtype: fp64}",
 ];
 
 #[test]

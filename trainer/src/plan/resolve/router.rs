@@ -4,7 +4,7 @@ use candlewick_model::{Model, MoeConfig, RouterLoss};
 
 use super::resolver::Resolver;
 use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, WeightInit};
-use crate::recipe::{HumanFloat, LoadBalancingType, MoeBenchmarkSection, TokenDropPolicy, ValueOrList};
+use crate::recipe::{HumanFloat, LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, TokenDropPolicy, ValueOrList};
 
 const TYPE: &str = "moe.router_load_balancing_type";
 const COEFF: &str = "moe.aux_loss_coeff";
@@ -14,6 +14,7 @@ const CAPACITY: &str = "moe.expert_capacity_factor";
 const DROP_POLICY: &str = "moe.token_drop_policy";
 const PADDING: &str = "moe.pad_expert_input_to_capacity";
 const JITTER: &str = "moe.input_jitter_eps";
+const DTYPE: &str = "moe.router_dtype";
 const BENCHMARK: &str = "moe.benchmark";
 
 /// Returns the settings of the routers of a model with experts.
@@ -31,11 +32,13 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
     let (capacity_factor, drop_policy) = capacity(resolver);
     let jitter = resolver.recipe().moe.input_jitter_eps;
     let input_jitter_eps = resolver.number(JITTER, jitter, 0.0, 0.0, 0.99);
+    let dtype = resolver.pick(DTYPE, resolver.recipe().moe.router_dtype, MoeRouterDtype::default());
     RouterPlan {
         capacity_factor,
         drop_policy,
         pads_to_capacity: pads_to_capacity(resolver),
         input_jitter_eps,
+        dtype,
         benchmark: benchmark(resolver),
         losses,
         sinkhorn,
@@ -63,6 +66,7 @@ pub(super) fn set_keys(resolver: &Resolver) -> Vec<&'static str> {
         (DROP_POLICY, moe.token_drop_policy.is_some()),
         (PADDING, moe.pad_expert_input_to_capacity.is_some()),
         (JITTER, moe.input_jitter_eps.is_some()),
+        (DTYPE, moe.router_dtype.is_some()),
         (BENCHMARK, moe.benchmark != MoeBenchmarkSection::default()),
     ];
     keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect()

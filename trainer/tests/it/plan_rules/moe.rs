@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad};
+use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad, RouterDtype, RouterSettings};
 use candlewick_ops::{DropPolicy, GroupedGemmImpl};
 use serde_json::json;
 use trainer::plan::{Environment, Plan, WorldInfo};
@@ -190,6 +190,25 @@ fn capacities_and_jitter_are_checked() {
 }
 
 #[test]
+fn the_router_dtype_has_the_names_of_megatron_and_of_model_dtypes() {
+    let plan = |arguments: &[&str]| of_experts(1, arguments).unwrap().moe.unwrap();
+    assert_eq!(plan(&[]).settings().dtype, RouterDtype::F32);
+    for (names, dtype) in
+        [(["fp32", "f32", "float32"], RouterDtype::F32), (["fp64", "f64", "float64"], RouterDtype::F64)]
+    {
+        for name in names {
+            let plan = plan(&[&format!("moe.router_dtype={name}")]);
+            assert_eq!(plan.settings().dtype, dtype);
+            // A resume compares this value.
+            assert_eq!(json!(plan)["dtype"], names[0]);
+        }
+    }
+    let set = ["moe={router_dtype: fp64, z_loss_coeff: 0.1, expert_capacity_factor: 1, input_jitter_eps: 0.1}"];
+    let evaluation = plan(&set).settings().of_evaluation();
+    assert_eq!(evaluation, RouterSettings { dtype: RouterDtype::F64, ..RouterSettings::default() });
+}
+
+#[test]
 fn a_benchmark_saves_nothing() {
     let forced = |argument: &str| {
         let plan = of_experts(1, &[argument]).unwrap();
@@ -250,6 +269,7 @@ fn keys_of_experts_need_a_model_with_experts() {
         "moe.token_drop_policy=probs",
         "moe.pad_expert_input_to_capacity=true",
         "moe.input_jitter_eps=0.1",
+        "moe.router_dtype=fp64",
         "moe.benchmark.router_force_biased=1",
         "expert_tensor_parallel_size=2",
         "moe.token_dispatcher_type=allgather",

@@ -2,6 +2,7 @@ mod capacity;
 mod expert_counts;
 mod grouped_linear;
 mod layer;
+mod linear_f64;
 mod permute;
 pub(crate) mod router;
 mod router_fixture;

@@ -14,7 +14,7 @@ use super::router::SPEC;
 use super::{devices, to_u32s, u32s};
 use crate::cases::{assert_close, check_each, tape, values};
 
-static FIXTURE: LazyLock<Value> =
+pub(super) static FIXTURE: LazyLock<Value> =
     LazyLock::new(|| serde_json::from_str(include_str!("../../fixtures/moe_router.json")).unwrap());
 
 fn floats(value: &Value) -> Vec<f32> {
@@ -24,7 +24,7 @@ fn floats(value: &Value) -> Vec<f32> {
     }
 }
 
-fn matrix(value: &Value) -> Tensor {
+pub(super) fn matrix(value: &Value) -> Tensor {
     let rows = value.as_array().unwrap().len();
     let all = floats(value);
     let columns = all.len() / rows;

@@ -324,18 +324,18 @@ impl GroupedTensors {
         ];
         let at = |tensor: &Tensor| address("grouped gemm", tensor).unwrap();
         let bytes = |i: usize, n: usize| (n * operands[i].dtype().size_in_bytes()) as u64;
-        let starts = Self::SIZES.iter().scan(0, |end, size| {
-            *end += *size as usize;
-            Some(*end - *size as usize)
-        });
-        let starts: Vec<usize> = starts.collect();
+        let first_row = |group: usize| Self::SIZES[..group].iter().sum::<i32>() as usize;
         // Runs of addresses are aligned to 16 bytes.
-        let of_rows = |i: usize, n: usize| {
-            let addresses = starts.iter().map(move |start| at(&operands[i]) + bytes(i, start * n));
-            addresses.chain([0]).map(|address| address as i64).collect::<Vec<_>>()
+        let addresses = |i: usize, first: &dyn Fn(usize) -> usize| {
+            let of_group = |group| (at(&operands[i]) + bytes(i, first(group))) as i64;
+            (0..e).map(of_group).chain([0]).collect::<Vec<i64>>()
         };
-        let matrices = (0..e).map(|group| (at(&operands[2]) + bytes(2, group * n_out * n_in)) as i64);
-        let addresses = [of_rows(0, n_in), of_rows(1, n_out), matrices.chain([0]).collect()].concat();
+        let addresses = [
+            addresses(0, &|group| first_row(group) * n_in),
+            addresses(1, &|group| first_row(group) * n_out),
+            addresses(2, &|group| group * n_out * n_in),
+        ]
+        .concat();
         let sizes = [[n_in as i32; 5], [n_out as i32; 5], Self::SIZES].concat();
         let sizes: Vec<u32> = sizes.iter().map(|size| *size as u32).collect();
         let arrays = [
