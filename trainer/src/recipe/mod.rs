@@ -38,7 +38,9 @@ pub use model::{
     ActivationCheckpoint, AttnImplementation, ConfigSource, FloatDtype, JsonMap, ModelSection, ModelType,
     TokenizerSection, TokenizerType,
 };
-pub use moe::{LoadBalancingType, MoeBenchmarkSection, MoeSection, TokenDispatcherType, TokenDropPolicy};
+pub use moe::{
+    LoadBalancingType, MoeBenchmarkSection, MoeSection, RoutingReplaySection, TokenDispatcherType, TokenDropPolicy,
+};
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{
@@ -148,6 +150,7 @@ pub struct Recipe {
     /// ArcticTraining's fused kernels for experts. No effect: ours are always fused.
     pub enable_arctic_moe_custom_optimization: Option<bool>,
     /// Reuses the experts of the forward when backward recomputes a layer. No effect: routing is always equal in both.
+    /// `moe.routing_replay` replays the experts of another run.
     pub enable_routing_replay: Option<bool>,
     /// Mixture-of-experts settings.
     pub moe: MoeSection,

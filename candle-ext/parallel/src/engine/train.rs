@@ -5,11 +5,15 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::{ForwardContext, GlobalExpertCounts, ParallelOps, RouterContext, RouterRows, RouterTotals};
+use candlewick_model::{
+    ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext, RouterRows, RouterTotals,
+    RoutingRecord,
+};
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
+use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{ActivationCheckpointing, Engine, Micro};
 use crate::context_parallel::TokenShard;
 use crate::objective::{MicroLoss, TokenLosses};
@@ -48,6 +52,8 @@ struct MicroBatchState<'m> {
     dropout_key: u64,
     /// Rows of this rank's residual stream that routers count.
     router_rows: Option<RouterRows>,
+    /// Experts that replace the routers' selections.
+    replayed: Option<ReplayedExperts>,
     /// Activations of each chunk between its forward and its backward.
     activations: HashMap<usize, ChunkActivations>,
 }
@@ -57,6 +63,8 @@ struct MicroBatchState<'m> {
 struct StepRouters {
     totals: RouterTotals,
     global_counts: GlobalExpertCounts,
+    /// Record of the selections, if the step records them.
+    record: Option<RoutingRecord>,
 }
 
 /// A pass over a model chunk, with its position in the step.
@@ -81,9 +89,25 @@ impl Engine {
         loss: impl Into<StepLoss<'l>>,
         dropout_key: impl Fn(usize) -> u64,
     ) -> Result<StepLosses> {
-        let loss = &loss.into();
+        Ok(self.forward_backward_routed(micros, &loss.into(), dropout_key, StepRouting::Select)?.0)
+    }
+
+    /// Runs [`Engine::forward_backward`] with a choice of the experts. Returns the recorded experts, too.
+    pub(super) fn forward_backward_routed(
+        &self,
+        micros: &[Micro],
+        loss: &StepLoss<'_>,
+        dropout_key: impl Fn(usize) -> u64,
+        routing: StepRouting<'_>,
+    ) -> Result<(StepLosses, Option<ExpertReadback>)> {
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
-        let routers = StepRouters::default();
+        let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
+        let mut routers = StepRouters { record, ..StepRouters::default() };
+        let replayed = |micro_idx: usize| match routing {
+            StepRouting::Replay(micros) => micros[micro_idx].as_ref(),
+            StepRouting::Select | StepRouting::Record => None,
+        };
+        let lengths: Vec<usize> = micros.iter().map(|micro| micro.seqs.n_tokens()).collect();
         let n_tokens = micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
@@ -101,8 +125,9 @@ impl Engine {
                     let state = match &mut states[chunk_pass.micro] {
                         Some(state) => state,
                         none => {
-                            let key = dropout_key(chunk_pass.micro);
-                            none.insert(self.begin(&micros[chunk_pass.micro], n_tokens[chunk_pass.micro], key)?)
+                            let (micro, key) = (&micros[chunk_pass.micro], dropout_key(chunk_pass.micro));
+                            let given = replayed(chunk_pass.micro).map(|given| (given, lengths[chunk_pass.micro]));
+                            none.insert(self.begin(micro, n_tokens[chunk_pass.micro], key, given)?)
                         }
                     };
                     let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
@@ -134,16 +159,27 @@ impl Engine {
         self.pipeline.finish()?;
         self.store.wait_grad_reduction()?;
         let auxiliary = self.sum_over_residual_ranks(auxiliary.finish(&self.device)?)?;
+        let record = routers.record.take();
+        let experts = record.map(|record| self.read_back_experts(record, &micros, &lengths)).transpose()?;
         let routers = self.sum_over_residual_ranks(self.totals_of_layers(routers.totals)?)?;
-        Ok(StepLosses { micros: sums, auxiliary, routers })
+        Ok((StepLosses { micros: sums, auxiliary, routers }, experts))
     }
 
-    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
-    fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
+    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding. `given` are experts of another run,
+    /// with the number of their tokens.
+    fn begin<'m>(
+        &self,
+        micro: &'m Micro,
+        n_tokens: usize,
+        dropout_key: u64,
+        given: Option<(&MicroExperts, usize)>,
+    ) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
         let router_rows = self.router_rows(micro, n_tokens)?;
-        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, router_rows, activations: HashMap::new() })
+        let replayed = given.map(|(given, length)| self.replayed_experts(micro, length, given)).transpose()?;
+        let activations = HashMap::new();
+        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, router_rows, replayed, activations })
     }
 
     /// Returns the total of each router; zeros for layers of other stages.
@@ -179,6 +215,7 @@ impl Engine {
         // The forward that backward repeats does not count.
         let mut context = self.training_context(pass, state, parallel_ops);
         context.router.totals = Some(&pass.routers.totals);
+        context.router.record = pass.routers.record.as_ref();
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
                 let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops))?;
@@ -247,7 +284,7 @@ impl Engine {
         state: &'a MicroBatchState,
         parallel_ops: &'a dyn ParallelOps,
     ) -> ForwardContext<'a> {
-        let MicroBatchState { part, cos, sin, dropout_key, router_rows, .. } = state;
+        let MicroBatchState { part, cos, sin, dropout_key, router_rows, replayed, .. } = state;
         ForwardContext {
             dropout_key: Some(*dropout_key),
             router: RouterContext {
@@ -255,6 +292,8 @@ impl Engine {
                 rows: router_rows.as_ref(),
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
+                record: None,
+                replayed: replayed.as_ref(),
                 micro_idx: pass.chunk_pass.micro,
                 noise_key: derive_key(*dropout_key, ROUTER_NOISE),
             },

@@ -10,8 +10,8 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, TokenLosses, TrainBatch,
-    ZeroGradCount, ZeroStage,
+    AuxiliaryLoss, CausalLm, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, StepRouting, TokenLosses,
+    TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::ONE;
@@ -63,7 +63,13 @@ fn step_with(
         let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
         let dropout_keys = vec![5; micros.len()];
-        let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &auxiliary };
+        let batch = TrainBatch {
+            micros: &micros,
+            dropout_keys: &dropout_keys,
+            n_targets,
+            auxiliary: &auxiliary,
+            routing: StepRouting::Select,
+        };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::Off };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();

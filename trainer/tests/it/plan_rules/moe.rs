@@ -6,7 +6,7 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad};
 use candlewick_ops::DropPolicy;
 use serde_json::json;
-use trainer::plan::{Environment, Plan, WorldInfo};
+use trainer::plan::{Environment, Plan, RoutingReplayPlan, WorldInfo};
 use trainer::recipe::{Loaded, TokenDispatcherType};
 
 use super::{BASE, known, refused};
@@ -184,6 +184,26 @@ fn capacities_and_jitter_are_checked() {
 }
 
 #[test]
+fn a_run_records_or_replays_experts_of_routers() {
+    let planned = |arguments: &[&str]| of_experts(1, arguments).unwrap().moe.unwrap().routing_replay;
+    let (record, replay) = ("moe.routing_replay.record=a/b", "moe.routing_replay.replay=c");
+    assert_eq!(planned(&[]), None);
+    assert_eq!(planned(&["moe.routing_replay={}"]), None);
+    assert_eq!(planned(&[record]), Some(RoutingReplayPlan::Record("a/b".into())));
+    assert_eq!(planned(&[replay]), Some(RoutingReplayPlan::Replay("c".into())));
+    refused_with_experts(1, &[record, replay], &["moe.routing_replay: record and replay exclude each other"]);
+    refused_with_experts(1, &["moe.routing_replay.replay=\"\""], &["moe.routing_replay.replay: expected a folder"]);
+    let sinkhorn = "moe.router_load_balancing_type=sinkhorn";
+    refused_with_experts(
+        1,
+        &[record, sinkhorn],
+        &["moe.routing_replay.record: the experts do not come from the routers"],
+    );
+    let forced = "moe.benchmark.router_force_load_balancing=true";
+    refused_with_experts(1, &[replay, forced], &["do not come from the routers with moe.benchmark", "remove one"]);
+}
+
+#[test]
 fn a_benchmark_saves_nothing() {
     let forced = |argument: &str| {
         let plan = of_experts(1, &[argument]).unwrap();
@@ -246,6 +266,7 @@ fn keys_of_experts_need_a_model_with_experts() {
         "moe.benchmark.router_force_biased=1",
         "expert_tensor_parallel_size=2",
         "moe.token_dispatcher_type=allgather",
+        "moe.routing_replay.record=a",
     ] {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }
@@ -260,6 +281,7 @@ fn keys_of_arctic_training_without_effect_are_noted() {
         let name = key.split('=').next().unwrap();
         assert!(notes.iter().any(|note| note.contains(&format!("{name} has no effect"))), "{notes:?}");
     }
+    assert!(notes.iter().any(|note| note.contains("moe.routing_replay replays those of another run")), "{notes:?}");
 }
 
 #[test]
