@@ -10,6 +10,7 @@ use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
 use crate::plan::EnvironmentError;
 use crate::recipe::RecipeError;
+use crate::routing::RoutingError;
 use crate::run::{AllStepsSkipped, NonFinite};
 use crate::schedule::ScheduleError;
 
@@ -24,6 +25,7 @@ pub fn report(error: &anyhow::Error) -> String {
             || error.is::<CheckpointError>()
             || error.is::<ScheduleError>()
             || error.is::<HubError>()
+            || error.is::<RoutingError>()
     });
     let text = candlewick_runtime::exit::report(error);
     if needs_prefix { text.replacen("error: ", "error: failed to ", 1) } else { text }
@@ -44,6 +46,12 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     }
     if let Some(DataError::Cache { .. }) = error.downcast_ref::<DataError>() {
         return Some(ExitCode::Checkpoint);
+    }
+    if let Some(known) = error.downcast_ref::<RoutingError>() {
+        return Some(match known {
+            RoutingError::Write { .. } | RoutingError::Occupied { .. } => ExitCode::Checkpoint,
+            RoutingError::Read { .. } | RoutingError::Unusable { .. } => ExitCode::Data,
+        });
     }
     let codes = [
         (error.is::<RecipeError>(), ExitCode::Usage),

@@ -9,6 +9,7 @@ mod failpoint;
 pub mod metrics;
 pub mod plan;
 pub mod recipe;
+mod routing;
 pub mod run;
 pub mod schedule;
 pub mod signals;

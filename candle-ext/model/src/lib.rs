@@ -54,8 +54,8 @@ pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use router::{
-    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, RouterContext, RouterDtype, RouterLoss,
-    RouterRows, RouterSettings, RouterTotal, RouterTotals,
+    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ReplayedExperts, RouterContext, RouterDtype,
+    RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use upcycle::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};

@@ -99,7 +99,9 @@ pub use moe::expert_counts::{TokenSequences, expert_counts};
 pub use moe::expert_labels::{relabel_experts, repeat_weights};
 pub use moe::grouped_linear::{GroupedCall, GroupedGemmImpl, GroupedLinearCost, TokensPerCall, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
-pub use moe::router::{GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost};
+pub use moe::router::{
+    GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost, route_to,
+};
 pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss, sequence_load_balancing_loss};
 pub use moe::router_noise::{InputJitter, biased_logits, input_jitter, random_logits};
 pub use moe::sinkhorn::sinkhorn;

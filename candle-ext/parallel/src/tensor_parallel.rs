@@ -34,6 +34,11 @@ impl TensorParallel {
         }
     }
 
+    /// Returns true if another rank, the first, has the tokens of this rank's residual stream.
+    pub(crate) fn holds_copy(&self) -> bool {
+        self.sequence_parallel == SequenceParallel::Off && self.ranks.rank() > 0
+    }
+
     /// Sums vectors over the ranks that split the residual stream.
     pub(crate) fn sum_over_residual_ranks(&self, vectors: &[Tensor]) -> Result<Vec<Tensor>> {
         match self.sequence_parallel {

@@ -20,7 +20,7 @@ pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
 pub use resolve::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, TempDir, WorldInfo};
 pub(crate) use resolve::{conversation, is_path};
-pub use router::{RouterLossTerm, RouterPlan};
+pub use router::{RouterLossTerm, RouterPlan, RoutingReplayPlan};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
 pub use setting::ResolvedSetting;
 pub use table::SettingsFilter;

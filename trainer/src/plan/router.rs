@@ -1,5 +1,7 @@
 //! Routers in a plan.
 
+use std::path::PathBuf;
+
 use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterLoss, RouterSettings};
 use candlewick_ops::DropPolicy;
 use candlewick_parallel::AuxiliaryLoss;
@@ -30,6 +32,19 @@ pub struct RouterPlan {
     pub dtype: MoeRouterDtype,
     /// Forced load of a benchmark.
     pub benchmark: MoeBenchmarkSection,
+    /// Record of the experts, if the run writes or replays one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub routing_replay: Option<RoutingReplayPlan>,
+}
+
+/// Record of the experts of each token.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoutingReplayPlan {
+    /// The run writes its experts into this folder.
+    Record(PathBuf),
+    /// The run takes its experts from this folder.
+    Replay(PathBuf),
 }
 
 /// A loss of the routers with its coefficient.
@@ -116,6 +131,7 @@ mod tests {
             input_jitter_eps: 0.0,
             dtype: MoeRouterDtype::Fp32,
             benchmark: MoeBenchmarkSection::default(),
+            routing_replay: None,
         };
         assert_eq!(plan.settings().losses, [RouterLoss::LoadBalancing]);
         let [loss] = plan.auxiliary(10).try_into().expect("there is one loss");

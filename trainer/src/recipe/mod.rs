@@ -39,7 +39,8 @@ pub use model::{
     ModelType, TokenizerSection, TokenizerType,
 };
 pub use moe::{
-    LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, MoeSection, TokenDispatcherType, TokenDropPolicy,
+    LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, MoeSection, RoutingReplaySection, TokenDispatcherType,
+    TokenDropPolicy,
 };
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
@@ -150,6 +151,7 @@ pub struct Recipe {
     /// ArcticTraining's fused kernels for experts. No effect: ours are always fused.
     pub enable_arctic_moe_custom_optimization: Option<bool>,
     /// Reuses the experts of the forward when backward recomputes a layer. No effect: routing is always equal in both.
+    /// `moe.routing_replay` replays the experts of another run.
     pub enable_routing_replay: Option<bool>,
     /// Mixture-of-experts settings.
     pub moe: MoeSection,

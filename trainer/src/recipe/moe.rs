@@ -40,6 +40,8 @@ pub struct MoeSection {
     /// The exchange of tokens between expert-parallel ranks: `alltoall` (default) or `allgather`. `allgather` sends less if a
     /// token selects more experts than `expert_parallel_size`.
     pub token_dispatcher_type: Option<TokenDispatcherType>,
+    /// Records the experts of each token in a folder, or replays the experts of such a record.
+    pub routing_replay: RoutingReplaySection,
 }
 
 /// A balancing of the experts' load, with Megatron-LM's names.
@@ -95,6 +97,16 @@ impl MoeBenchmarkSection {
     pub fn is_on(&self) -> bool {
         self.router_force_load_balancing == Some(true) || self.router_force_biased.is_some()
     }
+}
+
+/// A record of the experts of each token. Relative paths start at the current folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RoutingReplaySection {
+    /// The folder to write the experts to that the routers select in training.
+    pub record: Option<String>,
+    /// The folder of a record whose experts replace the routers' selections in training. All ranks must see it.
+    pub replay: Option<String>,
 }
 
 /// Exchange of tokens between expert-parallel ranks, with Megatron-LM's names.

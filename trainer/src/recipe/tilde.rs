@@ -3,7 +3,7 @@
 use super::node::{RecipeEntry, RecipeNode, RecipeValue};
 
 /// The keys whose strings, lists of strings or maps to strings are paths.
-const PATHS: [&str; 13] = [
+const PATHS: [&str; 15] = [
     "adapter_name_or_path",
     "cache_dir",
     "chat_template",
@@ -15,6 +15,8 @@ const PATHS: [&str; 13] = [
     "mem_profiler_dir",
     "name_or_path",
     "output_dir",
+    "record",
+    "replay",
     "sources",
     "train_log_metrics_path",
 ];
@@ -61,7 +63,7 @@ mod tests {
     #[test]
     fn paths_are_expanded_and_other_strings_are_not() {
         let text = "output_dir: ~/runs\ndata:\n  sources: [~/a.jsonl, {name_or_path: ~/b}, c~/d]\neval:\n  data: {arc: ~/arc}\n\
-                    generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\n";
+                    generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\nmoe: {routing_replay: {replay: ~/r}}\n";
         let mut tree = crate::recipe::node::parse(text).unwrap();
         expand(&mut tree, "/users/me");
         let at = |key: &str| tree.at(key).unwrap().0.value.clone();
@@ -73,6 +75,7 @@ mod tests {
             ("eval.data.arc", "/users/me/arc"),
             ("generate.prompts.0", "~/x"),
             ("checkpoint.0.output_dir", "/users/me/m"),
+            ("moe.routing_replay.replay", "/users/me/r"),
         ] {
             assert_eq!(at(key), RecipeValue::Text(want.into()), "{key}");
         }

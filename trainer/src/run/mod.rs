@@ -15,9 +15,11 @@ mod lock;
 mod out_of_memory;
 mod rank_info;
 mod ranks;
+mod routing;
 mod session;
 mod state;
 mod step;
+mod step_experts;
 mod tasks;
 
 use std::time::Instant;

@@ -20,11 +20,13 @@ use crate::metrics::{
     RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
+use crate::routing::RoutingFiles;
 use crate::signals::StopRequest;
 
 use super::async_save::FinishedAsyncSave;
 use super::checkpointer::{self, Checkpointer, SaveOutcome, SavedCheckpoint};
 use super::context::{Progress, TrainingRun};
+use super::routing;
 use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome};
 
 pub(super) struct Session<'a> {
@@ -35,6 +37,8 @@ pub(super) struct Session<'a> {
     pub(super) progress: Progress,
     pub(super) checkpointer: Checkpointer<'a>,
     scaler: GradScaler,
+    /// The record of experts that the run writes or replays.
+    routing: Option<RoutingFiles>,
     /// Steps on the device whose results were not read yet, oldest first.
     in_flight: VecDeque<PendingStep>,
     /// The time at which the last drained step was done.
@@ -62,6 +66,7 @@ impl<'a> Session<'a> {
         plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
         checkpointer.preflight(&stream)?;
         let moved = checkpointer.prepare_folders(&stream)?;
+        let routing = routing::open(&run, &stream)?;
 
         let start = state.map_or(RunStart::Fresh, |state| RunStart::Resumed(state.step));
         let reporter = Reporter::open(&plan.log, start, total_steps).map_err(|source| {
@@ -94,6 +99,7 @@ impl<'a> Session<'a> {
             progress,
             checkpointer,
             scaler,
+            routing,
             in_flight: VecDeque::new(),
             last_step_done: Instant::now(),
             monitor: gpu_id.and_then(GpuMonitor::open),
@@ -152,6 +158,7 @@ impl<'a> Session<'a> {
         let number = self.stream.cursor().step;
         let config = StepConfig {
             moe: self.run.plan.moe.as_ref(),
+            routing: self.routing.as_ref(),
             mtp: self.run.plan.model.mtp,
             plan: &plan.optimizer,
             grad_zeros: if plan.log.log_num_zeros_in_grad { ZeroGradCount::On } else { ZeroGradCount::Off },
@@ -170,7 +177,8 @@ impl<'a> Session<'a> {
         let TrainingRun { plan, prepared, .. } = self.run;
         while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(PendingStep::is_done) {
             let Some(in_flight) = self.in_flight.pop_front() else { break };
-            let (step, outcome) = in_flight.outcome(&prepared.train, plan.on_nonfinite, self.last_step_done)?;
+            let (step, outcome) =
+                in_flight.outcome(&prepared.train, plan.on_nonfinite, self.last_step_done, self.routing.as_ref())?;
             self.last_step_done = Instant::now();
             self.progress.n_skipped += usize::from(outcome.decision.outcome != UpdateOutcome::Applied);
             self.progress.scaler = Some(outcome.decision.next);

@@ -16,8 +16,10 @@ use crate::data::{Batch, Dataset, GlobalBatch};
 use crate::metrics::ExpertLoad;
 use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
 use crate::recipe::OnNonfinite;
+use crate::routing::RoutingFiles;
 
 use super::rank_info::RankInfo;
+use super::step_experts::{StepExperts, record_experts};
 
 /// The result of a step.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,6 +71,8 @@ pub(super) struct StepConfig<'a> {
     pub(super) plan: &'a OptimizerPlan,
     /// The settings of the routers.
     pub(super) moe: Option<&'a RouterPlan>,
+    /// The record of experts that the run writes or replays.
+    pub(super) routing: Option<&'a RoutingFiles>,
     /// The losses of MTP layers.
     pub(super) mtp: Option<MtpPlan>,
     /// The choice to count zero gradients.
@@ -124,12 +128,15 @@ pub(super) fn start(
     auxiliary.extend(config.mtp.into_iter().flat_map(|mtp| mtp_losses(mtp, &step)));
     let pads_experts = config.moe.is_some_and(|moe| moe.padded_capacity_factor().is_some());
     let most_tokens = pads_experts.then(|| step.most_tokens(config.rank.data_world));
+    let experts = StepExperts::read(config.routing, config.number, &step, &own)?;
+    let routing = experts.routing(config.routing);
     let batch = TrainBatch {
         micros: &micros,
         most_tokens: most_tokens.as_deref(),
         dropout_keys: &dropout_keys,
         n_targets,
         auxiliary: &auxiliary,
+        routing,
     };
     let optimizer = OptimizerStep { adamw: config.hyper(), scaler, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
@@ -155,17 +162,28 @@ impl PendingStep {
 
     /// Waits for the step and returns its result. `since` is the time at which the step before was done.
     ///
-    /// A non-finite loss or gradient is an error if `on_nonfinite` is `stop`.
+    /// Writes the step's experts if `routing` is a record to write. A non-finite loss or gradient is an error if `on_nonfinite`
+    /// is `stop`.
     pub(super) fn outcome(
         self,
         dataset: &Dataset,
         on_nonfinite: OnNonfinite,
         since: Instant,
+        routing: Option<&RoutingFiles>,
     ) -> Result<(GlobalBatch, StepOutcome)> {
         let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
         let was_done = in_flight.is_ready();
-        let StepResult { own_losses, losses, auxiliary, mut auxiliary_layers, routers, verdict: decision, grad_zeros } =
-            in_flight.wait()?;
+        let StepResult {
+            own_losses,
+            losses,
+            auxiliary,
+            mut auxiliary_layers,
+            routers,
+            experts,
+            verdict: decision,
+            grad_zeros,
+        } = in_flight.wait()?;
+        record_experts(routing, number, &step, own.iter().copied().zip(experts))?;
         auxiliary_layers.retain(|name, _| RouterLoss::ALL.iter().any(|loss| loss.name() == name));
         let elapsed = started.max(since).elapsed();
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);

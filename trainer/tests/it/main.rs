@@ -16,6 +16,7 @@ mod recipe_schema;
 mod recipe_values;
 mod results;
 mod resume;
+mod routing_replay;
 mod schedules;
 mod sharing;
 mod signals;

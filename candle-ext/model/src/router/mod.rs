@@ -4,6 +4,7 @@ mod global_counts;
 mod loss;
 mod noise;
 mod observe;
+mod replay;
 mod rows;
 mod select;
 mod settings;
@@ -11,6 +12,7 @@ mod totals;
 
 pub use global_counts::GlobalExpertCounts;
 pub use loss::RouterLoss;
+pub use replay::{ReplayedExperts, RoutingRecord};
 pub use rows::RouterRows;
 pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings};
 pub use totals::{RouterTotal, RouterTotals};
@@ -29,6 +31,10 @@ pub struct RouterContext<'a> {
     pub totals: Option<&'a RouterTotals>,
     /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
     pub global_counts: Option<&'a GlobalExpertCounts>,
+    /// Record of the selections to add to.
+    pub record: Option<&'a RoutingRecord>,
+    /// Experts that replace the selections.
+    pub replayed: Option<&'a ReplayedExperts>,
     /// Index of the micro-batch in the step.
     pub micro_idx: usize,
     /// Seed of the noise in the micro-batch.
@@ -45,6 +51,8 @@ impl Default for RouterContext<'_> {
             rows: None,
             totals: None,
             global_counts: None,
+            record: None,
+            replayed: None,
             micro_idx: 0,
             noise_key: 0,
             most_tokens: None,

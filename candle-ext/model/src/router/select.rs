@@ -16,7 +16,8 @@ pub(crate) struct RouterLogits<'a> {
     pub(crate) spec: RouterSpec,
 }
 
-/// Selects the experts of each token within the capacity, and adds the layer's losses and totals.
+/// Selects the experts of each token within the capacity, or takes replayed ones. Adds the layer's losses and totals, and its
+/// experts to a record.
 pub(crate) fn select(
     router: &RouterLogits,
     context: &RouterContext,
@@ -24,10 +25,14 @@ pub(crate) fn select(
 ) -> Result<Routing> {
     let RouterLogits { layer_idx, logits, bias, spec } = *router;
     let logits = &context.forced(logits, layer_idx)?;
-    let (routing, is_best) = match context.settings.selection {
-        ExpertSelection::TopK => (ops::route(logits, bias, spec)?, bias.is_none() && spec.groups.is_none()),
-        ExpertSelection::Sinkhorn => (ops::route_by(logits, &ops::sinkhorn(logits)?, spec)?, false),
+    let (routing, is_best) = match (context.replayed, context.settings.selection) {
+        (Some(replayed), _) => (ops::route_to(logits, replayed.of_layer(layer_idx)?, spec)?, false),
+        (None, ExpertSelection::TopK) => (ops::route(logits, bias, spec)?, bias.is_none() && spec.groups.is_none()),
+        (None, ExpertSelection::Sinkhorn) => (ops::route_by(logits, &ops::sinkhorn(logits)?, spec)?, false),
     };
+    if let Some(record) = context.record {
+        record.add(context.micro_idx, layer_idx, &routing.assignment.experts);
+    }
     let best_experts = is_best.then_some(&routing.assignment.experts);
     let kept = match context.settings.capacity {
         Some(capacity) => {

@@ -9,6 +9,7 @@ mod memory;
 mod micro;
 mod mtp;
 mod router_rows;
+mod routing_replay;
 mod train;
 mod train_step;
 
@@ -37,6 +38,7 @@ pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::{Micro, StepMicros};
 pub use mtp::mtp_loss_name;
+pub use routing_replay::{MicroExperts, StepRouting};
 pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGradCount};
 
 /// Activation checkpointing of a layer: the activations saved between its forward and its backward.

@@ -28,7 +28,7 @@ impl Engine {
     }
 
     /// Returns the token of each row of this rank's residual stream, as an index into the padded micro-batch.
-    fn residual_tokens(&self, micro: &Micro) -> Result<Vec<usize>> {
+    pub(super) fn residual_tokens(&self, micro: &Micro) -> Result<Vec<usize>> {
         let tokens = Tensor::arange(0u32, micro.seqs.n_tokens() as u32, &Device::Cpu)?;
         let own = to_host(&self.of_own_tokens(&tokens, micro)?)?.to_vec1::<u32>()?;
         let rows = match &self.tensor {

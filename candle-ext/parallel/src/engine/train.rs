@@ -5,11 +5,15 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::{ForwardContext, GlobalExpertCounts, ParallelOps, RouterContext, RouterRows, RouterTotals};
+use candlewick_model::{
+    ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext, RouterRows, RouterTotals,
+    RoutingRecord,
+};
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
+use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
 use crate::context_parallel::TokenShard;
 use crate::objective::{MicroLoss, TokenLosses};
@@ -50,6 +54,8 @@ struct MicroBatchState<'m> {
     router_rows: Option<RouterRows>,
     /// The most rows of any rank's residual stream, if experts are padded.
     most_rows: Option<usize>,
+    /// Experts that replace the routers' selections.
+    replayed: Option<ReplayedExperts>,
     /// Activations of each chunk between its forward and its backward.
     activations: HashMap<usize, ChunkActivations>,
 }
@@ -59,6 +65,8 @@ struct MicroBatchState<'m> {
 struct StepRouters {
     totals: RouterTotals,
     global_counts: GlobalExpertCounts,
+    /// Record of the selections, if the step records them.
+    record: Option<RoutingRecord>,
 }
 
 /// A pass over a model chunk, with its position in the step.
@@ -84,13 +92,28 @@ impl Engine {
         loss: impl Into<StepLoss<'l>>,
         dropout_key: impl Fn(usize) -> u64,
     ) -> Result<StepLosses> {
-        let loss = &loss.into();
+        Ok(self.forward_backward_routed(micros.into(), &loss.into(), dropout_key, StepRouting::Select)?.0)
+    }
+
+    /// Runs [`Engine::forward_backward`] with a choice of the experts. Returns the recorded experts, too.
+    pub(super) fn forward_backward_routed(
+        &self,
+        step: StepMicros<'_>,
+        loss: &StepLoss<'_>,
+        dropout_key: impl Fn(usize) -> u64,
+        routing: StepRouting<'_>,
+    ) -> Result<(StepLosses, Option<ExpertReadback>)> {
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
-        let routers = StepRouters::default();
-        let given = micros.into();
-        let n_tokens = given.micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
-        let most_rows = given.most_tokens_of_parts(self.multiple())?;
-        let micros: Vec<_> = given.micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
+        let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
+        let mut routers = StepRouters { record, ..StepRouters::default() };
+        let given: Option<&[Option<MicroExperts>]> = match routing {
+            StepRouting::Replay(micros) => Some(micros),
+            StepRouting::Select | StepRouting::Record => None,
+        };
+        let lengths: Vec<usize> = step.micros.iter().map(|micro| micro.seqs.n_tokens()).collect();
+        let n_tokens = step.micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
+        let most_rows = step.most_tokens_of_parts(self.multiple())?;
+        let micros: Vec<_> = step.micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
         let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
         let mut states: Vec<Option<MicroBatchState>> = micros.iter().map(|_| None).collect();
@@ -107,7 +130,12 @@ impl Engine {
                         Some(state) => state,
                         none => {
                             let idx = chunk_pass.micro;
-                            none.insert(self.begin(&micros[idx], n_tokens[idx], most_rows[idx], dropout_key(idx))?)
+                            let micro = &micros[idx];
+                            let given = given.and_then(|micros| micros[idx].as_ref());
+                            let replayed = given.map(|given| self.replayed_experts(micro, lengths[idx], given));
+                            let state = self.begin(micro, n_tokens[idx], dropout_key(idx))?;
+                            let (most_rows, replayed) = (most_rows[idx], replayed.transpose()?);
+                            none.insert(MicroBatchState { most_rows, replayed, ..state })
                         }
                     };
                     let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
@@ -139,23 +167,28 @@ impl Engine {
         self.pipeline.finish()?;
         self.store.wait_grad_reduction()?;
         let auxiliary = self.sum_over_residual_ranks(auxiliary.finish(&self.device)?)?;
+        let record = routers.record.take();
+        let experts = record.map(|record| self.read_back_experts(record, &micros, &lengths)).transpose()?;
         let routers = self.sum_over_residual_ranks(self.totals_of_layers(routers.totals)?)?;
-        Ok(StepLosses { micros: sums, auxiliary, routers })
+        Ok((StepLosses { micros: sums, auxiliary, routers }, experts))
     }
 
-    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding. `most_rows` pads the experts.
-    fn begin<'m>(
-        &self,
-        micro: &'m Micro,
-        n_tokens: usize,
-        most_rows: Option<usize>,
-        dropout_key: u64,
-    ) -> Result<MicroBatchState<'m>> {
+    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
+    fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
         let router_rows = self.router_rows(micro, n_tokens)?;
-        let activations = HashMap::new();
-        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, router_rows, most_rows, activations })
+        Ok(MicroBatchState {
+            whole: micro,
+            part,
+            cos,
+            sin,
+            dropout_key,
+            router_rows,
+            most_rows: None,
+            replayed: None,
+            activations: HashMap::new(),
+        })
     }
 
     /// Returns the total of each router; zeros for layers of other stages.
@@ -191,6 +224,7 @@ impl Engine {
         // The forward that backward repeats does not count.
         let mut context = self.training_context(pass, state, parallel_ops);
         context.router.totals = Some(&pass.routers.totals);
+        context.router.record = pass.routers.record.as_ref();
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
                 let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops))?;
@@ -259,7 +293,7 @@ impl Engine {
         state: &'a MicroBatchState,
         parallel_ops: &'a dyn ParallelOps,
     ) -> ForwardContext<'a> {
-        let MicroBatchState { part, cos, sin, dropout_key, router_rows, .. } = state;
+        let MicroBatchState { part, cos, sin, dropout_key, router_rows, replayed, .. } = state;
         ForwardContext {
             dropout_key: Some(*dropout_key),
             router: RouterContext {
@@ -267,6 +301,8 @@ impl Engine {
                 rows: router_rows.as_ref(),
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
+                record: None,
+                replayed: replayed.as_ref(),
                 micro_idx: pass.chunk_pass.micro,
                 noise_key: derive_key(*dropout_key, ROUTER_NOISE),
                 most_tokens: state.most_rows,

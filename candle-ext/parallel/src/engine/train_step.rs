@@ -7,6 +7,7 @@ use candlewick_comm::Reduce;
 use candlewick_model::RouterTotal;
 use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 
+use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
 use crate::objective::{AuxiliaryLoss, Objective};
 
@@ -22,6 +23,8 @@ pub struct TrainBatch<'a> {
     pub n_targets: f64,
     /// Auxiliary losses of the layers.
     pub auxiliary: &'a [AuxiliaryLoss],
+    /// Choice of the experts.
+    pub routing: StepRouting<'a>,
 }
 
 /// Optimizer settings of a step.
@@ -53,6 +56,8 @@ pub struct InFlightStep {
     routers: Vec<(usize, usize)>,
     grad_zeros: ZeroGradCount,
     readout: DeviceReadback,
+    /// Recorded experts, if the step records them.
+    experts: Option<ExpertReadback>,
 }
 
 /// Results of a finished step.
@@ -68,6 +73,9 @@ pub struct StepResult {
     pub auxiliary_layers: BTreeMap<String, Vec<f64>>,
     /// Total of the router of each MoE layer, by layer index.
     pub routers: BTreeMap<usize, RouterTotal>,
+    /// Recorded experts of each of this rank's micro-batches, for its tokens and layers. Empty without
+    /// [`StepRouting::Record`]; without layers if another rank returns the experts.
+    pub experts: Vec<MicroExperts>,
     /// Gradient norm, and the decision to update, skip or stop.
     pub verdict: StepDecision,
     /// Number of zero gradients of all ranks; `None` if they are not counted.
@@ -91,7 +99,8 @@ impl Engine {
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
         let micros = StepMicros { micros: batch.micros, most_tokens: batch.most_tokens };
-        let losses = self.forward_backward(micros, loss, |micro_idx| batch.dropout_keys[micro_idx])?;
+        let dropout_key = |micro_idx: usize| batch.dropout_keys[micro_idx];
+        let (losses, experts) = self.forward_backward_routed(micros, &loss, dropout_key, batch.routing)?;
         let moe_layers = self.model.layers().filter(|layer| layer.n_experts().is_some());
         let routers: Vec<(usize, usize)> =
             moe_layers.map(|layer| layer.layer_idx).zip(losses.routers.iter().map(Tensor::elem_count)).collect();
@@ -111,7 +120,7 @@ impl Engine {
         let numbers: Vec<&Tensor> = [&own, &of_all, scaler.state()].into_iter().chain(&zeros).collect();
         let readout = DeviceReadback::start(&Tensor::cat(&numbers, 0)?)?;
         let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
-        Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, grad_zeros: *grad_zeros, readout })
+        Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, grad_zeros: *grad_zeros, readout, experts })
     }
 }
 
@@ -161,6 +170,7 @@ impl InFlightStep {
             auxiliary: auxiliary_layers.iter().map(|(name, layers)| (name.clone(), layers.iter().sum())).collect(),
             auxiliary_layers,
             routers: self.routers.iter().map(&mut total_of).collect(),
+            experts: self.experts.map_or(Ok(Vec::new()), ExpertReadback::wait)?,
             verdict: StepDecision::read(state),
             grad_zeros: match (self.grad_zeros, state) {
                 (ZeroGradCount::On, [.., units, rest]) => {

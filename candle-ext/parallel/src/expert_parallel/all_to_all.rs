@@ -1,7 +1,8 @@
 //! The all-to-all dispatcher: rows travel to the ranks of their experts and back.
 //!
 //! Dispatch: rows sorted by expert, one all-gather of counts, then an all-to-all of rows and of their weights. Combine:
-//! the all-to-all back. Experts that are padded to their capacity need no counts. See Lepikhin et al., GShard, 2020, <https://arxiv.org/abs/2006.16668>.
+//! the all-to-all back. Experts that are padded to their capacity need no counts. See Lepikhin et al., GShard, 2020,
+//! <https://arxiv.org/abs/2006.16668>.
 //!
 //! A row travels to every rank that holds a shard of its expert. The sum over a token's rows adds the shards' outputs.
 //!

@@ -14,6 +14,7 @@ mod quantized;
 mod rank;
 mod ring;
 mod routers;
+mod routing_replay;
 mod small_meshes;
 mod tiles;
 

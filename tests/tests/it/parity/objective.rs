@@ -11,7 +11,7 @@ use candlewick_model::{AttentionCall, ParallelOps};
 use candlewick_ops::{self as ops, GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind,
-    SequenceParallel, StepLoss, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
+    SequenceParallel, StepLoss, StepRouting, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::case::{Batching, MODELS, ModelCase, micros};
@@ -74,7 +74,8 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
         let scaler =
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
-        let batch = TrainBatch { micros: &micros, most_tokens: None, dropout_keys: &[5, 6], n_targets, auxiliary };
+        let (routing, dropout_keys) = (StepRouting::Select, &[5, 6]);
+        let batch = TrainBatch { micros: &micros, most_tokens: None, dropout_keys, n_targets, auxiliary, routing };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::On };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;

@@ -11,7 +11,7 @@ use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, Router
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, LossScale, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, StepLoss,
-    TokenDispatcher, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
+    StepRouting, TokenDispatcher, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::ONE;
@@ -89,6 +89,7 @@ fn step_of(
             dropout_keys: &dropout_keys,
             n_targets,
             auxiliary: &auxiliary,
+            routing: StepRouting::Select,
         };
         let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::Off };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;

@@ -1,6 +1,7 @@
 //! The trainer as several processes, started as torchrun starts them, gives the results of one process.
 
 mod faults;
+mod routing;
 mod run;
 mod starters;
 

@@ -105,7 +105,10 @@ fn note_keys_without_effect(resolver: &mut Resolver) {
         resolver.note("enable_arctic_moe_custom_optimization has no effect: the kernels of experts are always fused");
     }
     if recipe.enable_routing_replay.is_some() {
-        resolver.note("enable_routing_replay has no effect: a recomputed layer always selects the same experts");
+        resolver.note(
+            "enable_routing_replay has no effect: a recomputed layer always selects the same experts. moe.routing_replay \
+             replays those of another run",
+        );
     }
 }
 

@@ -1,10 +1,15 @@
 //! Resolution of the keys of routers.
 
+use std::path::PathBuf;
+
 use candlewick_model::{Model, MoeConfig, RouterLoss};
 
 use super::resolver::Resolver;
-use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, WeightInit};
-use crate::recipe::{HumanFloat, LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, TokenDropPolicy, ValueOrList};
+use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, RoutingReplayPlan, WeightInit};
+use crate::recipe::{
+    HumanFloat, LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, RoutingReplaySection, TokenDropPolicy,
+    ValueOrList,
+};
 
 const TYPE: &str = "moe.router_load_balancing_type";
 const COEFF: &str = "moe.aux_loss_coeff";
@@ -16,6 +21,7 @@ const PADDING: &str = "moe.pad_expert_input_to_capacity";
 const JITTER: &str = "moe.input_jitter_eps";
 const DTYPE: &str = "moe.router_dtype";
 const BENCHMARK: &str = "moe.benchmark";
+const ROUTING_REPLAY: &str = "moe.routing_replay";
 
 /// Returns the settings of the routers of a model with experts.
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfig) -> RouterPlan {
@@ -40,6 +46,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
         input_jitter_eps,
         dtype,
         benchmark: benchmark(resolver),
+        routing_replay: routing_replay(resolver, sinkhorn),
         losses,
         sinkhorn,
         n_layers: n_layers(model, moe),
@@ -68,6 +75,7 @@ pub(super) fn set_keys(resolver: &Resolver) -> Vec<&'static str> {
         (JITTER, moe.input_jitter_eps.is_some()),
         (DTYPE, moe.router_dtype.is_some()),
         (BENCHMARK, moe.benchmark != MoeBenchmarkSection::default()),
+        (ROUTING_REPLAY, moe.routing_replay != RoutingReplaySection::default()),
     ];
     keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect()
 }
@@ -119,6 +127,31 @@ fn benchmark(resolver: &mut Resolver) -> MoeBenchmarkSection {
         resolver.report(&[key], format!("{key}: expected a number above 0, found {std}"));
     }
     section
+}
+
+/// Returns the record of experts to write or to replay.
+fn routing_replay(resolver: &mut Resolver, sinkhorn: bool) -> Option<RoutingReplayPlan> {
+    let RoutingReplaySection { record, replay } = &resolver.recipe().moe.routing_replay;
+    let (key, dir, plan): (_, _, fn(PathBuf) -> _) = match (record, replay) {
+        (None, None) => return None,
+        (Some(_), Some(_)) => {
+            let message = format!("{ROUTING_REPLAY}: record and replay exclude each other");
+            resolver.report_with_advice(&[ROUTING_REPLAY], message, "remove one of them");
+            return None;
+        }
+        (Some(dir), None) => ("moe.routing_replay.record", dir, RoutingReplayPlan::Record),
+        (None, Some(dir)) => ("moe.routing_replay.replay", dir, RoutingReplayPlan::Replay),
+    };
+    if dir.is_empty() {
+        resolver.report(&[key], format!("{key}: expected a folder, found an empty name"));
+    }
+    if sinkhorn || resolver.recipe().moe.benchmark.is_on() {
+        let other = if sinkhorn { format!("{TYPE}: sinkhorn") } else { BENCHMARK.to_owned() };
+        let message = format!("{key}: the experts do not come from the routers with {other}");
+        resolver.report_with_advice(&[key], message, "remove one of the keys");
+    }
+    let origin = resolver.loaded.origin(&[key]);
+    Some(plan(resolver.record(key, PathBuf::from(dir), origin)))
 }
 
 /// Returns the load-balancing types. A list may hold different losses only.

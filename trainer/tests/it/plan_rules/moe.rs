@@ -6,7 +6,7 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad, RouterDtype, RouterSettings};
 use candlewick_ops::{DropPolicy, GroupedGemmImpl};
 use serde_json::json;
-use trainer::plan::{Environment, Plan, WorldInfo};
+use trainer::plan::{Environment, Plan, RoutingReplayPlan, WorldInfo};
 use trainer::recipe::{Loaded, TokenDispatcherType};
 
 use super::{BASE, known, refused};
@@ -209,6 +209,26 @@ fn the_router_dtype_has_the_names_of_megatron_and_of_model_dtypes() {
 }
 
 #[test]
+fn a_run_records_or_replays_experts_of_routers() {
+    let planned = |arguments: &[&str]| of_experts(1, arguments).unwrap().moe.unwrap().routing_replay;
+    let (record, replay) = ("moe.routing_replay.record=a/b", "moe.routing_replay.replay=c");
+    assert_eq!(planned(&[]), None);
+    assert_eq!(planned(&["moe.routing_replay={}"]), None);
+    assert_eq!(planned(&[record]), Some(RoutingReplayPlan::Record("a/b".into())));
+    assert_eq!(planned(&[replay]), Some(RoutingReplayPlan::Replay("c".into())));
+    refused_with_experts(1, &[record, replay], &["moe.routing_replay: record and replay exclude each other"]);
+    refused_with_experts(1, &["moe.routing_replay.replay=\"\""], &["moe.routing_replay.replay: expected a folder"]);
+    let sinkhorn = "moe.router_load_balancing_type=sinkhorn";
+    refused_with_experts(
+        1,
+        &[record, sinkhorn],
+        &["moe.routing_replay.record: the experts do not come from the routers"],
+    );
+    let forced = "moe.benchmark.router_force_load_balancing=true";
+    refused_with_experts(1, &[replay, forced], &["do not come from the routers with moe.benchmark", "remove one"]);
+}
+
+#[test]
 fn a_benchmark_saves_nothing() {
     let forced = |argument: &str| {
         let plan = of_experts(1, &[argument]).unwrap();
@@ -274,6 +294,7 @@ fn keys_of_experts_need_a_model_with_experts() {
         "expert_tensor_parallel_size=2",
         "moe.token_dispatcher_type=allgather",
         "model.experts_implementation=cublas",
+        "moe.routing_replay.record=a",
     ] {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }
@@ -298,6 +319,7 @@ fn keys_of_arctic_training_without_effect_are_noted() {
         let name = key.split('=').next().unwrap();
         assert!(notes.iter().any(|note| note.contains(&format!("{name} has no effect"))), "{notes:?}");
     }
+    assert!(notes.iter().any(|note| note.contains("moe.routing_replay replays those of another run")), "{notes:?}");
 }
 
 #[test]

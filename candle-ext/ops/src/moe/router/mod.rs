@@ -5,6 +5,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod given;
 pub(super) mod scores;
 mod spec;
 
@@ -54,6 +55,21 @@ pub fn route_by(logits: &Tensor, selection: &Tensor, spec: RouterSpec) -> Result
     check_logits(OP, logits)?;
     check_selection("selection", Some(selection), logits.dims())?;
     routed(logits, Some(Selection::Given(selection)), spec)
+}
+
+/// Weighs the experts that the caller gives, u32 [t, k], in their order, such as those that another run selected.
+///
+/// Weights come from the logits, as in [`route`]. Groups do not limit the experts.
+///
+/// # Errors
+///
+/// On the CPU, if an expert of a token is not below e, or occurs twice.
+pub fn route_to(logits: &Tensor, experts: &Tensor, spec: RouterSpec) -> Result<Routing> {
+    let n_experts = check_logits(OP, logits)?;
+    let spec = RouterSpec { groups: None, ..spec };
+    spec.check(n_experts)?;
+    let selection = given::selection(experts, [logits.dims()[0], n_experts], spec.top_k)?;
+    routed(logits, Some(Selection::Given(&selection)), spec)
 }
 
 fn routed(logits: &Tensor, selection: Option<Selection<'_>>, spec: RouterSpec) -> Result<Routing> {

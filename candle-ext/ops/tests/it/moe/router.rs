@@ -1,10 +1,10 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    GroupLimit, RouterSpec, Routing, ScoreFunction, Tape, TopKOrder, add, auxiliary_loss, reshape, route, save_outputs,
-    scale,
+    GroupLimit, RouterSpec, Routing, ScoreFunction, Tape, TopKOrder, add, auxiliary_loss, reshape, route, route_to,
+    save_outputs, scale,
 };
 
-use super::{devices, to_u32s};
+use super::{devices, to_u32s, u32s};
 use crate::cases::{assert_close, assert_error, bits, check_each, randn, relative_error, tape, values};
 
 pub(crate) const SPEC: RouterSpec = RouterSpec {
@@ -117,6 +117,82 @@ fn experts_weights_and_gradients_equal_the_reference() {
     });
 }
 
+/// Compares the weights of given experts with the reference, and their gradients with finite differences.
+#[test]
+fn given_experts_have_the_weights_and_gradients_of_the_reference() {
+    let (t, e, h) = (70, 16, 1e-5);
+    let (logits, _) = logits_and_bias(t, e);
+    let of_logits = values(&logits);
+    check_each(specs(), |spec| {
+        let k = spec.top_k;
+        // 5 and 16 have no common factor, so that the experts of a token are different.
+        let chosen = |token: usize| (0..k).map(|j| (token * 7 + j * 5) % e).collect::<Vec<usize>>();
+        let upstream = randn((t, k), 3);
+        let (mut weights, mut grads) = (Vec::new(), Vec::new());
+        for (token, (row, upstream)) in of_logits.chunks(e).zip(values(&upstream).chunks(k)).enumerate() {
+            let weights_of = |row: &[f64]| naive(row, &[0.0; 16], &spec, Some(&chosen(token))).1;
+            grads.extend((0..e).map(|i| {
+                let moved = |step: f64| {
+                    let mut row = row.to_vec();
+                    row[i] += step;
+                    weights_of(&row).iter().zip(upstream).map(|(w, d)| w * d).sum::<f64>()
+                };
+                (moved(h) - moved(-h)) / (2.0 * h)
+            }));
+            weights.extend(weights_of(row));
+        }
+        let experts: Vec<u32> = (0..t).flat_map(chosen).map(|expert| expert as u32).collect();
+        let given = Tensor::from_vec(experts.clone(), (t, k), &Device::Cpu).unwrap();
+        let want = Tensor::from_vec(weights, (t, k), &Device::Cpu).unwrap();
+        let want_grads = Tensor::from_vec(grads, (t, e), &Device::Cpu).unwrap();
+        for (test_device, dtype) in devices().iter().flat_map(|d| [DType::F32, DType::F64].map(|t| (d, t))) {
+            let what = format!("{spec:?} {test_device:?} {dtype:?}");
+            let (logits, given) = (test_device.put(&logits.to_dtype(dtype).unwrap()), test_device.put(&given));
+            test_device.run(|| {
+                let mut assignment = None;
+                let tape = tape(std::slice::from_ref(&logits), || {
+                    let routing = route_to(&logits, &given, spec)?;
+                    assignment = Some(routing.assignment);
+                    Ok(routing.weights)
+                });
+                assert_eq!(to_u32s(&assignment.unwrap().experts), experts, "{what}");
+                assert_close(&what, tape.output(), &want, 1e-6);
+                let grad = tape.backward(&test_device.put(&upstream)).unwrap().remove(&logits).unwrap();
+                let error = relative_error(&grad, &want_grads, 0.01);
+                assert!(error < 2e-6, "{what}: gradient off by {error:.2e}");
+            });
+        }
+    });
+}
+
+#[test]
+fn experts_of_route_give_the_same_bits() {
+    let (logits, bias) = logits_and_bias(33, 16);
+    let upstream = |k| randn((33, k), 3);
+    check_each(specs(), |spec| {
+        for test_device in devices() {
+            let (logits, bias) = (test_device.put(&logits), test_device.put(&bias));
+            let upstream = test_device.put(&upstream(spec.top_k));
+            test_device.run(|| {
+                let selected = route(&logits, Some(&bias), spec).unwrap().assignment;
+                let results = |routed: &dyn Fn() -> candle_core::Result<Routing>| {
+                    let mut order = None;
+                    let tape = tape(std::slice::from_ref(&logits), || {
+                        let routing = routed()?;
+                        order = Some(routing.assignment.order);
+                        Ok(routing.weights)
+                    });
+                    let weights = bits(tape.output());
+                    let grad = tape.backward(&upstream).unwrap().remove(&logits).unwrap();
+                    (weights, bits(&grad), to_u32s(&order.unwrap()))
+                };
+                let given = results(&|| route_to(&logits, &selected.experts, spec));
+                assert_eq!(given, results(&|| route(&logits, Some(&bias), spec)), "{spec:?}");
+            });
+        }
+    });
+}
+
 #[test]
 fn equal_scores_go_to_the_experts_in_order() {
     let logits = Tensor::zeros((2, 8), DType::F32, &Device::Cpu).unwrap();
@@ -185,6 +261,8 @@ fn the_second_forward_takes_the_experts_of_the_first() {
 fn no_tokens_give_no_weights() {
     let routing = route(&randn((0, 8), 1), None, SPEC).unwrap();
     assert_eq!((routing.weights.dims(), routing.assignment.n_tokens()), (&[0, 3][..], 0));
+    let none = Tensor::zeros((0, 3), DType::U32, &Device::Cpu).unwrap();
+    assert_eq!(route_to(&randn((0, 8), 1), &none, SPEC).unwrap().weights.dims(), [0, 3]);
 }
 
 #[test]
@@ -202,6 +280,14 @@ fn wrong_settings_and_shapes_are_named() {
     assert_error(with(limit(4, 2, 3)), "n_scores_per_group must be 1 to 2");
     assert_error(route(&randn(4, 1), None, SPEC), "want f32 or f64 logits [t, e]");
     assert_error(route(&logits, Some(&randn(7, 1)), SPEC), "want an f32 bias [8], got F32 [7]");
+    let given = |experts: &[u32]| {
+        let experts = u32s(experts).reshape((experts.len() / 3, 3))?;
+        route_to(&logits, &experts, SPEC)
+    };
+    assert_error(given(&[0, 1, 2]), "want u32 experts [4, 3], got U32 [1, 3]");
+    assert_error(given(&[0, 1, 2, 5, 6, 7, 0, 8, 1, 0, 1, 2]), "token 2 has expert 8, but there are 8");
+    assert_error(given(&[0, 1, 2, 5, 6, 5, 0, 3, 1, 0, 1, 2]), "token 1 has expert 5 twice");
+    assert_error(route_to(&logits, &randn((4, 3), 1), SPEC), "want u32 experts [4, 3], got F32 [4, 3]");
 }
 
 /// Losses and weights of one router send their gradients to the same logits.
