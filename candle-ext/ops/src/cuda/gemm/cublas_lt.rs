@@ -1,6 +1,6 @@
 //! [`Gemm`] by cuBLASLt: descriptors and an algorithm are created once for each [`GemmKey`].
 
-mod grouped;
+pub(super) mod grouped;
 
 use std::collections::{HashMap, HashSet, hash_map};
 use std::ffi::c_void;
@@ -16,15 +16,13 @@ use candle_core::{CudaDevice, Error, Result};
 use super::choices::Choices;
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
+use super::grouped::GroupedKey;
 use super::key::GemmKey;
 use super::lru_cache::LruCache;
 use super::operands::Gemm;
 use super::search::{self, Algorithm, GemmError, Library, Limits, Route};
 use crate::cuda::{DeviceAddress, Gpu};
 use crate::nvidia::tuned_gemms;
-
-use grouped::GroupedKey;
-pub(super) use grouped::run_grouped;
 
 /// Most plans per device. A training step needs about a hundred; one takes about 2 KiB of host memory.
 const MAX_PLANS: usize = 2048;

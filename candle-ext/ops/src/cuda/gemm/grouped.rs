@@ -2,9 +2,9 @@
 //!
 //! x [n, in] and y [n, out] have rows sorted by group; w [e * out, in] has one matrix per group.
 
-use candle_core::{DType, Result};
+use candle_core::DType;
 
-use crate::cuda::{DeviceAddress, Gpu};
+use crate::cuda::arg::DeviceAddress;
 
 /// Operand that a grouped GEMM computes from the other two, group by group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -51,21 +51,24 @@ pub(crate) struct GroupedArrays {
     pub(crate) beta: DeviceAddress,
 }
 
-impl GroupedGemm {
-    /// Computes the GEMM.
-    ///
-    /// # Safety
-    ///
-    /// Every array must be valid, and every address in it for a matrix of its sizes and dtype. The output must not
-    /// overlap an input.
-    pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
-        match gpu {
-            // SAFETY: the caller guarantees valid addresses.
-            #[cfg(feature = "cuda")]
-            Gpu::Device(device) => unsafe { super::cublas_lt::run_grouped(self, device) },
-            // SAFETY: as above.
-            #[cfg(feature = "emulate")]
-            Gpu::Emulated(_) => unsafe { crate::cuda::emulator::grouped_gemm(self) },
-        }
+/// Key of an algorithm of cuBLASLt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg(feature = "cuda")]
+pub(super) struct GroupedKey {
+    output: GroupedOutput,
+    dtypes: [DType; 2],
+    e: usize,
+    /// Average rows of a group, as a power of two: they change from step to step.
+    pub(super) n_average: usize,
+    n_in: usize,
+    n_out: usize,
+}
+
+#[cfg(feature = "cuda")]
+impl GroupedKey {
+    pub(super) fn of(gemm: &GroupedGemm) -> Self {
+        let GroupedGemm { output, dtype, output_dtype, e, n, n_in, n_out, .. } = *gemm;
+        let n_average = n.div_ceil(e).next_power_of_two();
+        Self { output, dtypes: [dtype, output_dtype], e, n_average, n_in, n_out }
     }
 }

@@ -23,6 +23,7 @@ mod search;
 use candle_core::Result;
 
 use super::{Arg, Gpu, kernels, suffix};
+use grouped::GroupedGemm;
 pub(crate) use operands::{Gemm, Matrix};
 
 kernels!("gemm");
@@ -76,6 +77,25 @@ impl Gemm {
         // SAFETY: the addend and c are [m, n] with this stride, the bias is [n], all in c's dtype; a zero address means
         // none.
         unsafe { KERNELS.launch_flat(gpu, &name, self.m * self.n, FILLED_PER_THREAD, &args) }
+    }
+}
+
+impl GroupedGemm {
+    /// Computes the GEMM.
+    ///
+    /// # Safety
+    ///
+    /// Every array must be valid, and every address in it for a matrix of its sizes and dtype. The output must not
+    /// overlap an input.
+    pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
+        match gpu {
+            // SAFETY: the caller guarantees valid addresses.
+            #[cfg(feature = "cuda")]
+            Gpu::Device(device) => unsafe { cublas_lt::grouped::run_grouped(self, device) },
+            // SAFETY: as above.
+            #[cfg(feature = "emulate")]
+            Gpu::Emulated(_) => unsafe { super::emulator::grouped_gemm(self) },
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use candle_core::{CudaDevice, DType, Error, Result};
 use super::{Algorithm, CublasLt};
 use crate::cuda::DeviceAddress;
 use crate::cuda::gemm::descriptors::{Description, Preference, WORKSPACE_BYTES, data_type};
-use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput};
+use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedKey, GroupedOutput};
 use crate::nvidia;
 
 /// First releases with grouped GEMMs that allow empty groups: on Hopper, and on Blackwell.
@@ -47,18 +47,6 @@ static FUNCTIONS: LazyLock<Option<Functions>> = LazyLock::new(|| {
         Some(functions)
     }
 });
-
-/// Key of an algorithm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct GroupedKey {
-    output: GroupedOutput,
-    dtypes: [DType; 2],
-    e: usize,
-    /// Average rows of a group, as a power of two: they change from step to step.
-    n_average: usize,
-    n_in: usize,
-    n_out: usize,
-}
 
 /// Computes a grouped GEMM by cuBLASLt; see [`GroupedGemm::run`].
 ///
@@ -212,14 +200,6 @@ impl<'f> Problem<'f> {
             1 => Ok(Algorithm(found.algo.data)),
             _ => Err("its heuristic has no algorithm".to_string()),
         }
-    }
-}
-
-impl GroupedKey {
-    fn of(gemm: &GroupedGemm) -> Self {
-        let GroupedGemm { output, dtype, output_dtype, e, n, n_in, n_out, .. } = *gemm;
-        let n_average = n.div_ceil(e).next_power_of_two();
-        Self { output, dtypes: [dtype, output_dtype], e, n_average, n_in, n_out }
     }
 }
 
