@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::GroupedGemmImpl;
+use super::call::GroupedGemmImpl;
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput};
 use crate::cuda::{Arg, Blocks, DeviceAddress, Gpu, Out, address, gpu, same_dtype, suffix};
 use crate::gemm::Accumulate;
