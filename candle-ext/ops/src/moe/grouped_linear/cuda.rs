@@ -202,6 +202,9 @@ fn multiply_by_cublas(
     let (on, e, dtype) = (gpu(OP, from)?, offsets.elem_count() - 1, from.dtype());
     let columns = if output == GroupedOutput::Y { dims.n } else { dims.k };
     let to = Out::new(on, dtype, dims.t * columns)?;
+    if dims.t == 0 {
+        return Ok(to.into_tensor((0, columns)));
+    }
     let [x, y] = match output {
         GroupedOutput::Y => [address(OP, from)?, to.address],
         _ => [to.address, address(OP, from)?],
