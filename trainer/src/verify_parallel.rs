@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
-use candlewick_model::{AdapterSpec, Config, Model};
+use candlewick_model::{AdapterSpec, Config, Model, RouterLoss};
 use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, to_host};
 use candlewick_parallel::{AuxiliaryLoss, Engine, LossScale, Micro, ParallelGroups, StepLoss, mtp_loss_name};
 use serde::Serialize;
@@ -93,11 +93,15 @@ fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
     Ok(ParallelReport { mesh: plan.ranks.degrees().to_string(), n_ranks: plan.ranks.n_ranks(), differences })
 }
 
-/// Returns the plan without settings of routers whose effect depends on the rank: capacity, noise and forced loads.
+/// Returns the plan without settings of routers whose effect depends on the mesh: capacity, noise, forced loads, Sinkhorn
+/// balancing and the loss with the selections of all ranks.
 fn with_equal_routing(plan: &Plan) -> Plan {
     let mut plan = plan.clone();
     if let Some(moe) = &mut plan.moe {
         moe.capacity_factor = None;
+        moe.pads_to_capacity = false;
+        moe.sinkhorn = false;
+        moe.losses.retain(|term| term.loss != RouterLoss::GlobalLoadBalancing);
         moe.input_jitter_eps = 0.0;
         moe.benchmark = MoeBenchmarkSection::default();
     }
@@ -403,14 +407,19 @@ mod tests {
             "model.config.num_experts=4",
             "model.config.num_experts_per_tok=2",
             "model.config.moe_intermediate_size=8",
-            "moe.aux_loss_coeff=0.1",
             "moe.z_loss_coeff=0.1",
             "moe.expert_capacity_factor=1",
-            "moe.pad_expert_input_to_capacity=true",
             "moe.input_jitter_eps=0.1",
         ];
-        for mesh in [&["expert_parallel_size=2"][..], &["tensor_parallel_size=2"], &["expert_tensor_parallel_size=2"]] {
-            let report = verify_parallel(&plan_of("qwen3_moe", &[&experts[..], mesh].concat())).unwrap();
+        let (balanced, sinkhorn) = ("moe.aux_loss_coeff=0.1", "moe.router_load_balancing_type=sinkhorn");
+        for arguments in [
+            &["expert_parallel_size=2", balanced][..],
+            &["tensor_parallel_size=2", balanced],
+            &["expert_tensor_parallel_size=2", balanced],
+            &["expert_parallel_size=2", balanced, "moe.router_load_balancing_type=global_aux_loss"],
+            &["tensor_parallel_size=2", sinkhorn],
+        ] {
+            let report = verify_parallel(&plan_of("qwen3_moe", &[&experts[..], arguments].concat())).unwrap();
             assert!(report.passes(), "{report}");
         }
     }

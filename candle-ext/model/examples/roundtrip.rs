@@ -83,7 +83,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         dropout_key: None,
         rows: &RowRanges::all(),
         attention: AttentionChoice::default(),
-        experts: GroupedGemmImpl::default(),
+        experts_implementation: GroupedGemmImpl::default(),
         tiled_mlp: TiledMlp::Off,
         router: RouterContext::default(),
         parallel_ops: &SingleDevice,

@@ -112,7 +112,7 @@ pub struct ForwardContext<'a> {
     /// Attention implementation.
     pub attention: AttentionChoice,
     /// Implementation of the experts' matmuls on a GPU.
-    pub experts: GroupedGemmImpl,
+    pub experts_implementation: GroupedGemmImpl,
     /// Tiling of the MLP over the tokens.
     pub tiled_mlp: TiledMlp,
     /// Inputs of all routers.

@@ -35,9 +35,9 @@ pub struct ExpertCall<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertPadding {
     /// The most tokens of a rank.
-    pub n_tokens: usize,
-    /// Rows of each expert from the tokens of one rank: the capacity for `n_tokens` tokens.
-    pub n_rows: usize,
+    pub most_tokens: usize,
+    /// Rows of each expert from the tokens of one rank: the capacity for `most_tokens` tokens.
+    pub rows_per_expert: usize,
 }
 
 impl ExpertCall<'_> {
@@ -66,7 +66,7 @@ impl ExpertCall<'_> {
     /// Pads an assignment of the tokens of `n_ranks` ranks, if the experts are padded.
     pub fn padded(&self, assignment: ExpertAssignment, n_ranks: usize) -> Result<ExpertAssignment> {
         match self.padding {
-            Some(padding) => assignment.padded_to(padding.n_rows * n_ranks),
+            Some(padding) => assignment.padded_to(padding.rows_per_expert * n_ranks),
             None => Ok(assignment),
         }
     }

@@ -48,7 +48,7 @@ impl Moe {
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let routing = self.route(x_td, context)?;
         let padding = context.router.padding(self.router, routing.assignment.n_experts());
-        let (experts, implementation) = (&self.experts, context.experts);
+        let (experts, implementation) = (&self.experts, context.experts_implementation);
         let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding };
         let mut shared_td = None;
         let mut compute_shared = || {

@@ -28,7 +28,7 @@ pub struct MoeSection {
     /// The tokens that an expert beyond its capacity keeps: those with the highest weights (`probs`, default), or the first
     /// (`position`).
     pub token_drop_policy: Option<TokenDropPolicy>,
-    /// Pads the input of each expert to its capacity, so that no numbers of rows are exchanged. Results do not change. It
+    /// Pads the input of each expert to its capacity, so that no numbers of rows are exchanged. Results change by rounding only. It
     /// needs `expert_capacity_factor`. Default false.
     pub pad_expert_input_to_capacity: Option<bool>,
     /// Multiplies the routers' input with random numbers between 1 - eps and 1 + eps during training. Default 0.

@@ -105,19 +105,19 @@ impl Config {
         let family = self.typed.family;
         raw.entry("architectures").or_insert_with(|| Value::from(vec![family.architecture()]));
         raw.entry("model_type").or_insert_with(|| Value::from(family.model_type()));
-        // A model without the MTP layers of its source has no weights of them to save.
-        if let Some(n_mtp_layers) = raw.get_mut(N_MTP_LAYERS) {
-            *n_mtp_layers = Value::from(self.n_mtp_layers);
-        }
         Value::Object(raw)
     }
 
-    /// Returns [`Config::to_json`] with the dtype set to `dtype`.
+    /// Returns [`Config::to_json`] of an export, with its dtype and its number of MTP layers.
     pub fn to_json_as(&self, dtype: DType) -> Value {
         let mut value = self.to_json();
         if let (Some(name), Some(raw)) = (build::dtype_name(dtype), value.as_object_mut()) {
             let key = if raw.contains_key("dtype") { "dtype" } else { "torch_dtype" };
             raw.insert(key.to_string(), Value::from(name));
+        }
+        // A model without the MTP layers of its source has no weights of them to save.
+        if let Some(n_mtp_layers) = value.get_mut(N_MTP_LAYERS) {
+            *n_mtp_layers = Value::from(self.n_mtp_layers);
         }
         value
     }

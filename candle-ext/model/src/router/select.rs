@@ -49,8 +49,8 @@ pub(crate) fn select(
 impl RouterContext<'_> {
     /// Returns the padding of a layer's `n_experts` experts. It is at least the capacity of this rank's tokens.
     pub(crate) fn padding(&self, spec: RouterSpec, n_experts: usize) -> Option<ExpertPadding> {
-        let (n_tokens, capacity) = (self.most_tokens?, self.settings.capacity?);
-        Some(ExpertPadding { n_tokens, n_rows: capacity.n_rows(n_tokens, spec, n_experts) })
+        let (most_tokens, capacity) = (self.most_tokens?, self.settings.capacity?);
+        Some(ExpertPadding { most_tokens, rows_per_expert: capacity.n_rows(most_tokens, spec, n_experts) })
     }
 }
 

@@ -98,7 +98,7 @@ impl Tiny {
             dropout_key: None,
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
-            experts: GroupedGemmImpl::default(),
+            experts_implementation: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
             router: RouterContext { settings: &self.router, ..RouterContext::default() },
             parallel_ops: &SingleDevice,

@@ -287,7 +287,7 @@ impl Engine {
             dropout_key: None,
             rows,
             attention,
-            experts: self.experts_implementation,
+            experts_implementation: self.experts_implementation,
             tiled_mlp,
             router: RouterContext { settings: &self.evaluation_router, ..RouterContext::default() },
             parallel_ops,

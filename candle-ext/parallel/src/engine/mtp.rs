@@ -21,7 +21,7 @@ pub(super) struct MtpPass<'a> {
     /// The whole micro-batch, before it is split over context parallel ranks.
     pub(super) micro: &'a Micro,
     pub(super) context: &'a ForwardContext<'a>,
-    pub(super) micro_batch: MicroBatch,
+    pub(super) position: MicroBatch,
 }
 
 /// An MTP layer between its forward and its backward.
@@ -71,7 +71,7 @@ impl Engine {
             self.store.prepare_grads(unit_idx)?;
             let dy = dx.map_or(Ok(dy.clone()), |dx| add(&dy, &dx))?;
             dx = Some(auxiliary.input_grad(layer_idx, tape, &input, &dy)?);
-            self.release_unit(unit_idx, pass.micro_batch)?;
+            self.release_unit(unit_idx, pass.position)?;
         }
         Ok(dx)
     }
@@ -93,7 +93,7 @@ impl Engine {
             self.model.mtp_layer(weights, input, &embedded, context)
         })?;
         let (lm_head, name) = (self.model.lm_head(head)?, mtp_loss_name(depth));
-        let dy = self.normed_grad(tape.output(), context.parallel_ops, |normed| {
+        let dy = self.hidden_states_grad(tape.output(), context.parallel_ops, |normed| {
             auxiliary.add_loss(layer_idx, &name, context.parallel_ops.sequence_parallel_size(), |upstream| {
                 self.cross_entropy(normed, &lm_head, &own.targets, Reduction::Sum, upstream)
             })

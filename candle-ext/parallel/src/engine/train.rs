@@ -241,8 +241,8 @@ impl Engine {
         let mut blocks = Vec::with_capacity(run.len());
         for block_idx in run.clone() {
             let (y, keep) = self.forward_block(block_idx, x, &context)?;
-            // If the backward comes next, it uses the last layer's weights at once.
-            if block_idx + 1 < run.end || !pass.backward_is_next {
+            // If the backward comes next, it uses the last layer's weights at once; after those of MTP layers.
+            if block_idx + 1 < run.end || !pass.backward_is_next || self.model.config().n_mtp_layers() > 0 {
                 self.store.release(block_idx + 1);
             }
             blocks.push(keep);
@@ -381,7 +381,7 @@ impl Engine {
         let tape = Tape::record(&[x_td], || self.model.final_norm(weights, x_td))?;
         let lm_head = self.model.lm_head(weights)?;
         let (part, mut value) = (&state.part, None);
-        let mut dy = self.normed_grad(tape.output(), context.parallel_ops, |normed_td| {
+        let mut dy = self.hidden_states_grad(tape.output(), context.parallel_ops, |normed_td| {
             let cross_entropy =
                 |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
             let token_losses =
@@ -400,7 +400,7 @@ impl Engine {
             };
             Ok(out.dx)
         })?;
-        let mtp = MtpPass { head: weights, micro: state.whole, context, micro_batch: pass.micro_batch };
+        let mtp = MtpPass { head: weights, micro: state.whole, context, position: pass.micro_batch };
         if let Some(of_mtp) = self.mtp_backward(&mtp, tape.output(), auxiliary)? {
             dy = add(&dy, &of_mtp)?;
         }
@@ -409,7 +409,7 @@ impl Engine {
 
     /// Returns the gradient of hidden states after a norm, [t/n, d]. `loss_grad` returns that of the output layer's
     /// input, [t, d].
-    pub(super) fn normed_grad(
+    pub(super) fn hidden_states_grad(
         &self,
         normed: &Tensor,
         parallel_ops: &dyn ParallelOps,

@@ -60,8 +60,8 @@ impl ExpertParallel {
     fn gather_sizes(&self, call: &ExpertCall, own_experts: std::ops::Range<usize>) -> Result<GatherSizes> {
         let n_own = call.x.dim(0)?;
         if let Some(padding) = call.padding {
-            let n_rows = padding.n_rows * own_experts.len() * self.ep.size();
-            return Ok(GatherSizes { n_own, n_padded: padding.n_tokens, n_rows });
+            let n_rows = padding.rows_per_expert * own_experts.len() * self.ep.size();
+            return Ok(GatherSizes { n_own, n_padded: padding.most_tokens, n_rows });
         }
         let n_tokens = Tensor::new(&[n_own as f64], call.x.device())?;
         let counts = call.routing.assignment.counts()?.to_dtype(DType::F64)?;

@@ -26,7 +26,7 @@ pub(super) fn counts_of_ranks(
         bail!("expert_parallel_size: {n_experts} experts cannot be divided by {n_ranks} ranks")
     }
     match padding {
-        Some(padding) => Ok(vec![vec![padding.n_rows; n_experts]; n_ranks]),
+        Some(padding) => Ok(vec![vec![padding.rows_per_expert; n_experts]; n_ranks]),
         None => exchange(ep, &assignment.counts()?),
     }
 }

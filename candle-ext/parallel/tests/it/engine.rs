@@ -218,7 +218,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             dropout_key: None,
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
-            experts: GroupedGemmImpl::default(),
+            experts_implementation: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
             router: RouterContext::default(),
             parallel_ops: &SingleDevice,

@@ -1,6 +1,7 @@
 //! Resolution of the keys of mixture-of-experts models.
 
 use candlewick_model::{Model, QkNorm};
+use candlewick_ops::GroupedGemmImpl;
 
 use super::model::EXPERTS;
 use super::resolver::{Resolver, one_of};
@@ -31,6 +32,13 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     if model.tiled_mlp {
         let message = "tiled_mlp_compute: experts cannot be computed in tiles of tokens";
         resolver.report_with_advice(&["tiled_mlp_compute"], message, "remove the key");
+    }
+    let sizes = [config.hidden_size(), moe.expert_size / ranks.expert_tensor.max(1)];
+    if model.experts_implementation == GroupedGemmImpl::Cublas && sizes.iter().any(|size| !size.is_multiple_of(8)) {
+        let [hidden, width] = sizes;
+        let message =
+            format!("{EXPERTS}: cublas needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
+        resolver.report_with_advice(&[EXPERTS], message, "use fused, the default");
     }
     let adapted = model.adapter.as_ref().and_then(|lora| Model::new(config.clone(), Some(lora.clone())).ok());
     adapted.as_ref().into_iter().for_each(|adapted| report_dropout(resolver, adapted));

@@ -309,6 +309,8 @@ fn experts_by_cublas_need_a_gpu_and_16_bits() {
     let refused = |argument: &str| of_experts(1, &[cublas, argument]).unwrap_err().to_string();
     assert!(refused("device=cpu").contains("cublas needs a GPU, but device is cpu"));
     assert!(refused("model.dtype=f32").contains("cublas supports 16-bit dtypes only, but model.dtype is f32"));
+    let narrow = of_experts(8, &[cublas, "model.dtype=bf16", "expert_tensor_parallel_size=8"]).unwrap_err();
+    assert!(narrow.contains("cublas needs sizes of multiples of 8, but a rank's experts are 64 x 4"), "{narrow}");
 }
 
 #[test]

@@ -134,15 +134,23 @@ impl Preference {
         let [a, b, written, plus] = limits.alignments;
         // SAFETY: every attribute is set with a value of its type.
         unsafe {
-            if limits.reductions == Reductions::InF32 {
-                preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &SUMS_IN_F32)?;
-            }
+            preference.limit_reductions(limits.reductions)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &written)?;
         }
         Ok(preference)
+    }
+
+    /// Limits the reduction schemes of split-K sums.
+    pub(super) fn limit_reductions(&self, reductions: Reductions) -> Result<(), CublasError> {
+        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        match reductions {
+            // SAFETY: the attribute is a mask of 32 bits.
+            Reductions::InF32 => unsafe { self.set(attribute, &SUMS_IN_F32) },
+            Reductions::Any => Ok(()),
+        }
     }
 
     /// Limits algorithms to [`WORKSPACE_BYTES`] alone.

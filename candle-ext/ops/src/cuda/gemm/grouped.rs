@@ -17,7 +17,7 @@ pub(crate) enum GroupedOutput {
     W,
 }
 
-/// A grouped GEMM with f32 sums.
+/// A grouped GEMM. Groups are summed in f32, if the library has such an algorithm.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupedGemm {
     pub(crate) output: GroupedOutput,

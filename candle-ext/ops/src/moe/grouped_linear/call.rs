@@ -5,7 +5,7 @@
 pub enum TokensPerCall {
     /// One token, as in decoding. Each weight is read once, and rows round as [`linear`](crate::linear) rounds one row.
     One,
-    /// Any number. The bits of a row do not depend on the number of rows of its group.
+    /// Any number. With [`GroupedGemmImpl::Fused`], the bits of a row do not depend on the number of rows of its group.
     Many,
 }
 

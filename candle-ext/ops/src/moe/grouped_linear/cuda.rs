@@ -54,16 +54,28 @@ impl Arithmetic {
 }
 
 /// Returns y = x w^T, group by group.
-pub(super) fn forward(x: &Tensor, w: &Tensor, offsets: &Tensor, dims: Dims, by: GroupedGemmImpl) -> Result<Tensor> {
-    match by {
+pub(super) fn forward(
+    x: &Tensor,
+    w: &Tensor,
+    offsets: &Tensor,
+    dims: Dims,
+    implementation: GroupedGemmImpl,
+) -> Result<Tensor> {
+    match implementation {
         GroupedGemmImpl::Fused => multiply("forward", x, w, offsets, [dims.t, dims.n, dims.k]),
         GroupedGemmImpl::Cublas => multiply_by_cublas(GroupedOutput::Y, x, w, offsets, dims),
     }
 }
 
 /// Returns dx = dy w, group by group.
-pub(super) fn grad_x(dy: &Tensor, w: &Tensor, offsets: &Tensor, dims: Dims, by: GroupedGemmImpl) -> Result<Tensor> {
-    match by {
+pub(super) fn grad_x(
+    dy: &Tensor,
+    w: &Tensor,
+    offsets: &Tensor,
+    dims: Dims,
+    implementation: GroupedGemmImpl,
+) -> Result<Tensor> {
+    match implementation {
         GroupedGemmImpl::Fused => multiply("grad_x", dy, w, offsets, [dims.t, dims.k, dims.n]),
         GroupedGemmImpl::Cublas => multiply_by_cublas(GroupedOutput::X, dy, w, offsets, dims),
     }
@@ -95,9 +107,9 @@ pub(super) fn grad_w(
     offsets: &Tensor,
     (dw, accumulate): (&Tensor, Accumulate),
     dims: Dims,
-    by: GroupedGemmImpl,
+    implementation: GroupedGemmImpl,
 ) -> Result<()> {
-    if by == GroupedGemmImpl::Cublas {
+    if implementation == GroupedGemmImpl::Cublas {
         return grad_w_by_cublas(dy, x, offsets, (dw, accumulate), dims);
     }
     let (on, e) = (gpu(OP, x)?, offsets.elem_count() - 1);

@@ -15,12 +15,14 @@ use super::{Algorithm, CublasLt};
 use crate::cuda::DeviceAddress;
 use crate::cuda::gemm::descriptors::{Description, Preference, WORKSPACE_BYTES, data_type};
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedKey, GroupedOutput};
+use crate::cuda::gemm::search::Reductions;
 use crate::nvidia;
 
 /// First releases with grouped GEMMs that allow empty groups: on Hopper, and on Blackwell.
 const MIN_VERSION: [usize; 2] = [13_04_00, 13_03_00];
 
-/// CUBLASLT_MATMUL_PREF_GROUPED_AVERAGE_REDUCTION_DIM, _DESC_D_AVERAGE_ROWS and _DESC_D_AVERAGE_COLS.
+/// CUBLASLT_MATMUL_PREF_GROUPED_AVERAGE_REDUCTION_DIM, _DESC_D_AVERAGE_ROWS and _DESC_D_AVERAGE_COLS. The header says
+/// uint32_t; cuBLASLt 13.4.1 accepts 8 bytes only.
 const AVERAGES: [c_int; 3] = [13, 14, 15];
 
 type Status = c_int;
@@ -159,13 +161,24 @@ impl<'f> Problem<'f> {
         Ok(Self { description, layouts, operands, averages })
     }
 
-    /// Returns the algorithm that the heuristic expects to be fastest.
+    /// Returns the algorithm that the heuristic expects to be fastest; if possible, one that sums in f32.
     fn algorithm(
         &self,
         handle: sys::cublasLtHandle_t,
         functions: &Functions,
     ) -> std::result::Result<Algorithm, String> {
+        let within = |reductions| self.algorithm_within(handle, functions, reductions);
+        within(Reductions::InF32).or_else(|_| within(Reductions::Any))
+    }
+
+    fn algorithm_within(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        functions: &Functions,
+        reductions: Reductions,
+    ) -> std::result::Result<Algorithm, String> {
         let preference = Preference::of_workspace().map_err(|error| format!("{error:?}"))?;
+        preference.limit_reductions(reductions).map_err(|error| format!("{error:?}"))?;
         for (attribute, average) in AVERAGES.iter().zip(&self.averages) {
             let value = std::ptr::from_ref(average).cast();
             // SAFETY: the attributes are i64.
