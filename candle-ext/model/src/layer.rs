@@ -59,8 +59,8 @@ pub enum MlpSpec {
 }
 
 impl Config {
-    /// Returns the specification of layer `layer_idx` without LoRA. Layers after the last have its
-    /// shape.
+    /// Returns the specification of layer `layer_idx` without LoRA. Later layers have the shape of the
+    /// last.
     pub fn layer(&self, layer_idx: usize) -> LayerSpec {
         let like = layer_idx.min(self.n_layers().saturating_sub(1));
         LayerSpec {

@@ -86,10 +86,6 @@ impl CublasLt {
     }
 
     /// Returns the workspace of the device's stream.
-    fn stream(&mut self, device: &CudaDevice) -> std::result::Result<&mut Stream, String> {
-        Self::stream_of(&mut self.streams, device)
-    }
-
     fn stream_of<'s>(
         streams: &'s mut HashMap<usize, Stream>,
         device: &CudaDevice,

@@ -53,36 +53,26 @@ impl Arithmetic {
     }
 }
 
-/// Returns y = x w^T, group by group.
-pub(super) fn forward(
-    x: &Tensor,
+/// Computes y = x w^T from x, or dx = dy w from dy, group by group.
+pub(super) fn multiply(
+    output: GroupedOutput,
+    from: &Tensor,
     w: &Tensor,
     offsets: &Tensor,
     dims: Dims,
     implementation: GroupedGemmImpl,
 ) -> Result<Tensor> {
-    match implementation {
-        GroupedGemmImpl::Fused => multiply("forward", x, w, offsets, [dims.t, dims.n, dims.k]),
-        GroupedGemmImpl::Cublas => multiply_by_cublas(GroupedOutput::Y, x, w, offsets, dims),
-    }
-}
-
-/// Returns dx = dy w, group by group.
-pub(super) fn grad_x(
-    dy: &Tensor,
-    w: &Tensor,
-    offsets: &Tensor,
-    dims: Dims,
-    implementation: GroupedGemmImpl,
-) -> Result<Tensor> {
-    match implementation {
-        GroupedGemmImpl::Fused => multiply("grad_x", dy, w, offsets, [dims.t, dims.k, dims.n]),
-        GroupedGemmImpl::Cublas => multiply_by_cublas(GroupedOutput::X, dy, w, offsets, dims),
+    match (implementation, output) {
+        (GroupedGemmImpl::Cublas, _) => multiply_by_cublas(output, from, w, offsets, dims),
+        (GroupedGemmImpl::Fused, GroupedOutput::Y) => {
+            multiply_by_kernel("forward", from, w, offsets, [dims.t, dims.n, dims.k])
+        }
+        (GroupedGemmImpl::Fused, _) => multiply_by_kernel("grad_x", from, w, offsets, [dims.t, dims.k, dims.n]),
     }
 }
 
 /// Multiplies a [n, terms] with the weights of its groups, into [n, columns].
-fn multiply(name: &str, a: &Tensor, w: &Tensor, offsets: &Tensor, sizes: [usize; 3]) -> Result<Tensor> {
+fn multiply_by_kernel(name: &str, a: &Tensor, w: &Tensor, offsets: &Tensor, sizes: [usize; 3]) -> Result<Tensor> {
     same_dtype(OP, a, w)?;
     let (on, e) = (gpu(OP, a)?, offsets.elem_count() - 1);
     let [n, columns, terms] = sizes;

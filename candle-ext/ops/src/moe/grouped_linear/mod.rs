@@ -12,6 +12,8 @@ mod tasks;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::backward::BackwardContext;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::cuda::gemm::grouped::GroupedOutput;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{record, requires_grad, save};
@@ -85,7 +87,7 @@ impl Layer {
                 })?;
                 Ok(storage::tensor(y, (t, n)))
             },
-            cuda => cuda::forward(x, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims, self.implementation),
+            cuda => self.multiply_on_gpu(GroupedOutput::Y, x),
         })
     }
 
@@ -106,6 +108,13 @@ impl Layer {
         Ok(dx)
     }
 
+    /// Computes y from x, or dx from dy.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    fn multiply_on_gpu(&self, output: GroupedOutput, from: &Tensor) -> Result<Tensor> {
+        let w = self.w.stored()?.dense(self.dtype)?;
+        cuda::multiply(output, from, &w, &self.offsets, self.dims, self.implementation)
+    }
+
     fn grad_x(&self, dy: &Tensor) -> Result<Tensor> {
         let Dims { t, k, .. } = self.dims;
         on_device!(OP, dy, {
@@ -121,7 +130,7 @@ impl Layer {
                 })?;
                 Ok(storage::tensor(dx, (t, k)))
             },
-            cuda => cuda::grad_x(dy, &self.w.stored()?.dense(self.dtype)?, &self.offsets, self.dims, self.implementation),
+            cuda => self.multiply_on_gpu(GroupedOutput::X, dy),
         })
     }
 

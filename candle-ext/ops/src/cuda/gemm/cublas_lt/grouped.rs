@@ -238,7 +238,7 @@ impl CublasLt {
                 algorithm
             }
         };
-        let workspace = self.stream(device)?.workspace(device);
+        let workspace = Self::stream_of(&mut self.streams, device)?.workspace(device);
         let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
         let [first, second, output] = problem.layouts.each_ref().map(GroupedLayout::handle);
         let [a, b, c] = problem.operands;
