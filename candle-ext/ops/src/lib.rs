@@ -24,6 +24,7 @@ pub mod dropout;
 pub mod embedding;
 mod exp;
 mod floats;
+pub mod fp8;
 mod gemm;
 pub mod grad_scaler;
 pub mod in_place;
@@ -80,6 +81,11 @@ pub use device_memory::{
 };
 pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_backward_cost, sharded_dropout};
 pub use embedding::{embedding, vocab_parallel_embedding};
+pub use fp8::{
+    AmaxCompute, Contraction, DelayedScaling, FP8_BLOCK, Fp8Config, Fp8Format, Fp8Formats, Fp8Guard, Fp8LayerState,
+    Fp8Layers, Fp8Linear, Fp8Matrix, Fp8Operand, Fp8Recipe, Fp8Rounding, ScaleRule, amax, fp8_quantize,
+    fp8_quantize_current,
+};
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
 };

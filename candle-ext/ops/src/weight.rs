@@ -1,11 +1,13 @@
 //! Parameters for the ops: a value, and for trainable ones a gradient sink.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{D, DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
+use crate::fp8::{Fp8Linear, Fp8Matrix};
 use crate::gemm::Accumulate;
 use crate::in_place::zero_;
 use crate::quantized::{QuantFormat, cpu::QuantizedRows, dequantize};
@@ -22,12 +24,14 @@ pub struct FlatBuffer {
     n: usize,
     dtype: DType,
     tensor: Arc<Mutex<Option<Tensor>>>,
+    /// FP8 copies of matrices in the buffer, by their first element; dropped when the contents change.
+    fp8_copies: Arc<Mutex<BTreeMap<usize, Fp8Matrix>>>,
 }
 
 impl FlatBuffer {
     /// Creates a buffer of `n` elements without memory.
     pub fn unallocated(n: usize, dtype: DType) -> Self {
-        Self { n, dtype, tensor: Arc::default() }
+        Self { n, dtype, tensor: Arc::default(), fp8_copies: Arc::default() }
     }
 
     /// Creates a buffer from a flat tensor.
@@ -54,13 +58,24 @@ impl FlatBuffer {
                 flat.dtype()
             )
         }
+        self.contents_changed();
         *self.lock() = Some(flat);
         Ok(())
     }
 
     /// Releases the contents and returns them, if there are any.
     pub fn release(&self) -> Option<Tensor> {
+        self.contents_changed();
         self.lock().take()
+    }
+
+    /// Drops the FP8 copies of matrices. Whoever writes into the buffer's tensor must call it.
+    pub fn contents_changed(&self) {
+        self.lock_fp8_copies().clear();
+    }
+
+    fn lock_fp8_copies(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Fp8Matrix>> {
+        self.fp8_copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the contents. Fails while the buffer is released.
@@ -290,6 +305,8 @@ pub struct Weight {
     sink: Option<GradSink>,
     /// Row counts of the weights that this one joins; empty if it joins none.
     part_rows: Vec<usize>,
+    /// FP8 settings and state of the linear layer that has this weight.
+    fp8: Option<Fp8Linear>,
 }
 
 /// Most bytes of a joined matmul's output on the CPU.
@@ -301,7 +318,7 @@ const JOINED_BYTES: usize = 8 << 20;
 impl Weight {
     /// Creates a frozen parameter, which gets no gradient.
     pub fn frozen(value: impl Into<TensorOrView>) -> Self {
-        Self { value: value.into(), quantized: None, sink: None, part_rows: Vec::new() }
+        Self { value: value.into(), quantized: None, sink: None, part_rows: Vec::new(), fp8: None }
     }
 
     /// Creates a frozen parameter from the bytes of a quantized matrix [n, k].
@@ -316,15 +333,20 @@ impl Weight {
 
     /// Creates a trainable parameter; each use adds its gradient to `sink`.
     pub fn trainable(value: impl Into<TensorOrView>, sink: GradSink) -> Self {
-        Self { value: value.into(), quantized: None, sink: Some(sink), part_rows: Vec::new() }
+        Self { sink: Some(sink), ..Self::frozen(value) }
+    }
+
+    /// Makes the weight's linear layer multiply in FP8 while that is enabled.
+    pub fn with_fp8(self, layer: Fp8Linear) -> Self {
+        Self { fp8: Some(layer), ..self }
     }
 
     /// Joins matrices [n_i, k] into one of all their rows, without a copy, for one matmul with `x` [.., k].
     ///
-    /// Returns `None` if values or gradients are not adjacent, or if a weight is quantized. On the CPU it also returns
+    /// Returns `None` if values or gradients are not adjacent, or if a weight is quantized or multiplies in FP8. On the CPU it also returns
     /// `None` if the output exceeds [`JOINED_BYTES`], where one matmul is not faster.
     pub fn joined(parts: &[&Self], x: &Tensor) -> Option<Self> {
-        if parts.iter().any(|part| part.quantized.is_some()) {
+        if parts.iter().any(|part| part.quantized.is_some() || part.fp8().is_some()) {
             return None;
         }
         let n_rows = x.elem_count() / x.dim(D::Minus1).ok()?.max(1);
@@ -339,7 +361,7 @@ impl Weight {
             n if n == parts.len() => Some(GradSink::joined(sinks)?),
             _ => return None,
         };
-        Some(Self { value, quantized: None, sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect() })
+        Some(Self { sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect(), ..Self::frozen(value) })
     }
 
     /// Returns the row counts of the joined matrices; one number if nothing is joined.
@@ -353,6 +375,25 @@ impl Weight {
             Some((format, _)) => bail!("only linear layers read {} weights; this op needs a dense one", format.name),
             None => self.value.get(),
         }
+    }
+
+    /// Returns the FP8 layer of the weight while FP8 is enabled.
+    pub(crate) fn fp8(&self) -> Option<&Fp8Linear> {
+        self.fp8.as_ref().filter(|layer| layer.is_enabled())
+    }
+
+    /// Returns the weight in FP8: the copy in its buffer, or what `quantize` makes of the value, which is then the copy.
+    ///
+    /// A weight that is no view of a buffer is quantized at each use.
+    pub(crate) fn fp8_copy(&self, quantize: impl FnOnce(&Tensor) -> Result<Fp8Matrix>) -> Result<Fp8Matrix> {
+        let copy_of = |value: Tensor| quantize(&value);
+        let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of(self.value()?) };
+        if let Some(copy) = buffer.lock_fp8_copies().get(start) {
+            return Ok(copy.clone());
+        }
+        let copy = copy_of(self.value()?)?;
+        buffer.lock_fp8_copies().insert(*start, copy.clone());
+        Ok(copy)
     }
 
     /// Returns the elements as linear layers read them. Fails while the buffer is released.

@@ -92,39 +92,39 @@ impl<'a> WeightOperand<'a> {
     }
 }
 
-/// Computes y = [y +] x w^T, with x [t, k] and y [t, n].
-pub(crate) fn forward(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate, dims: Dims) {
+/// Computes y = [y +] scale * x w^T, with x [t, k] and y [t, n].
+pub(crate) fn forward(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate, scale: f32, dims: Dims) {
     let Dims { t, n, k } = dims;
     if t == 1 && k > 0 {
-        return one_row(x, w, y, accumulate);
+        return one_row(x, w, y, accumulate, scale);
     }
     let x = Mat::new(x, t, k);
     for_each_panel(w, dims, |rows, w| {
         let y = MatMut::with_stride(&mut y[rows.start..], t, rows.len(), n);
-        gemm(y, accumulate, x, Mat::new(w, rows.len(), k).t(), 1.0, Threads::All);
+        gemm(y, accumulate, x, Mat::new(w, rows.len(), k).t(), scale, Threads::All);
     });
 }
 
-/// Computes y = [y +] w x for one token. Each weight is read once, in its own dtype: memory bandwidth is the limit.
-fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate) {
+/// Computes y = [y +] scale * w x for one token. Each weight is read once, in its own dtype: memory bandwidth is the limit.
+fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate, scale: f32) {
     let k = x.len();
     let rows_per_chunk = (PARALLEL_FROM / k).max(y.len().div_ceil(TASKS * rayon::current_num_threads())).max(1);
     y.par_chunks_mut(rows_per_chunk).enumerate().for_each(|(i, y)| {
         let start = i * rows_per_chunk;
         let floats = match w.rows(start..start + y.len(), k) {
             WeightOperand::Dense(floats) => floats,
-            WeightOperand::Quantized(rows) => return one_row_quantized(x, rows, y, accumulate),
+            WeightOperand::Quantized(rows) => return one_row_quantized(x, rows, y, accumulate, scale),
         };
         match floats {
             Floats::F32(data) => {
-                vectorised!(dots(y, accumulate, MatrixRows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w))
+                vectorised!(dots(y, accumulate, MatrixRows { data, stride: k, ahead: AHEAD }, x, scale, |w| w))
             }
             Floats::Bf16(data) => {
-                vectorised!(dots(y, accumulate, MatrixRows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
+                vectorised!(dots(y, accumulate, MatrixRows { data, stride: k, ahead: AHEAD }, x, scale, wide_bf16))
             }
             Floats::F16(data) => {
                 for (row, y) in data.chunks_exact(k).zip(y) {
-                    let sum = dot(&row.to_f32_vec(), x);
+                    let sum = scale * dot(&row.to_f32_vec(), x);
                     *y = if accumulate == Accumulate::Add { *y + sum } else { sum };
                 }
             }
@@ -133,7 +133,7 @@ fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulat
 }
 
 /// Computes y = [y +] w x for one token and quantized rows, one row at a time.
-fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], accumulate: Accumulate) {
+fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], accumulate: Accumulate, scale: f32) {
     let mut row = vec![0.0; x.len()];
     for (row_idx, y) in y.iter_mut().enumerate() {
         rows.rows(row_idx..row_idx + 1).read_one(&mut row);
@@ -142,17 +142,17 @@ fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], accumula
             accumulate,
             MatrixRows { data: &row, stride: x.len(), ahead: 0 },
             x,
-            1.0,
+            scale,
             |w| w
         ));
     }
 }
 
-/// Computes dx = dy w, with dy [t, n] and dx [t, k].
+/// Computes dx = scale * dy w, with dy [t, n] and dx [t, k].
 ///
 /// `parts` are the row counts of the matrices joined in w. Each is summed separately, the last first, so the bits equal
 /// those of separate matrices.
-pub(crate) fn grad_x(dy: &[f32], w: WeightOperand<'_>, parts: &[usize], dx: &mut [f32], dims: Dims) {
+pub(crate) fn grad_x(dy: &[f32], w: WeightOperand<'_>, parts: &[usize], dx: &mut [f32], scale: f32, dims: Dims) {
     let Dims { t, n, k } = dims;
     if n == 0 {
         return dx.fill(0.0);
@@ -163,18 +163,18 @@ pub(crate) fn grad_x(dy: &[f32], w: WeightOperand<'_>, parts: &[usize], dx: &mut
         for_each_panel(w.rows(first..end, k), Dims { n: *part, ..dims }, |rows, w| {
             let dy = Mat::with_stride(&dy[first + rows.start..], t, rows.len(), n);
             let w = Mat::new(w, rows.len(), k);
-            gemm(MatMut::new(dx, t, k), accumulate, dy, w, 1.0, Threads::All);
+            gemm(MatMut::new(dx, t, k), accumulate, dy, w, scale, Threads::All);
             accumulate = Accumulate::Add;
         });
         end = first;
     }
 }
 
-/// Computes dw = [dw +] dy^T x, with dy [t, n], x [t, k] and dw [n, k].
-pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], accumulate: Accumulate, dims: Dims) {
+/// Computes dw = [dw +] scale * dy^T x, with dy [t, n], x [t, k] and dw [n, k].
+pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], accumulate: Accumulate, scale: f32, dims: Dims) {
     let Dims { t, n, k } = dims;
     let (dy, x) = (Mat::new(dy, t, n), Mat::new(x, t, k));
-    gemm(MatMut::new(dw, n, k), accumulate, dy.t(), x, 1.0, Threads::All);
+    gemm(MatMut::new(dw, n, k), accumulate, dy.t(), x, scale, Threads::All);
 }
 
 fn for_each_panel(w: WeightOperand<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {

@@ -18,7 +18,7 @@ const COLUMNS: usize = 256;
 pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
     let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());
     let bias = bias.map(|b| b.widened(&mut b_wide));
-    for (rows, dims) in blocks(dims) {
+    for (rows, dims) in token_blocks(dims) {
         let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
         let out = rows.start * dims.n..rows.end * dims.n;
         if let FloatsMut::F32(y) = &mut y {
@@ -39,20 +39,20 @@ fn block(x: &[f32], w: WeightOperand<'_>, bias: Option<&[f32]>, y: &mut [f32], d
         }
         None => Accumulate::Overwrite,
     };
-    weight_matmul::forward(x, w, y, accumulate, dims);
+    weight_matmul::forward(x, w, y, accumulate, 1.0, dims);
 }
 
 /// Computes dx = dy w, as a sum over the parts of w.
 pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut dx: FloatsMut<'_>, dims: Dims) {
     let (mut dy_wide, mut dx_wide) = (Vec::new(), Vec::new());
-    for (rows, dims) in blocks(dims) {
+    for (rows, dims) in token_blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let out = rows.start * dims.k..rows.end * dims.k;
         if let FloatsMut::F32(dx) = &mut dx {
-            weight_matmul::grad_x(dy, w, parts, &mut dx[out], dims);
+            weight_matmul::grad_x(dy, w, parts, &mut dx[out], 1.0, dims);
         } else {
             dx_wide.resize(dims.t * dims.k, 0.0);
-            weight_matmul::grad_x(dy, w, parts, &mut dx_wide, dims);
+            weight_matmul::grad_x(dy, w, parts, &mut dx_wide, 1.0, dims);
             dx.write(out.start, &dx_wide);
         }
     }
@@ -61,10 +61,10 @@ pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut 
 /// Computes dw = [dw +] dy^T x for at least one token.
 pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], accumulate: Accumulate, dims: Dims) {
     let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
-    for (rows, dims) in blocks(dims) {
+    for (rows, dims) in token_blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
-        weight_matmul::grad_w(dy, x, dw, if rows.start == 0 { accumulate } else { Accumulate::Add }, dims);
+        weight_matmul::grad_w(dy, x, dw, if rows.start == 0 { accumulate } else { Accumulate::Add }, 1.0, dims);
     }
 }
 
@@ -93,7 +93,7 @@ pub(super) fn block_rows(n: usize, k: usize) -> usize {
 }
 
 /// Splits the tokens into blocks, each with its own sizes.
-fn blocks(dims: Dims) -> impl Iterator<Item = (Range<usize>, Dims)> {
+pub(crate) fn token_blocks(dims: Dims) -> impl Iterator<Item = (Range<usize>, Dims)> {
     let height = block_rows(dims.n, dims.k);
     (0..dims.t).step_by(height).map(move |start| {
         let end = (start + height).min(dims.t);

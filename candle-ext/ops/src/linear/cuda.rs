@@ -66,7 +66,8 @@ pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumu
 }
 
 /// Adds the sum of dy over rows to db.
-pub(super) fn add_grad_bias(dy: &Tensor, db: &Tensor, dims: Dims) -> Result<()> {
-    // SAFETY: dy has t rows of n elements.
-    unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, dy, [dims.t, dims.n], db) }
+pub(super) fn add_grad_bias(dy: &Tensor, db: &Tensor) -> Result<()> {
+    let n = db.elem_count();
+    // SAFETY: dy has rows of n elements.
+    unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, dy, [dy.elem_count() / n.max(1), n], db) }
 }

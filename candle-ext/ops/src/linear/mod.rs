@@ -12,13 +12,15 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::fp8::fp8_linear;
 use crate::recording::{record, requires_grad, save};
 use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::weight::Weight;
+use crate::weight::{GradSink, Weight};
 use crate::weight_matmul::Dims;
 pub use cost::LinearCost;
+pub(crate) use cpu::token_blocks;
 
 /// Dtype of a linear layer's output. Sums are f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +35,8 @@ pub enum OutputDtype {
 ///
 /// Weight gradients are added to the sinks (dw += dy^T x); frozen weights have none.
 ///
+/// A weight with an enabled [`Fp8Linear`](crate::fp8::Fp8Linear) multiplies in FP8.
+///
 /// The weight may be quantized or have another dtype than x. The CPU dequantizes one panel at a time to f32, CUDA the
 /// whole weight to x's dtype.
 pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDtype) -> Result<Tensor> {
@@ -43,6 +47,9 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDt
         OutputDtype::SameAsInput => x.dtype(),
         OutputDtype::F32 => DType::F32,
     };
+    if let Some(layer) = w.fp8() {
+        return fp8_linear(&input, w, bias, layer, (out_dtype, dims));
+    }
     let y = on_device!("linear", input, {
         cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),
         cuda => {
@@ -105,33 +112,28 @@ impl SavedLinear {
             return Ok(());
         }
         on_device!("linear", dy, {
-            cpu => self.add_grads_cpu(dy),
+            cpu => self.add_grad_w_cpu(dy)?,
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
                     let (dw, accumulate) = sink.grad_to_write()?;
                     cuda::grad_w(dy, &x.get()?, (&dw, accumulate), self.dims)?;
                 }
-                match self.bias.as_ref().and_then(Weight::sink) {
-                    Some(sink) => cuda::add_grad_bias(dy, &sink.grad()?, self.dims),
-                    None => Ok(()),
-                }
             },
-        })
-    }
-
-    fn add_grads_cpu(&self, dy: &Tensor) -> Result<()> {
-        let dy = host("linear", dy)?;
-        let dy = dy.floats()?;
-        if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-            let x = x.get()?;
-            let x = host("linear", &x)?;
-            let x = x.floats()?;
-            sink.add_or_write("linear", |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, self.dims))?;
-        }
+        });
         match self.bias.as_ref().and_then(Weight::sink) {
-            Some(sink) => sink.add("linear", |db| cpu::add_grad_bias(dy, db)),
+            Some(sink) => add_grad_bias(dy, sink),
             None => Ok(()),
         }
+    }
+
+    fn add_grad_w_cpu(&self, dy: &Tensor) -> Result<()> {
+        if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
+            let (x, dy) = (x.get()?, host("linear", dy)?);
+            let x = host("linear", &x)?;
+            let (x, dy) = (x.floats()?, dy.floats()?);
+            sink.add_or_write("linear", |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, self.dims))?;
+        }
+        Ok(())
     }
 
     #[cfg_attr(
@@ -155,6 +157,18 @@ impl SavedLinear {
             },
         })
     }
+}
+
+/// Adds db, the sum of dy over tokens, to the gradient of a bias.
+pub(crate) fn add_grad_bias(dy: &Tensor, sink: &GradSink) -> Result<()> {
+    on_device!("linear", dy, {
+        cpu => {
+            let dy = host("linear", dy)?;
+            let dy = dy.floats()?;
+            sink.add("linear", |db| cpu::add_grad_bias(dy, db))
+        },
+        cuda => cuda::add_grad_bias(dy, &sink.grad()?),
+    })
 }
 
 /// Returns the sizes of a linear layer. Fails if the dtypes or shapes of input, weight and bias do not match.

@@ -104,12 +104,12 @@ impl CpuLmHead<'_> {
             }
             let dims = self.dims(targets.len());
             dx_chunk.resize(targets.len() * d, 0.0);
-            weight_matmul::grad_x(&logits, self.w.into(), &[v], &mut dx_chunk, dims);
+            weight_matmul::grad_x(&logits, self.w.into(), &[v], &mut dx_chunk, 1.0, dims);
             for (target, row) in targets.iter().zip(dx_chunk.chunks_exact(d.max(1))) {
                 dx.write(target.row * d, row);
             }
             if let Some((dw, accumulate)) = &mut dw {
-                weight_matmul::grad_w(&logits, &x, dw, std::mem::replace(accumulate, Accumulate::Add), dims);
+                weight_matmul::grad_w(&logits, &x, dw, std::mem::replace(accumulate, Accumulate::Add), 1.0, dims);
             }
         }
         Ok(losses)
@@ -148,7 +148,7 @@ impl CpuLmHead<'_> {
             self.x.slice(target.row * d..(target.row + 1) * d).read_into(x);
         }
         logits.resize(targets.len() * v, 0.0);
-        weight_matmul::forward(x, self.w.into(), logits, Accumulate::Overwrite, self.dims(targets.len()));
+        weight_matmul::forward(x, self.w.into(), logits, Accumulate::Overwrite, 1.0, self.dims(targets.len()));
     }
 
     fn dims(&self, t: usize) -> Dims {

@@ -11,18 +11,59 @@ use crate::floats::{Floats, FloatsMut};
 /// Rows of a quantized matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct QuantizedRows<'a> {
-    bytes: &'a [u8],
-    format: &'a QuantFormat,
-    shape: QuantShape,
+    codes: &'a [u8],
+    /// Value of each code.
+    values: &'a [f32; 256],
+    scales: Scales<'a>,
+    k: usize,
+    block_rows: usize,
+    block_columns: usize,
     /// Index of the first row in the whole matrix.
     first: usize,
     end: usize,
 }
 
+/// Scales of a matrix's blocks, row by row.
+#[derive(Clone, Copy)]
+pub(crate) enum Scales<'a> {
+    /// All are 1.
+    One,
+    /// Numbers.
+    Floats(&'a [f32]),
+    /// Four bytes each, little-endian.
+    Bytes(&'a [u8]),
+}
+
+impl Scales<'_> {
+    fn get(self, at: usize) -> f32 {
+        match self {
+            Self::One => 1.0,
+            Self::Floats(scales) => scales[at],
+            Self::Bytes(bytes) => {
+                let bytes = bytes[at * size_of::<f32>()..][..size_of::<f32>()].try_into();
+                f32::from_le_bytes(bytes.expect("a scale has four bytes"))
+            }
+        }
+    }
+}
+
 impl<'a> QuantizedRows<'a> {
-    /// Borrows all rows.
+    /// Borrows all rows of a byte buffer.
     pub(crate) fn new(bytes: &'a [u8], format: &'a QuantFormat, shape: QuantShape) -> Self {
-        Self { bytes, format, shape, first: 0, end: shape.n }
+        let (codes, scales) = bytes.split_at(shape.scales_start());
+        let QuantShape { n, k, block_rows, block_columns } = shape;
+        Self::from_parts(codes, format.codes, Scales::Bytes(scales), &[n, k], [block_rows, block_columns])
+    }
+
+    /// Borrows all rows [n, k] of codes and scales that are apart.
+    pub(crate) fn from_parts(
+        codes: &'a [u8],
+        values: &'a [f32; 256],
+        scales: Scales<'a>,
+        dims: &[usize],
+        [block_rows, block_columns]: [usize; 2],
+    ) -> Self {
+        Self { codes, values, scales, k: dims[1], block_rows, block_columns, first: 0, end: dims[0] }
     }
 
     /// Borrows some of the rows.
@@ -32,7 +73,7 @@ impl<'a> QuantizedRows<'a> {
 
     /// Dequantizes all rows into `out`, which has the same number of elements.
     pub(crate) fn read_into(self, out: &mut [f32]) {
-        let k = self.shape.k;
+        let k = self.k;
         if k > 0 {
             out.par_chunks_mut(k).enumerate().for_each(|(row_idx, out)| self.read_row(self.first + row_idx, out));
         }
@@ -40,7 +81,7 @@ impl<'a> QuantizedRows<'a> {
 
     /// Dequantizes all rows into the head of `scratch`, and returns them.
     pub(crate) fn widened(self, scratch: &mut Vec<f32>) -> &[f32] {
-        let len = (self.end - self.first) * self.shape.k;
+        let len = (self.end - self.first) * self.k;
         if scratch.len() < len {
             scratch.resize(len, 0.0);
         }
@@ -55,26 +96,30 @@ impl<'a> QuantizedRows<'a> {
 
     /// Dequantizes a row, indexed in the whole matrix.
     fn read_row(self, row: usize, out: &mut [f32]) {
-        let QuantShape { k, block_rows, block_columns, .. } = self.shape;
-        let codes = &self.bytes[row * k..(row + 1) * k];
-        let first_scale = row / block_rows * self.shape.blocks_a_row();
+        let Self { k, block_rows, block_columns, values, .. } = self;
+        let codes = &self.codes[row * k..(row + 1) * k];
+        if let Scales::One = self.scales {
+            out.iter_mut().zip(codes).for_each(|(x, code)| *x = values[usize::from(*code)]);
+            return;
+        }
+        let first_scale = row / block_rows * k.div_ceil(block_columns);
+        if let (1, Scales::Floats(scales)) = (block_columns, self.scales) {
+            let scales = &scales[first_scale..first_scale + k];
+            let elements = out.iter_mut().zip(codes).zip(scales);
+            elements.for_each(|((x, code), scale)| *x = scale * values[usize::from(*code)]);
+            return;
+        }
         let blocks = out.chunks_mut(block_columns).zip(codes.chunks(block_columns));
         for (block_idx, (out, codes)) in blocks.enumerate() {
-            let scale = self.scale(first_scale + block_idx);
-            out.iter_mut().zip(codes).for_each(|(x, code)| *x = scale * self.format.codes[usize::from(*code)]);
+            let scale = self.scales.get(first_scale + block_idx);
+            out.iter_mut().zip(codes).for_each(|(x, code)| *x = scale * values[usize::from(*code)]);
         }
-    }
-
-    fn scale(self, at: usize) -> f32 {
-        let start = self.shape.scales_start() + at * size_of::<f32>();
-        let bytes = self.bytes[start..start + size_of::<f32>()].try_into();
-        f32::from_le_bytes(bytes.expect("a scale has four bytes"))
     }
 }
 
 /// Dequantizes all elements, each rounded once.
 pub(super) fn dequantize(rows: QuantizedRows<'_>, out: FloatsMut<'_>) {
-    let k = rows.shape.k;
+    let k = rows.k;
     out.chunks(k.max(1)).into_par_iter().enumerate().for_each(|(row_idx, mut out)| {
         let mut row = vec![0.0; k];
         rows.read_row(row_idx, &mut row);

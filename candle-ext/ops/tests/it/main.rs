@@ -11,6 +11,7 @@ mod cases;
 mod devices;
 mod dropout;
 mod embedding;
+mod fp8;
 mod grad_scaler;
 mod in_place;
 mod invariants;

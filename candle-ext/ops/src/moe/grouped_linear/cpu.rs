@@ -234,7 +234,14 @@ fn columns<'s>(
 pub(super) fn forward_one(x: Floats<'_>, w: WeightOperand<'_>, y: FloatsMut<'_>, grouped: Grouped<'_>) {
     let Dims { n, k, .. } = grouped.dims;
     for_each_row(x, y, [k, n], grouped, |group, x, y| {
-        weight_matmul::forward(x, w.rows(group * n..(group + 1) * n, k), y, Accumulate::Overwrite, Dims { t: 1, n, k });
+        weight_matmul::forward(
+            x,
+            w.rows(group * n..(group + 1) * n, k),
+            y,
+            Accumulate::Overwrite,
+            1.0,
+            Dims { t: 1, n, k },
+        );
     });
 }
 
@@ -242,7 +249,7 @@ pub(super) fn forward_one(x: Floats<'_>, w: WeightOperand<'_>, y: FloatsMut<'_>,
 pub(super) fn grad_x_one(dy: Floats<'_>, w: WeightOperand<'_>, dx: FloatsMut<'_>, grouped: Grouped<'_>) {
     let Dims { n, k, .. } = grouped.dims;
     for_each_row(dy, dx, [n, k], grouped, |group, dy, dx| {
-        weight_matmul::grad_x(dy, w.rows(group * n..(group + 1) * n, k), &[n], dx, Dims { t: 1, n, k });
+        weight_matmul::grad_x(dy, w.rows(group * n..(group + 1) * n, k), &[n], dx, 1.0, Dims { t: 1, n, k });
     });
 }
 

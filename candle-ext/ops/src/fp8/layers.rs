@@ -1,0 +1,318 @@
+//! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, and quantized inputs in use.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
+
+use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
+use super::recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe};
+use super::rounding::Fp8Rounding;
+use crate::derive_key;
+use crate::floats::FloatsMut;
+use crate::in_place::zero_;
+use crate::storage::{host, update};
+use crate::weight::Weight;
+
+/// Linear layers that multiply in FP8, with the state of their scales.
+///
+/// They multiply in FP8 while an [`Fp8Guard`] lives, and in the compute dtype otherwise.
+pub struct Fp8Layers {
+    config: Fp8Config,
+    modules: Vec<String>,
+    /// State of delayed scaling.
+    delayed: Option<(DelayedScaling, DelayedState)>,
+    active: Mutex<Option<Active>>,
+}
+
+/// State of delayed scaling: three slots per layer, in the order of [`Fp8Operand::ALL`].
+struct DelayedState {
+    /// Largest magnitudes since the last update, f32 [slots]. 0: no tensor was quantized.
+    amaxes: Tensor,
+    /// Amaxes of the last steps, the newest first, f32 [slots, amax_history_len].
+    history: Tensor,
+    /// Scales, f32 [slots].
+    scales: Tensor,
+}
+
+/// What layers share while they multiply in FP8.
+struct Active {
+    /// The input that was quantized last: several layers read the same.
+    input: Option<(TensorId, Fp8Input)>,
+    /// Seed of stochastic rounding in this step.
+    key: u64,
+    /// Number of gradients that each layer has quantized in this step.
+    n_gradients: Vec<u64>,
+}
+
+/// A quantized input of a linear layer.
+#[derive(Clone)]
+pub(super) struct Fp8Input {
+    /// Operand of y = x w^T.
+    pub(super) forward: Fp8Matrix,
+    /// Operand of dw = dy^T x; `None` if the weight is frozen.
+    pub(super) grad_weight: Option<Fp8Matrix>,
+    amax: Option<Tensor>,
+}
+
+/// One linear layer of [`Fp8Layers`].
+#[derive(Clone)]
+pub struct Fp8Linear {
+    layers: Arc<Fp8Layers>,
+    layer_idx: usize,
+}
+
+/// Turns FP8 on for its lifetime.
+pub struct Fp8Guard<'a>(&'a Fp8Layers);
+
+/// The state of one layer's delayed scaling, as views that a checkpoint reads and writes.
+pub struct Fp8LayerState {
+    /// Module name of the layer.
+    pub module: String,
+    /// Amaxes of input, weight and gradient in the last steps, the newest first, f32 [3, amax_history_len].
+    pub amax_history: Tensor,
+    /// Scales of input, weight and gradient, f32 [3].
+    pub scales: Tensor,
+}
+
+const SLOTS: usize = Fp8Operand::ALL.len();
+
+impl Fp8Layers {
+    /// Creates the state of the layers with these module names. Delayed scales are 1 at first.
+    pub fn new(config: Fp8Config, modules: Vec<String>, device: &Device) -> Result<Self> {
+        let n_slots = SLOTS * modules.len();
+        let delayed = match config.recipe {
+            Fp8Recipe::Delayed(scaling) => {
+                if scaling.amax_history_len == 0 {
+                    bail!("delayed scaling: an amax history needs at least one step")
+                }
+                let state = DelayedState {
+                    amaxes: Tensor::zeros(n_slots, DType::F32, device)?,
+                    history: Tensor::zeros((n_slots, scaling.amax_history_len), DType::F32, device)?,
+                    scales: Tensor::ones(n_slots, DType::F32, device)?,
+                };
+                Some((scaling, state))
+            }
+            Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
+        };
+        Ok(Self { config, modules, delayed, active: Mutex::default() })
+    }
+
+    /// Returns the settings.
+    pub fn config(&self) -> &Fp8Config {
+        &self.config
+    }
+
+    /// Returns the module names of the layers.
+    pub fn modules(&self) -> &[String] {
+        &self.modules
+    }
+
+    /// Returns the layer with a module name.
+    pub fn layer(self: &Arc<Self>, module: &str) -> Option<Fp8Linear> {
+        let layer_idx = self.modules.iter().position(|name| name == module)?;
+        Some(Fp8Linear { layers: Arc::clone(self), layer_idx })
+    }
+
+    /// Turns FP8 on for a step, until the guard is dropped. `key` seeds stochastic rounding.
+    pub fn enable(&self, key: u64) -> Fp8Guard<'_> {
+        *self.lock() = Some(Active { input: None, key, n_gradients: vec![0; self.modules.len()] });
+        Fp8Guard(self)
+    }
+
+    /// Returns true while FP8 is on.
+    pub fn is_enabled(&self) -> bool {
+        self.lock().is_some()
+    }
+
+    /// Returns the amaxes since the last update, f32 [3 * layers]; `None` unless scaling is delayed.
+    pub fn amaxes(&self) -> Option<&Tensor> {
+        self.delayed.as_ref().map(|(_, state)| &state.amaxes)
+    }
+
+    /// Updates delayed scales from the amaxes of the step, f32 [3 * layers], which must be equal on all ranks.
+    ///
+    /// As in TransformerEngine, the amax joins the history, and the scale follows from the history. A slot whose amax is 0,
+    /// such as that of a skipped layer, or not finite keeps both: TransformerEngine puts infinities into the history, where
+    /// they stop updates until they leave. Other recipes have no state.
+    pub fn update(&self, amaxes: &Tensor) -> Result<()> {
+        let Some((scaling, state)) = &self.delayed else { return Ok(()) };
+        if amaxes.dims() != state.amaxes.dims() {
+            bail!("delayed scaling: want amaxes {:?}, got {:?}", state.amaxes.dims(), amaxes.dims())
+        }
+        let amaxes = amaxes.to_vec1::<f32>()?;
+        let format = |slot: usize| self.config.formats.of(Fp8Operand::ALL[slot % SLOTS]);
+        update_f32(&state.history, |history| {
+            let of_slots = history.chunks_exact_mut(scaling.amax_history_len).zip(&amaxes);
+            for (history, amax) in of_slots.filter(|(_, amax)| is_amax(**amax)) {
+                history.rotate_right(1);
+                history[0] = *amax;
+            }
+        })?;
+        let history = host("delayed scaling", &state.history)?;
+        let history = history.slice::<f32>()?;
+        update_f32(&state.scales, |scales| {
+            let of_slots = history.chunks_exact(scaling.amax_history_len).zip(&amaxes).enumerate();
+            for (slot, (history, _)) in of_slots.filter(|(_, (_, amax))| is_amax(**amax)) {
+                let amax = match scaling.amax_compute {
+                    AmaxCompute::MostRecent => history[0],
+                    AmaxCompute::Max => history.iter().fold(0.0, |max, amax| if *amax > max { *amax } else { max }),
+                };
+                scales[slot] = scaling.scale(amax, format(slot));
+            }
+        })?;
+        zero_(&state.amaxes)
+    }
+
+    /// Returns the state of each layer; none unless scaling is delayed.
+    pub fn states(&self) -> Result<Vec<Fp8LayerState>> {
+        let Some((_, state)) = &self.delayed else { return Ok(Vec::new()) };
+        let of_layer = |(layer_idx, module): (usize, &String)| {
+            Ok(Fp8LayerState {
+                module: module.clone(),
+                amax_history: state.history.narrow(0, layer_idx * SLOTS, SLOTS)?,
+                scales: state.scales.narrow(0, layer_idx * SLOTS, SLOTS)?,
+            })
+        };
+        self.modules.iter().enumerate().map(of_layer).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Active>> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Fp8Guard<'_> {
+    fn drop(&mut self) {
+        *self.0.lock() = None;
+    }
+}
+
+impl Fp8Linear {
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.layers.is_enabled()
+    }
+
+    /// Quantizes the input, or returns what another layer has made of the same tensor.
+    pub(super) fn input(&self, x: &Tensor, trains_weight: bool) -> Result<Fp8Input> {
+        let known = match self.layers.lock().as_ref().and_then(|active| active.input.as_ref()) {
+            Some((id, input)) if *id == x.id() && (input.grad_weight.is_some() || !trains_weight) => {
+                Some(input.clone())
+            }
+            _ => None,
+        };
+        if let Some(input) = known {
+            input.amax.as_ref().map_or(Ok(()), |amax| self.record(Fp8Operand::Input, amax))?;
+            return Ok(input);
+        }
+        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
+        let (forward, amax) = self.quantize(Fp8Operand::Input, &rows, Contraction::Columns, Fp8Rounding::Nearest)?;
+        let grad_weight = trains_weight.then(|| self.for_grad_weight(&rows, &forward)).transpose()?;
+        let input = Fp8Input { forward, grad_weight, amax };
+        if let Some(active) = self.layers.lock().as_mut() {
+            active.input = Some((x.id(), input.clone()));
+        }
+        Ok(input)
+    }
+
+    /// Quantizes an input again for dw = dy^T x.
+    pub(super) fn recomputed_input(&self, x: &Tensor) -> Result<Fp8Matrix> {
+        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
+        Ok(self.quantize(Fp8Operand::Input, &rows, Contraction::Rows, Fp8Rounding::Nearest)?.0)
+    }
+
+    /// Returns the quantized weight, from the copy in its buffer if there is one.
+    pub(super) fn weight(&self, w: &Weight) -> Result<Fp8Matrix> {
+        w.fp8_copy(|value| Ok(self.quantize(Fp8Operand::Weight, value, Contraction::Columns, Fp8Rounding::Nearest)?.0))
+    }
+
+    /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
+    pub(super) fn grad_output(&self, dy: &Tensor, trains_weight: bool) -> Result<(Fp8Matrix, Option<Fp8Matrix>)> {
+        let rounding = match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
+            (Fp8Rounding::Stochastic { key }, Some(active)) => {
+                let n = &mut active.n_gradients[self.layer_idx];
+                *n += 1;
+                let parts = [active.key, self.layer_idx as u64, *n];
+                Fp8Rounding::Stochastic { key: parts.into_iter().fold(key, derive_key) }
+            }
+            (rounding, _) => rounding,
+        };
+        let rows = dy.flatten_to(dy.rank().saturating_sub(2))?;
+        let (grad_input, _) = self.quantize(Fp8Operand::GradOutput, &rows, Contraction::Columns, rounding)?;
+        let grad_weight = match self.layers.config.recipe {
+            _ if !trains_weight => None,
+            Fp8Recipe::Blockwise(_) => {
+                Some(self.quantize(Fp8Operand::GradOutput, &rows, Contraction::Rows, rounding)?.0)
+            }
+            Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Some(grad_input.clone()),
+        };
+        Ok((grad_input, grad_weight))
+    }
+
+    /// Returns the input's operand of dw: with one scale, that of the forward.
+    fn for_grad_weight(&self, x: &Tensor, forward: &Fp8Matrix) -> Result<Fp8Matrix> {
+        match self.layers.config.recipe {
+            Fp8Recipe::Blockwise(_) => {
+                Ok(self.quantize(Fp8Operand::Input, x, Contraction::Rows, Fp8Rounding::Nearest)?.0)
+            }
+            Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Ok(forward.clone()),
+        }
+    }
+
+    /// Quantizes an operand, and records its amax if scaling is delayed.
+    fn quantize(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        contraction: Contraction,
+        rounding: Fp8Rounding,
+    ) -> Result<(Fp8Matrix, Option<Tensor>)> {
+        let Fp8Config { recipe, formats, .. } = self.layers.config;
+        let format = formats.of(operand);
+        if let Some((_, state)) = &self.layers.delayed {
+            let amax = amax(x)?;
+            self.record(operand, &amax)?;
+            let scale = state.scales.narrow(0, self.slot(operand), 1)?;
+            return Ok((fp8_quantize(x, &scale, format, rounding)?, Some(amax)));
+        }
+        match recipe {
+            Fp8Recipe::Current(rule) | Fp8Recipe::Blockwise(rule) => {
+                Ok((fp8_quantize_current(x, recipe.block(operand, contraction), rule, format, rounding)?, None))
+            }
+            Fp8Recipe::Delayed(_) => bail!("delayed scaling has no state"),
+        }
+    }
+
+    fn record(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
+        let Some((_, state)) = &self.layers.delayed else { return Ok(()) };
+        let amax = amax.to_vec1::<f32>()?[0];
+        update_f32(&state.amaxes.narrow(0, self.slot(operand), 1)?, |slot| {
+            slot[0] = if amax > slot[0] { amax } else { slot[0] };
+        })
+    }
+
+    fn slot(&self, operand: Fp8Operand) -> usize {
+        SLOTS * self.layer_idx + operand as usize
+    }
+}
+
+impl std::fmt::Debug for Fp8Linear {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Fp8Linear").field("module", &self.layers.modules[self.layer_idx]).finish_non_exhaustive()
+    }
+}
+
+/// Returns true if a step's amax counts: a tensor was quantized, and was neither all zeros nor infinite.
+fn is_amax(amax: f32) -> bool {
+    amax != 0.0 && amax.is_finite()
+}
+
+/// Changes the elements of an f32 tensor in CPU memory.
+fn update_f32(tensor: &Tensor, change: impl FnOnce(&mut [f32])) -> Result<()> {
+    update(tensor, "delayed scaling", |elements| match elements {
+        FloatsMut::F32(elements) => {
+            change(elements);
+            Ok(())
+        }
+        _ => bail!("delayed scaling: the state is f32"),
+    })
+}

@@ -1,0 +1,187 @@
+//! Linear layer in FP8: both operands of each matmul are quantized, sums are f32.
+//!
+//! y = Q(x) Q(w)^T + b, dx = Q(dy) Q(w), dw = Q(dy)^T Q(x). t tokens, k inputs, n outputs.
+
+use candle_core::{DType, Result, Tensor};
+
+use super::layers::Fp8Linear;
+use super::matrix::{Fp8Host, Fp8Matrix};
+use crate::backward::BackwardContext;
+use crate::device::on_device;
+use crate::floats::{FloatBuf, FloatsMut};
+use crate::gemm::Accumulate;
+use crate::linear::{add_grad_bias, token_blocks};
+use crate::recording::{record, requires_grad, save};
+use crate::saved::Saved;
+use crate::storage::{self, host};
+use crate::weight::{GradSink, Weight};
+use crate::weight_matmul::{self, Dims, WeightOperand};
+
+/// Input of a layer between forward and backward.
+enum SavedInput {
+    /// Codes: a byte per element.
+    Quantized(Fp8Matrix),
+    /// Tensor that backward recomputes and quantizes again.
+    Recomputable(Saved),
+}
+
+struct SavedFp8Linear {
+    layer: Fp8Linear,
+    /// Input, saved for the gradient of a trainable weight.
+    input: Option<SavedInput>,
+    /// Dtype and shape of the input; `None` if its gradient is not needed.
+    wants_dx: Option<(DType, Vec<usize>)>,
+    w: Weight,
+    bias: Option<Weight>,
+    dims: Dims,
+}
+
+/// Computes y = Q(x) Q(w)^T + b in `out_dtype`. The caller has checked dtypes and shapes.
+pub(crate) fn fp8_linear(
+    x: &Tensor,
+    w: &Weight,
+    bias: Option<&Weight>,
+    layer: &Fp8Linear,
+    (out_dtype, dims): (DType, Dims),
+) -> Result<Tensor> {
+    let quantized = layer.input(x, w.sink().is_some())?;
+    let weight = layer.weight(w)?;
+    let y = on_device!("linear", x, {
+        cpu => forward_cpu(&quantized.forward, &weight, bias, out_dtype, dims)?.into_storage(),
+        cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
+    });
+    let mut shape = x.dims().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = dims.n;
+    }
+    let input = quantized.grad_weight.filter(|_| w.sink().is_some()).map(|codes| match save(x) {
+        recomputable @ Saved::Recomputable(_) => SavedInput::Recomputable(recomputable),
+        Saved::Tensor(_) => SavedInput::Quantized(codes),
+    });
+    let saved = SavedFp8Linear {
+        layer: layer.clone(),
+        input,
+        wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
+        w: w.clone(),
+        bias: bias.cloned(),
+        dims,
+    };
+    let y = storage::tensor(y, shape);
+    Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy, context| {
+        Ok([saved.backward(dy, context)?, None, None])
+    }))
+}
+
+impl SavedFp8Linear {
+    /// Quantizes dy once, adds dw and db to their sinks and returns dx. Computes dx first if an exchange waits for it.
+    fn backward(self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
+        if self.dims.t == 0 {
+            return self.wants_dx.map(|(dtype, shape)| Tensor::zeros(shape, dtype, dy.device())).transpose();
+        }
+        let (for_dx, for_dw) = self.layer.grad_output(dy, self.input.is_some())?;
+        if !context.defers() {
+            self.add_grads(dy, for_dw.as_ref())?;
+            return self.grad_x(&for_dx);
+        }
+        let (dx, dy) = (self.grad_x(&for_dx)?, dy.clone());
+        context.defer(move || self.add_grads(&dy, for_dw.as_ref()))?;
+        Ok(dx)
+    }
+
+    fn add_grads(&self, dy: &Tensor, for_dw: Option<&Fp8Matrix>) -> Result<()> {
+        if let (Some(sink), Some(input), Some(dy)) = (self.w.sink(), &self.input, for_dw) {
+            let x = match input {
+                SavedInput::Quantized(codes) => codes.clone(),
+                SavedInput::Recomputable(saved) => self.layer.recomputed_input(&saved.get()?)?,
+            };
+            on_device!("linear", dy.codes, {
+                cpu => grad_w_cpu(dy, &x, sink, self.dims)?,
+                cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
+            });
+        }
+        match self.bias.as_ref().and_then(Weight::sink) {
+            Some(sink) => add_grad_bias(dy, sink),
+            None => Ok(()),
+        }
+    }
+
+    fn grad_x(&self, dy: &Fp8Matrix) -> Result<Option<Tensor>> {
+        let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
+        let w = self.layer.weight(&self.w)?;
+        on_device!("linear", dy.codes, {
+            cpu => Ok(Some(storage::tensor(grad_x_cpu(dy, &w, *dtype, self.dims)?, shape.as_slice()))),
+            cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
+        })
+    }
+}
+
+fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {
+    let mut y = FloatBuf::unwritten(out_dtype, dims.t * dims.n)?;
+    let (x, w) = (Fp8Host::lock(x)?, Fp8Host::lock(w)?);
+    let ((x, x_factor), (w, w_factor)) = (x.operand()?, w.operand()?);
+    let bias = bias.map(Weight::value).transpose()?;
+    let bias = bias.as_ref().map(|bias| host("linear", bias)).transpose()?;
+    let mut bias_f32 = Vec::new();
+    let bias = match &bias {
+        Some(bias) => Some(bias.floats()?.widened(&mut bias_f32)),
+        None => None,
+    };
+    let mut x_f32 = Vec::new();
+    write_blocks(y.view(), dims.n, dims, |rows, y, dims| {
+        let accumulate = match bias {
+            Some(bias) => {
+                y.chunks_exact_mut(dims.n.max(1)).for_each(|row| row.copy_from_slice(bias));
+                Accumulate::Add
+            }
+            None => Accumulate::Overwrite,
+        };
+        let x = x.rows(rows).widened(&mut x_f32);
+        weight_matmul::forward(x, WeightOperand::Quantized(w), y, accumulate, x_factor * w_factor, dims);
+    });
+    Ok(y)
+}
+
+fn grad_x_cpu(dy: &Fp8Matrix, w: &Fp8Matrix, dtype: DType, dims: Dims) -> Result<FloatBuf> {
+    let mut dx = FloatBuf::unwritten(dtype, dims.t * dims.k)?;
+    let (dy, w) = (Fp8Host::lock(dy)?, Fp8Host::lock(w)?);
+    let ((dy, dy_factor), (w, w_factor)) = (dy.operand()?, w.operand()?);
+    let mut dy_f32 = Vec::new();
+    write_blocks(dx.view(), dims.k, dims, |rows, dx, dims| {
+        let dy = dy.rows(rows).widened(&mut dy_f32);
+        weight_matmul::grad_x(dy, WeightOperand::Quantized(w), &[dims.n], dx, dy_factor * w_factor, dims);
+    });
+    Ok(dx)
+}
+
+fn grad_w_cpu(dy: &Fp8Matrix, x: &Fp8Matrix, sink: &GradSink, dims: Dims) -> Result<()> {
+    let (dy, x) = (Fp8Host::lock(dy)?, Fp8Host::lock(x)?);
+    let ((dy, dy_factor), (x, x_factor)) = (dy.operand()?, x.operand()?);
+    let (mut dy_f32, mut x_f32) = (Vec::new(), Vec::new());
+    sink.add_or_write("linear", |dw, accumulate| {
+        for (rows, dims) in token_blocks(dims) {
+            let accumulate = if rows.start == 0 { accumulate } else { Accumulate::Add };
+            let (dy, x) = (dy.rows(rows.clone()).widened(&mut dy_f32), x.rows(rows).widened(&mut x_f32));
+            weight_matmul::grad_w(dy, x, dw, accumulate, dy_factor * x_factor, dims);
+        }
+    })
+}
+
+/// Computes an output [t, width] in blocks of tokens, each rounded once if the output is not f32.
+fn write_blocks(
+    mut out: FloatsMut<'_>,
+    width: usize,
+    dims: Dims,
+    mut compute: impl FnMut(std::ops::Range<usize>, &mut [f32], Dims),
+) {
+    let mut out_f32 = Vec::new();
+    for (rows, dims) in token_blocks(dims) {
+        let elements = rows.start * width..rows.end * width;
+        if let FloatsMut::F32(out) = &mut out {
+            compute(rows, &mut out[elements], dims);
+        } else {
+            out_f32.resize(dims.t * width, 0.0);
+            compute(rows, &mut out_f32, dims);
+            out.write(elements.start, &out_f32);
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! FP8 training with TransformerEngine's recipes: delayed, current and blockwise scaling.
+//!
+//! An operand is stored as codes of a byte with the inverse scales of its blocks. On the CPU matmuls multiply the values
+//! of the codes exactly and sum in f32, in the order of the f32 GEMM; factors of whole matrices are applied to the sums.
+
+mod cpu;
+mod format;
+mod layers;
+mod linear;
+mod matrix;
+mod recipe;
+mod rounding;
+
+pub use format::Fp8Format;
+pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
+pub(crate) use linear::fp8_linear;
+pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
+pub use recipe::{
+    AmaxCompute, Contraction, DelayedScaling, FP8_BLOCK, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule,
+};
+pub use rounding::Fp8Rounding;

@@ -1,0 +1,424 @@
+//! FP8 quantization beside torch's (tests/reference/fp8.py), and linear layers in FP8.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_ops::{
+    AmaxCompute, Contraction, DelayedScaling, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers, Fp8Operand,
+    Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax, fp8_quantize,
+    fp8_quantize_current, linear,
+};
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use crate::cases::{TestDevice, assert_close, bits, check_each, grad_of, randn, tape, trainable, values};
+
+#[derive(Deserialize)]
+struct Fixture {
+    encodings: Encodings,
+    quantized: Vec<QuantizedCase>,
+    delayed: Delayed,
+}
+
+/// Bits of the first bf16 of each code.
+#[derive(Deserialize)]
+struct Encodings {
+    e4m3: Vec<u16>,
+    e5m2: Vec<u16>,
+}
+
+#[derive(Deserialize)]
+struct QuantizedCase {
+    rows: usize,
+    columns: usize,
+    seed: u64,
+    dtype: String,
+    format: String,
+    block: Option<[usize; 2]>,
+    power_of_two: bool,
+    epsilon: f32,
+    codes: String,
+    scale_inv: String,
+    first_scale_inv: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Delayed {
+    amaxes: Vec<String>,
+    cases: Vec<DelayedCase>,
+}
+
+#[derive(Deserialize)]
+struct DelayedCase {
+    format: String,
+    margin: i32,
+    length: usize,
+    algorithm: String,
+    scales: Vec<f32>,
+}
+
+/// Devices that have FP8 kernels.
+fn devices() -> [TestDevice; 1] {
+    [TestDevice::Cpu]
+}
+
+fn fixture() -> Fixture {
+    serde_json::from_str(include_str!("../fixtures/fp8.json")).unwrap()
+}
+
+fn format_named(name: &str) -> Fp8Format {
+    if name == "e4m3" { Fp8Format::E4m3 } else { Fp8Format::E5m2 }
+}
+
+fn scale_one(test_device: &TestDevice) -> Tensor {
+    Tensor::ones(1, DType::F32, &test_device.device()).unwrap()
+}
+
+fn codes_of(matrix: &Tensor) -> Vec<u8> {
+    matrix.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn all_bf16_numbers_have_the_codes_of_torch() {
+    let Fixture { encodings, .. } = fixture();
+    let all: Vec<half::bf16> = (0..=u16::MAX).map(half::bf16::from_bits).collect();
+    let x = Tensor::from_vec(all.clone(), (256, 256), &Device::Cpu).unwrap();
+    for (format, first) in [(Fp8Format::E4m3, encodings.e4m3), (Fp8Format::E5m2, encodings.e5m2)] {
+        check_each(devices(), |test_device| {
+            let matrix = test_device
+                .run(|| fp8_quantize(&test_device.put(&x), &scale_one(&test_device), format, Fp8Rounding::Nearest))
+                .unwrap();
+            for (x, code) in all.iter().zip(codes_of(&matrix.codes)) {
+                let (sign, magnitude) = ((x.to_bits() >> 8) as u8 & 0x80, x.to_bits() & 0x7fff);
+                let want = sign | (first.partition_point(|first| *first <= magnitude) - 1) as u8;
+                let want = if x.is_nan() { 0x7f } else { want };
+                assert_eq!(code, want, "{format:?} {test_device:?}: {x} ({:#06x})", x.to_bits());
+            }
+        });
+    }
+}
+
+/// Computes the inputs of `numbers` in the Python script.
+fn numbers(rows: usize, columns: usize, seed: u64) -> Tensor {
+    let number = |i: usize| {
+        let mut z = (i as u64).wrapping_add(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        let mantissa = (z >> 40) as f64 - f64::from(1 << 23);
+        if i / columns < 128 && i % columns < 128 { 0.0 } else { (mantissa * 2f64.powi((z & 7) as i32 - 27)) as f32 }
+    };
+    Tensor::from_vec((0..rows * columns).map(number).collect::<Vec<f32>>(), (rows, columns), &Device::Cpu).unwrap()
+}
+
+fn sha256(bytes: impl AsRef<[u8]>) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[test]
+fn codes_and_scales_are_those_of_the_reference() {
+    check_each(fixture().quantized, |case| {
+        let dtype = if case.dtype == "f32" { DType::F32 } else { DType::BF16 };
+        let x = numbers(case.rows, case.columns, case.seed).to_dtype(dtype).unwrap();
+        let block = case.block.map_or(ScaleBlock::Tensor, |[rows, columns]| ScaleBlock::Tile { rows, columns });
+        let rule = ScaleRule { power_of_two: case.power_of_two, amax_epsilon: case.epsilon };
+        let format = format_named(&case.format);
+        for test_device in devices() {
+            let x = test_device.put(&x);
+            let matrix =
+                test_device.run(|| fp8_quantize_current(&x, block, rule, format, Fp8Rounding::Nearest)).unwrap();
+            let scale_inv: Vec<f32> = matrix.scale_inv.to_vec1().unwrap();
+            let n_first = case.first_scale_inv.len();
+            let what =
+                format!("{}x{} {dtype:?} {format:?} {block:?} {rule:?} {test_device:?}", case.rows, case.columns);
+            assert_eq!(scale_inv[..n_first], case.first_scale_inv, "{what}");
+            let scale_bytes: Vec<u8> = scale_inv.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+            assert_eq!(sha256(scale_bytes), case.scale_inv, "inverse scales of {what}");
+            assert_eq!(sha256(codes_of(&matrix.codes)), case.codes, "codes of {what}");
+        }
+    });
+}
+
+#[test]
+fn delayed_scales_are_those_of_the_reference() {
+    let Delayed { amaxes, cases } = fixture().delayed;
+    check_each(cases, |case| {
+        let amax_compute = if case.algorithm == "max" { AmaxCompute::Max } else { AmaxCompute::MostRecent };
+        let scaling = DelayedScaling { margin: case.margin, amax_history_len: case.length, amax_compute };
+        // Slot 0, the input, is E4M3 and slot 2, the gradient, E5M2.
+        let slot = if case.format == "e4m3" { 0 } else { 2 };
+        for test_device in devices() {
+            let config = config(Fp8Recipe::Delayed(scaling));
+            let layers = Fp8Layers::new(config, vec!["m".to_string()], &test_device.device()).unwrap();
+            let mut scales = Vec::new();
+            for amax in &amaxes {
+                let amax: f32 = amax.parse().unwrap();
+                let step = Tensor::new(&[amax; 3], &test_device.device()).unwrap();
+                test_device.run(|| layers.update(&step)).unwrap();
+                scales.push(layers.states().unwrap()[0].scales.to_vec1::<f32>().unwrap()[slot]);
+            }
+            assert_eq!(scales, case.scales, "{} margin {} length {}", case.format, case.margin, case.length);
+        }
+    });
+}
+
+#[test]
+fn an_amax_is_the_largest_magnitude_without_nan() {
+    let mut numbers = values(&randn(100_003, 1)).into_iter().map(|x| x as f32).collect::<Vec<_>>();
+    numbers[77_777] = -9.5;
+    numbers[5] = f32::NAN;
+    for (dtype, want) in [(DType::F32, -9.5f32), (DType::BF16, -9.5), (DType::F16, -9.5)] {
+        let x = Tensor::from_vec(numbers.clone(), (1, numbers.len()), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        check_each(devices(), |test_device| {
+            let x = test_device.put(&x);
+            assert_eq!(test_device.run(|| amax(&x)).unwrap().to_vec1::<f32>().unwrap(), [want.abs()]);
+        });
+    }
+    let none = Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
+    assert_eq!(amax(&none).unwrap().to_vec1::<f32>().unwrap(), [0.0]);
+}
+
+/// The mean of many stochastic roundings is the number; the same key gives the same codes.
+#[test]
+fn stochastic_rounding_has_the_right_mean() {
+    let n = 1 << 16;
+    for (format, x) in [(Fp8Format::E4m3, 1.03f32), (Fp8Format::E4m3, 0.0007), (Fp8Format::E5m2, -5.3)] {
+        let many = Tensor::full(x, (64, n / 64), &Device::Cpu).unwrap();
+        check_each(devices(), |test_device| {
+            let codes = |key| {
+                let many = test_device.put(&many);
+                let rounding = Fp8Rounding::Stochastic { key };
+                test_device.run(|| fp8_quantize(&many, &scale_one(&test_device), format, rounding)).unwrap()
+            };
+            let matrix = codes(1);
+            let values: Vec<f64> =
+                codes_of(&matrix.codes).iter().map(|code| f64::from(format.values()[usize::from(*code)])).collect();
+            let mean = values.iter().sum::<f64>() / n as f64;
+            let deviation = (values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64).sqrt();
+            assert!(deviation > 0.0, "both neighbours occur");
+            // Five standard deviations of a mean.
+            let tolerance = 5.0 * deviation / (n as f64).sqrt();
+            assert!((mean - f64::from(x)).abs() < tolerance, "{format:?} {x}: mean {mean}, tolerance {tolerance}");
+            assert_eq!(codes_of(&matrix.codes), codes_of(&codes(1).codes));
+            assert_ne!(codes_of(&matrix.codes), codes_of(&codes(2).codes));
+        });
+    }
+}
+
+fn config(recipe: Fp8Recipe) -> Fp8Config {
+    Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest }
+}
+
+fn rule(power_of_two: bool) -> ScaleRule {
+    ScaleRule { power_of_two, amax_epsilon: 0.0 }
+}
+
+const DELAYED: Fp8Recipe =
+    Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 16, amax_compute: AmaxCompute::Max });
+
+fn recipes() -> [Fp8Recipe; 4] {
+    [DELAYED, Fp8Recipe::Current(rule(false)), Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))]
+}
+
+fn layers(recipe: Fp8Recipe, test_device: &TestDevice) -> Arc<Fp8Layers> {
+    Arc::new(Fp8Layers::new(config(recipe), vec!["a".to_string(), "b".to_string()], &test_device.device()).unwrap())
+}
+
+/// Quantizes and dequantizes as the recipe does in its first step, by the ops that the reference has proven.
+fn rounded(recipe: Fp8Recipe, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
+    let format = Fp8Formats::Hybrid.of(operand);
+    let matrix = match recipe {
+        Fp8Recipe::Delayed(_) => fp8_quantize(x, &scale_one(&TestDevice::Cpu), format, Fp8Rounding::Nearest),
+        Fp8Recipe::Current(rule) | Fp8Recipe::Blockwise(rule) => {
+            fp8_quantize_current(x, recipe.block(operand, contraction), rule, format, Fp8Rounding::Nearest)
+        }
+    };
+    matrix.unwrap().dequantize().unwrap().to_dtype(DType::F64).unwrap()
+}
+
+/// Sums of f32 with up to 700 terms, and the rounding of inverse scales that are no powers of two.
+const SUMS: f64 = 1e-6;
+
+/// Output and all gradients equal f64 matmuls of the quantized operands, in which nothing else is rounded.
+#[test]
+fn a_linear_layer_multiplies_the_quantized_operands() {
+    let shapes = [(33, 65, 17), (300, 130, 260), (1, 64, 48), (9, 700, 5), (2, 1, 1)];
+    check_each(recipes().into_iter().flat_map(|recipe| shapes.map(|shape| (recipe, shape))), |(recipe, (t, k, n))| {
+        let (x, w, dy) = (randn((t, k), 1), (randn((n, k), 2) * 0.05).unwrap(), (randn((t, n), 3) * 1e-3).unwrap());
+        let bias = randn(n, 4);
+        let round = |x: &Tensor, operand, contraction| rounded(recipe, x, operand, contraction);
+        let [xq, wq, dyq] = [(&x, Fp8Operand::Input), (&w, Fp8Operand::Weight), (&dy, Fp8Operand::GradOutput)]
+            .map(|(tensor, operand)| round(tensor, operand, Contraction::Columns));
+        let y = xq.matmul(&wq.t().unwrap()).unwrap().broadcast_add(&bias.to_dtype(DType::F64).unwrap()).unwrap();
+        let dx = dyq.matmul(&wq).unwrap();
+        let [x_rows, dy_rows] = [(&x, Fp8Operand::Input), (&dy, Fp8Operand::GradOutput)]
+            .map(|(tensor, operand)| round(tensor, operand, Contraction::Rows));
+        let dw = dy_rows.t().unwrap().matmul(&x_rows).unwrap();
+        for test_device in devices() {
+            let layers = layers(recipe, &test_device);
+            let w = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
+            let bias = trainable(&test_device.put(&bias));
+            let x = test_device.put(&x);
+            let got = test_device.run(|| {
+                let _on = layers.enable(0);
+                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, Some(&bias), OutputDtype::SameAsInput));
+                let y = tape.output().clone();
+                let dx = tape.backward(&test_device.put(&dy)).unwrap().remove(&x).unwrap();
+                [y, dx, grad_of(&w), grad_of(&bias)]
+            });
+            let db = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
+            for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
+                assert_close(&format!("{what} {recipe:?} {t} {k} {n} {test_device:?}"), got, want, SUMS);
+            }
+        }
+    });
+}
+
+/// Small integers times powers of two have exact sums, so that any order of summation gives the same bits.
+#[test]
+fn exact_sums_are_exact() {
+    let integers = |rows: usize, columns: usize, seed: usize| {
+        let values: Vec<f32> =
+            (0..rows * columns).map(|i| ((i * 7919 + seed * 31 + i / 13) % 15) as f32 - 7.0).collect();
+        Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap()
+    };
+    let (x, w, dy) = (integers(40, 300, 1), integers(24, 300, 2), integers(40, 24, 3));
+    for recipe in [Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))] {
+        for test_device in devices() {
+            let layers = layers(recipe, &test_device);
+            let weight = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
+            let input = test_device.put(&x);
+            let got = test_device.run(|| {
+                let _on = layers.enable(0);
+                let tape =
+                    tape(std::slice::from_ref(&input), || linear(&input, &weight, None, OutputDtype::SameAsInput));
+                let y = tape.output().clone();
+                let dx = tape.backward(&test_device.put(&dy)).unwrap().remove(&input).unwrap();
+                [y, dx, grad_of(&weight)]
+            });
+            // E4M3 holds integers to 16, and E5M2 to 8.
+            let want = [x.matmul(&w.t().unwrap()), dy.matmul(&w), dy.t().unwrap().matmul(&x)];
+            for (got, want) in got.iter().zip(want) {
+                assert!(bits(got) == bits(&want.unwrap()), "{recipe:?} {test_device:?}");
+            }
+        }
+    }
+}
+
+/// With bf16 activations the output is rounded once.
+#[test]
+fn bf16_outputs_are_rounded_once() {
+    let (x, w) =
+        (randn((9, 128), 1).to_dtype(DType::BF16).unwrap(), randn((16, 128), 2).to_dtype(DType::BF16).unwrap());
+    for test_device in devices() {
+        let layers = layers(Fp8Recipe::Current(rule(false)), &test_device);
+        let weight = Weight::frozen(test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
+        let x = test_device.put(&x);
+        let of = |dtype| {
+            test_device.run(|| {
+                let _on = layers.enable(0);
+                linear(&x, &weight, None, dtype).unwrap()
+            })
+        };
+        let wide = of(OutputDtype::F32).to_dtype(DType::BF16).unwrap();
+        assert!(bits(&of(OutputDtype::SameAsInput)) == bits(&wide));
+    }
+}
+
+/// A step's amaxes become the next scales, the same for layers that read one input; without them nothing changes.
+#[test]
+fn delayed_scales_follow_the_tensors_of_the_step() {
+    for test_device in devices() {
+        let layers = layers(DELAYED, &test_device);
+        let x = test_device.put(&randn((20, 32), 1));
+        let weight = |seed, module: &str| {
+            trainable(&test_device.put(&randn((8, 32), seed))).with_fp8(layers.layer(module).unwrap())
+        };
+        let (a, b) = (weight(2, "a"), weight(3, "b"));
+        let dy = test_device.put(&randn((20, 8), 4));
+        test_device.run(|| {
+            let _on = layers.enable(0);
+            for w in [&a, &b] {
+                let tape = tape(std::slice::from_ref(&x), || linear(&x, w, None, OutputDtype::SameAsInput));
+                tape.backward(&dy).unwrap();
+            }
+        });
+        let amax_of = |x: &Tensor| values(x).into_iter().fold(0.0, |max: f64, x| max.max(x.abs())) as f32;
+        let want = [
+            amax_of(&x),
+            amax_of(&a.value().unwrap()),
+            amax_of(&dy),
+            amax_of(&x),
+            amax_of(&b.value().unwrap()),
+            amax_of(&dy),
+        ];
+        let amaxes = layers.amaxes().unwrap().clone();
+        assert_eq!(amaxes.to_vec1::<f32>().unwrap(), want);
+        test_device.run(|| layers.update(&amaxes.copy().unwrap())).unwrap();
+        assert_eq!(layers.amaxes().unwrap().to_vec1::<f32>().unwrap(), [0.0; 6], "the next step starts anew");
+        let scales = || -> Vec<f32> { layers.states().unwrap()[1].scales.to_vec1().unwrap() };
+        let (e4m3, e5m2) = (Fp8Format::E4m3.max(), Fp8Format::E5m2.max());
+        assert_eq!(scales(), [e4m3 / want[3], e4m3 / want[4], e5m2 / want[5]]);
+        let before = scales();
+        test_device.run(|| layers.update(&amaxes)).unwrap();
+        assert_eq!(scales(), before, "a step without tensors keeps the scales");
+    }
+}
+
+/// The copy of a weight in its buffer is used until the contents change, and dropped with them.
+#[test]
+fn a_quantized_weight_is_cached_until_its_buffer_changes() {
+    let layers = layers(Fp8Recipe::Current(rule(false)), &TestDevice::Cpu);
+    let flat = randn(64, 1);
+    let buffer = FlatBuffer::from_tensor(flat.copy().unwrap());
+    let weight = Weight::frozen(buffer.view(0, (4, 16)).unwrap()).with_fp8(layers.layer("a").unwrap());
+    let x = randn((3, 16), 2);
+    let _on = layers.enable(0);
+    let y = || bits(&linear(&x, &weight, None, OutputDtype::SameAsInput).unwrap());
+    let first = y();
+    candlewick_ops::zero_(&buffer.data().unwrap()).unwrap();
+    assert!(y() == first, "the copy is used");
+    buffer.contents_changed();
+    assert!(y().iter().all(|bits| f64::from_bits(*bits) == 0.0), "the new contents are used");
+    buffer.release();
+    assert!(linear(&x, &weight, None, OutputDtype::SameAsInput).is_err());
+    buffer.materialize(flat).unwrap();
+    assert!(y() == first);
+}
+
+#[test]
+fn a_layer_is_dense_while_fp8_is_off() {
+    let layers = layers(Fp8Recipe::Current(rule(false)), &TestDevice::Cpu);
+    let (x, value) = (randn((5, 32), 1), randn((8, 32), 2));
+    let dense = Weight::frozen(value.clone());
+    let weight = Weight::frozen(value).with_fp8(layers.layer("a").unwrap());
+    let y = |w: &Weight| bits(&linear(&x, w, None, OutputDtype::SameAsInput).unwrap());
+    assert!(y(&weight) == y(&dense));
+    let guard = layers.enable(0);
+    assert!(y(&weight) != y(&dense));
+    drop(guard);
+    assert!(y(&weight) == y(&dense));
+}
+
+/// A layer whose input is recomputed in backward has the gradient of one that saves codes.
+#[test]
+fn a_recomputed_input_gives_the_same_gradient() {
+    for recipe in recipes() {
+        let layers = layers(recipe, &TestDevice::Cpu);
+        let w = trainable(&randn((24, 40), 1)).with_fp8(layers.layer("a").unwrap());
+        let (gate, up) = (randn((30, 40), 2), randn((30, 40), 3));
+        let dy = randn((30, 24), 4);
+        let _on = layers.enable(0);
+        let gated = candlewick_ops::swiglu(&gate, &up).unwrap();
+        let saved = tape(std::slice::from_ref(&gated), || linear(&gated, &w, None, OutputDtype::SameAsInput));
+        saved.backward(&dy).unwrap();
+        let want = bits(&grad_of(&w));
+        let sink: &GradSink = w.sink().unwrap();
+        sink.reset();
+        let recomputed = tape(&[gate.clone(), up.clone()], || {
+            linear(&candlewick_ops::swiglu(&gate, &up)?, &w, None, OutputDtype::SameAsInput)
+        });
+        recomputed.backward(&dy).unwrap();
+        assert!(bits(&grad_of(&w)) == want, "{recipe:?}");
+    }
+}
