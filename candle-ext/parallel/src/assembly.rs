@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
 use candlewick_model::{Model, RouterSettings};
+use candlewick_ops::{Fp8Config, Fp8Layers};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
@@ -37,6 +38,17 @@ pub struct EngineSpec {
     pub token_dispatcher: TokenDispatcher,
     /// Settings of the routers.
     pub router: RouterSettings,
+    /// Linear layers that multiply in FP8 during training; `None` if all multiply in the compute dtype.
+    pub fp8: Option<Fp8Spec>,
+}
+
+/// Settings of FP8, and the module names of its linear layers in all pipeline stages.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fp8Spec {
+    /// Settings.
+    pub config: Fp8Config,
+    /// Module names, such as `model.layers.0.mlp.down_proj`.
+    pub modules: Vec<String>,
 }
 
 impl EngineSpec {
@@ -54,6 +66,7 @@ impl EngineSpec {
             checkpointing,
             token_dispatcher: TokenDispatcher::default(),
             router: RouterSettings::default(),
+            fp8: None,
         }
     }
 
@@ -70,7 +83,10 @@ impl EngineSpec {
         let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
-        let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
+        let mut store = ParamStore::of_units(model.units(), options, &device, sharding)?;
+        if let Some(Fp8Spec { config, modules }) = self.fp8 {
+            store = store.with_fp8(Fp8Layers::new(config, modules, &device)?)?;
+        }
         let losses: Arc<dyn Collective> = match mode {
             StoreMode::Train => Arc::clone(&groups.loss),
             StoreMode::Infer => Arc::new(Solo),

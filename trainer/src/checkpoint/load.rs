@@ -115,7 +115,7 @@ pub(crate) fn read_state(complete: &CompleteCheckpoint) -> Result<RunState, Stri
     Ok(run)
 }
 
-/// Fails if a checkpoint belongs to another plan or model, and names the differences.
+/// Fails if a checkpoint belongs to another plan or model, and names the differences. Optional tensors may differ.
 fn check_compatible(
     complete: &CompleteCheckpoint,
     run: &RunState,
@@ -131,8 +131,10 @@ fn check_compatible(
 }
 
 fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String> {
-    let saved: BTreeMap<&str, &Vec<usize>> = manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
-    let now: BTreeMap<&str, &Vec<usize>> = tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
+    let is_needed = |(name, _): &(&str, _)| !TensorMeta::is_optional(name);
+    let saved = manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)).filter(is_needed);
+    let now = tensors.iter().map(|t| (t.name.as_str(), &t.shape)).filter(is_needed);
+    let (saved, now): (BTreeMap<&str, &Vec<usize>>, BTreeMap<&str, &Vec<usize>>) = (saved.collect(), now.collect());
     let removed = saved.keys().filter(|name| !now.contains_key(*name));
     let removed = removed.map(|name| format!("tensor {name}: in the checkpoint, not in the model"));
     let changed = now.iter().filter_map(|(name, shape)| match saved.get(name) {
@@ -153,10 +155,22 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
     differences
 }
 
-/// Loads this rank's chunk of each tensor from the files that hold it.
+/// Loads this rank's chunk of each tensor from the files that hold it. An optional tensor that is not there in this shape
+/// keeps its values.
 fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
     let mut missing: BTreeMap<String, Vec<(TensorChunk, usize)>> = BTreeMap::new();
+    let is_saved = |tensor: &TensorMeta| {
+        complete.manifest.tensors.iter().any(|saved| saved.name == tensor.name && saved.shape == tensor.shape)
+    };
     for chunk in state.chunks() {
+        if TensorMeta::is_optional(&chunk.tensor.name) && !is_saved(&chunk.tensor) {
+            tracing::info!(
+                "{}: {} is not in the checkpoint and starts anew",
+                complete.dir.display(),
+                chunk.tensor.name
+            );
+            continue;
+        }
         let n = chunk.range.len();
         missing.entry(chunk.tensor.name.clone()).or_default().push((chunk, n));
     }

@@ -47,4 +47,5 @@ pub use retention::{Retention, remove_unfinished_checkpoints};
 pub use save::{WrittenCheckpoint, save};
 pub use scores::Scores;
 pub(crate) use shard::VALUES_PER_BLOCK;
+pub(crate) use state::FP8_STATE;
 pub use state::{RunState, StateError, TensorChunk, TensorMeta, TrainState};

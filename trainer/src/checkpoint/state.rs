@@ -25,6 +25,16 @@ pub struct TensorMeta {
     pub shape: Vec<usize>,
 }
 
+/// The part of the names of FP8 scales and amax histories. A run may start without them, or with another recipe.
+pub(crate) const FP8_STATE: &str = "fp8";
+
+impl TensorMeta {
+    /// Returns true if a run can start without the tensor: with initial FP8 scales.
+    pub(crate) fn is_optional(name: &str) -> bool {
+        name.split('/').next() == Some(FP8_STATE)
+    }
+}
+
 /// A chunk of a tensor: a range of the elements of some columns, in row-major order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorChunk {

@@ -9,6 +9,7 @@ use serde::{Serialize, Serializer};
 use super::eval::{BestPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
 use super::pipeline::PipelinePlan;
+use super::precision::Fp8Plan;
 use super::ranks::RanksPlan;
 use super::router::RouterPlan;
 use super::setting::ResolvedSetting;
@@ -38,6 +39,8 @@ pub struct Plan {
     pub model: ModelPlan,
     /// The losses of the routers; `None` for a dense model.
     pub moe: Option<RouterPlan>,
+    /// FP8 training; `None` if all layers multiply in the compute dtype.
+    pub fp8: Option<Fp8Plan>,
     /// The tokenizer.
     pub tokenizer: TokenizerPlan,
     /// The data and the batches.

@@ -19,6 +19,7 @@ mod number;
 mod optimizer;
 mod output;
 mod overrides;
+mod precision;
 mod schema;
 mod tilde;
 mod value_or_list;
@@ -51,6 +52,7 @@ pub use output::{
     AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, OnNonfinite, Prompt,
     RankList, WandbSection,
 };
+pub use precision::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, PrecisionRecipe, PrecisionSection};
 pub use schema::json_schema;
 pub use value_or_list::ValueOrList;
 
@@ -155,6 +157,8 @@ pub struct Recipe {
     pub enable_routing_replay: Option<bool>,
     /// Mixture-of-experts settings.
     pub moe: MoeSection,
+    /// FP8 training.
+    pub precision: PrecisionSection,
     /// ArcticTraining's name of `model.activation_checkpoint: offload`. Default false.
     pub activation_checkpoint_cpu_offload: Option<bool>,
     /// Computes each MLP in tiles of about `hidden_size` tokens and recomputes them in backward (ALST's TiledMLP). It saves

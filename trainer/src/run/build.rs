@@ -83,6 +83,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.schedule_kind(),
         checkpointing: checkpointing(plan.model.activations, config.n_layers()),
+        fp8: plan.fp8.as_ref().map(|fp8| fp8.spec(config, plan.seed)),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }
 }

@@ -388,6 +388,9 @@ fn settings(plan: &Plan) -> Fingerprint {
     if let Some(moe) = &plan.moe {
         settings["moe"] = json!(moe);
     }
+    if let Some(fp8) = &plan.fp8 {
+        settings["precision"] = json!(fp8);
+    }
     if let Some(mtp) = &plan.model.mtp {
         settings["mtp"] = json!(mtp);
     }

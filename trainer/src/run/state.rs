@@ -1,12 +1,13 @@
-//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter, and buffers.
+//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter, buffers, and the
+//! state of FP8 scales.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
-use candlewick_ops::{HostBuffer, copy_into, with_bytes};
+use candlewick_ops::{Fp8Layers, HostBuffer, copy_into, with_bytes};
 use candlewick_parallel::Engine;
 
-use crate::checkpoint::{StateError, TensorChunk, TensorMeta, TrainState};
+use crate::checkpoint::{FP8_STATE, StateError, TensorChunk, TensorMeta, TrainState};
 
 /// The training state by global name, such as "master/model.norm.weight".
 pub(super) struct EngineState {
@@ -48,7 +49,23 @@ impl EngineState {
             state.to_write.extend(buffer.writes_checkpoint.then(|| chunk.clone()));
             state.add(chunk, buffer.value);
         }
+        state.add_fp8(engine)?;
         Ok(state)
+    }
+
+    /// Adds the scales of delayed scaling and their amax histories. All ranks hold all of them; the first writes them.
+    fn add_fp8(&mut self, engine: &Engine) -> candle_core::Result<()> {
+        let layers = engine.store().fp8().map_or(Ok(Vec::new()), Fp8Layers::states)?;
+        for layer in layers {
+            for (name, view) in [("amax_history", layer.amax_history), ("scale", layer.scales)] {
+                let tensor = meta(FP8_STATE, &format!("{}.{name}", layer.module), view.dims());
+                let chunk = TensorChunk::full(tensor.clone());
+                self.to_write.extend(engine.is_first_rank().then(|| chunk.clone()));
+                self.tensors.push(tensor);
+                self.add(chunk, view.flatten_all()?);
+            }
+        }
+        Ok(())
     }
 
     fn add(&mut self, chunk: TensorChunk, view: Tensor) {

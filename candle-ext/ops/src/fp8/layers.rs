@@ -1,16 +1,19 @@
 //! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, and quantized inputs in use.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
 use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
-use super::recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe};
+use super::recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
 use crate::derive_key;
 use crate::floats::FloatsMut;
 use crate::in_place::zero_;
+use crate::quantized::ScaleBlock;
 use crate::storage::{host, update};
+use crate::transfer::to_host;
 use crate::weight::Weight;
 
 /// Linear layers that multiply in FP8, with the state of their scales.
@@ -21,6 +24,8 @@ pub struct Fp8Layers {
     modules: Vec<String>,
     /// State of delayed scaling.
     delayed: Option<(DelayedScaling, DelayedState)>,
+    /// True once delayed scaling has a history.
+    has_history: AtomicBool,
     active: Mutex<Option<Active>>,
 }
 
@@ -36,6 +41,8 @@ struct DelayedState {
 
 /// What layers share while they multiply in FP8.
 struct Active {
+    /// True before the first update of delayed scaling: scales then follow from the tensors themselves.
+    is_first_step: bool,
     /// The input that was quantized last: several layers read the same.
     input: Option<(TensorId, Fp8Input)>,
     /// Seed of stochastic rounding in this step.
@@ -76,8 +83,15 @@ pub struct Fp8LayerState {
 
 const SLOTS: usize = Fp8Operand::ALL.len();
 
+/// Scales of the first step of delayed scaling. A power of two changes no rounding, so that ranks with other amaxes
+/// round alike.
+const FIRST_SCALES: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
+
 impl Fp8Layers {
-    /// Creates the state of the layers with these module names. Delayed scales are 1 at first.
+    /// Creates the state of the layers with these module names.
+    ///
+    /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two.
+    /// TransformerEngine starts with scales of 1, at which small gradients become zero.
     pub fn new(config: Fp8Config, modules: Vec<String>, device: &Device) -> Result<Self> {
         let n_slots = SLOTS * modules.len();
         let delayed = match config.recipe {
@@ -94,7 +108,7 @@ impl Fp8Layers {
             }
             Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
         };
-        Ok(Self { config, modules, delayed, active: Mutex::default() })
+        Ok(Self { config, modules, delayed, has_history: AtomicBool::new(false), active: Mutex::default() })
     }
 
     /// Returns the settings.
@@ -114,9 +128,20 @@ impl Fp8Layers {
     }
 
     /// Turns FP8 on for a step, until the guard is dropped. `key` seeds stochastic rounding.
-    pub fn enable(&self, key: u64) -> Fp8Guard<'_> {
-        *self.lock() = Some(Active { input: None, key, n_gradients: vec![0; self.modules.len()] });
-        Fp8Guard(self)
+    pub fn enable(&self, key: u64) -> Result<Fp8Guard<'_>> {
+        let is_first_step = self.is_first_step()?;
+        *self.lock() = Some(Active { is_first_step, input: None, key, n_gradients: vec![0; self.modules.len()] });
+        Ok(Fp8Guard(self))
+    }
+
+    /// Returns true if delayed scaling has no history. Waits for the device until there is one.
+    fn is_first_step(&self) -> Result<bool> {
+        let Some((_, state)) = &self.delayed else { return Ok(false) };
+        if !self.has_history.load(Ordering::Relaxed) {
+            let newest = to_host(&state.history.narrow(1, 0, 1)?.contiguous()?)?.flatten_all()?.to_vec1::<f32>()?;
+            self.has_history.store(newest.iter().any(|amax| *amax != 0.0), Ordering::Relaxed);
+        }
+        Ok(!self.has_history.load(Ordering::Relaxed))
     }
 
     /// Returns true while FP8 is on.
@@ -271,6 +296,9 @@ impl Fp8Linear {
         if let Some((_, state)) = &self.layers.delayed {
             let amax = amax(x)?;
             self.record(operand, &amax)?;
+            if self.layers.lock().as_ref().is_some_and(|active| active.is_first_step) {
+                return Ok((fp8_quantize_current(x, ScaleBlock::Tensor, FIRST_SCALES, format, rounding)?, Some(amax)));
+            }
             let scale = state.scales.narrow(0, self.slot(operand), 1)?;
             return Ok((fp8_quantize(x, &scale, format, rounding)?, Some(amax)));
         }

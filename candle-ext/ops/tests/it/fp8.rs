@@ -228,7 +228,7 @@ fn layers(recipe: Fp8Recipe, test_device: &TestDevice) -> Arc<Fp8Layers> {
 fn rounded(recipe: Fp8Recipe, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
     let format = Fp8Formats::Hybrid.of(operand);
     let matrix = match recipe {
-        Fp8Recipe::Delayed(_) => fp8_quantize(x, &scale_one(&TestDevice::Cpu), format, Fp8Rounding::Nearest),
+        Fp8Recipe::Delayed(_) => fp8_quantize_current(x, ScaleBlock::Tensor, rule(true), format, Fp8Rounding::Nearest),
         Fp8Recipe::Current(rule) | Fp8Recipe::Blockwise(rule) => {
             fp8_quantize_current(x, recipe.block(operand, contraction), rule, format, Fp8Rounding::Nearest)
         }
@@ -260,7 +260,7 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
             let bias = trainable(&test_device.put(&bias));
             let x = test_device.put(&x);
             let got = test_device.run(|| {
-                let _on = layers.enable(0);
+                let _on = layers.enable(0).unwrap();
                 let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, Some(&bias), OutputDtype::SameAsInput));
                 let y = tape.output().clone();
                 let dx = tape.backward(&test_device.put(&dy)).unwrap().remove(&x).unwrap();
@@ -289,7 +289,7 @@ fn exact_sums_are_exact() {
             let weight = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
             let input = test_device.put(&x);
             let got = test_device.run(|| {
-                let _on = layers.enable(0);
+                let _on = layers.enable(0).unwrap();
                 let tape =
                     tape(std::slice::from_ref(&input), || linear(&input, &weight, None, OutputDtype::SameAsInput));
                 let y = tape.output().clone();
@@ -316,7 +316,7 @@ fn bf16_outputs_are_rounded_once() {
         let x = test_device.put(&x);
         let of = |dtype| {
             test_device.run(|| {
-                let _on = layers.enable(0);
+                let _on = layers.enable(0).unwrap();
                 linear(&x, &weight, None, dtype).unwrap()
             })
         };
@@ -337,7 +337,7 @@ fn delayed_scales_follow_the_tensors_of_the_step() {
         let (a, b) = (weight(2, "a"), weight(3, "b"));
         let dy = test_device.put(&randn((20, 8), 4));
         test_device.run(|| {
-            let _on = layers.enable(0);
+            let _on = layers.enable(0).unwrap();
             for w in [&a, &b] {
                 let tape = tape(std::slice::from_ref(&x), || linear(&x, w, None, OutputDtype::SameAsInput));
                 tape.backward(&dy).unwrap();
@@ -360,8 +360,21 @@ fn delayed_scales_follow_the_tensors_of_the_step() {
         let (e4m3, e5m2) = (Fp8Format::E4m3.max(), Fp8Format::E5m2.max());
         assert_eq!(scales(), [e4m3 / want[3], e4m3 / want[4], e5m2 / want[5]]);
         let before = scales();
-        test_device.run(|| layers.update(&amaxes)).unwrap();
+        let nothing = amaxes.zeros_like().unwrap();
+        test_device.run(|| layers.update(&nothing)).unwrap();
         assert_eq!(scales(), before, "a step without tensors keeps the scales");
+        // The next step multiplies with these scales.
+        let y = test_device.run(|| {
+            let _on = layers.enable(0).unwrap();
+            linear(&x, &b, None, OutputDtype::SameAsInput).unwrap()
+        });
+        let quantized = |x: &Tensor, scale: f32| {
+            let scale = Tensor::new(&[scale], &Device::Cpu).unwrap();
+            fp8_quantize(x, &scale, Fp8Format::E4m3, Fp8Rounding::Nearest).unwrap().dequantize().unwrap()
+        };
+        let want =
+            quantized(&randn((20, 32), 1), before[0]).matmul(&quantized(&randn((8, 32), 3), before[1]).t().unwrap());
+        assert_close("y of the second step", &y, &want.unwrap(), SUMS);
     }
 }
 
@@ -373,7 +386,7 @@ fn a_quantized_weight_is_cached_until_its_buffer_changes() {
     let buffer = FlatBuffer::from_tensor(flat.copy().unwrap());
     let weight = Weight::frozen(buffer.view(0, (4, 16)).unwrap()).with_fp8(layers.layer("a").unwrap());
     let x = randn((3, 16), 2);
-    let _on = layers.enable(0);
+    let _on = layers.enable(0).unwrap();
     let y = || bits(&linear(&x, &weight, None, OutputDtype::SameAsInput).unwrap());
     let first = y();
     candlewick_ops::zero_(&buffer.data().unwrap()).unwrap();
@@ -394,7 +407,7 @@ fn a_layer_is_dense_while_fp8_is_off() {
     let weight = Weight::frozen(value).with_fp8(layers.layer("a").unwrap());
     let y = |w: &Weight| bits(&linear(&x, w, None, OutputDtype::SameAsInput).unwrap());
     assert!(y(&weight) == y(&dense));
-    let guard = layers.enable(0);
+    let guard = layers.enable(0).unwrap();
     assert!(y(&weight) != y(&dense));
     drop(guard);
     assert!(y(&weight) == y(&dense));
@@ -408,7 +421,7 @@ fn a_recomputed_input_gives_the_same_gradient() {
         let w = trainable(&randn((24, 40), 1)).with_fp8(layers.layer("a").unwrap());
         let (gate, up) = (randn((30, 40), 2), randn((30, 40), 3));
         let dy = randn((30, 24), 4);
-        let _on = layers.enable(0);
+        let _on = layers.enable(0).unwrap();
         let gated = candlewick_ops::swiglu(&gate, &up).unwrap();
         let saved = tape(std::slice::from_ref(&gated), || linear(&gated, &w, None, OutputDtype::SameAsInput));
         saved.backward(&dy).unwrap();

@@ -203,6 +203,11 @@ impl Engine {
         self.group.as_ref()
     }
 
+    /// Returns true on one of all ranks of the mesh.
+    pub fn is_first_rank(&self) -> bool {
+        self.group.rank() == 0 && self.tensor.as_ref().is_none_or(|tensor| tensor.ranks.rank() == 0)
+    }
+
     /// Returns true if this rank computes losses: on the last pipeline stage.
     pub fn has_loss(&self) -> bool {
         let layout = self.pipeline.layout();

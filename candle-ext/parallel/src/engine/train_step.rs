@@ -114,6 +114,7 @@ impl Engine {
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
         self.store.step(adamw, scaler)?;
+        self.update_fp8_scales()?;
         let n_layers = self.model.layers().count();
         let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;
         self.update_expert_biases(&split_totals(&of_all, first_router, &routers)?, scaler)?;
@@ -121,6 +122,20 @@ impl Engine {
         let readout = DeviceReadback::start(&Tensor::cat(&numbers, 0)?)?;
         let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
         Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, grad_zeros: *grad_zeros, readout, experts })
+    }
+}
+
+impl Engine {
+    /// Updates the scales of delayed scaling from the largest amaxes of all ranks, for the next step. Collective.
+    pub fn update_fp8_scales(&self) -> Result<()> {
+        let Some((fp8, amaxes)) = self.store.fp8().and_then(|fp8| Some((fp8, fp8.amaxes()?))) else { return Ok(()) };
+        let mut amaxes = self.group.all_reduce(amaxes, Reduce::Max)?;
+        if let Some(tensor) = &self.tensor {
+            amaxes = tensor.ranks.all_reduce(&amaxes, Reduce::Max)?;
+        }
+        fp8.update(&amaxes)?;
+        self.store.drop_fp8_copies();
+        Ok(())
     }
 }
 

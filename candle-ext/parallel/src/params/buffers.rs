@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Collective, Pending};
-use candlewick_ops::{FlatBuffer, Weight, WeightStorage, copy_into, upload_into};
+use candlewick_ops::{FlatBuffer, Fp8Layers, Weight, WeightStorage, copy_into, upload_into};
 
 use super::bytes::{StoreBytes, of_buffer, of_tensor};
 use super::layout::{ParamGroup, ParamLayout, PlacedParam};
@@ -53,6 +53,21 @@ impl ShardedBuffers {
     /// Returns a parameter as an op's weight.
     pub(crate) fn weight(&self, name: &str) -> Weight {
         self.weights[name].clone()
+    }
+
+    /// Attaches the weights of `fp8` to their layers.
+    pub(crate) fn attach_fp8(&mut self, fp8: &Arc<Fp8Layers>) {
+        for module in fp8.modules() {
+            let (weight, layer) = (self.weights.get_mut(&format!("{module}.weight")), fp8.layer(module));
+            if let (Some(weight), Some(layer)) = (weight, layer) {
+                *weight = weight.clone().with_fp8(layer);
+            }
+        }
+    }
+
+    /// Drops the FP8 copies of all weights.
+    pub(crate) fn drop_fp8_copies(&self) {
+        self.groups.iter().for_each(|group| group.all.contents_changed());
     }
 
     /// Returns the buffer of a group.
@@ -142,6 +157,7 @@ impl GroupWeights {
             self.all.release();
             return Ok(());
         }
+        self.all.contents_changed();
         let gathered = self.shard.all_gather(&self.own)?;
         // A group of one returns its input.
         if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&self.all.data()?, &gathered) }

@@ -19,10 +19,11 @@ mod state;
 
 use std::iter::once;
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
-use candlewick_ops::{AdamW, GradScaler, WeightStorage, copy_into, dequantize, quantize};
+use candlewick_ops::{AdamW, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
@@ -59,6 +60,8 @@ pub struct ParamStore {
     optimizer: ShardedAdamW,
     options: StoreOptions,
     device: Device,
+    /// Linear layers that multiply in FP8, of all stages.
+    fp8: Option<Arc<Fp8Layers>>,
 }
 
 impl ParamStore {
@@ -89,8 +92,26 @@ impl ParamStore {
         let reducer = GradReducer::new(&layout, dtypes.masters, device)?;
         let buffers = ShardedBuffers::new(&layout, &reducer, dtypes.compute, device)?;
         let optimizer = ShardedAdamW::new(&layout, &buffers, dtypes, device)?;
-        let layers = (0..units.len()).map(|unit_idx| layer(&layout, &buffers, unit_idx)).collect::<Result<_>>()?;
-        Ok(Self { layout, buffers, layers, reducer, optimizer, options, device: device.clone() })
+        let layers = layers(&layout, &buffers)?;
+        Ok(Self { layout, buffers, layers, reducer, optimizer, options, device: device.clone(), fp8: None })
+    }
+
+    /// Makes the linear layers of `fp8` multiply in FP8 while that is enabled. Layers of other stages may be among them.
+    pub fn with_fp8(mut self, fp8: Fp8Layers) -> Result<Self> {
+        let fp8 = Arc::new(fp8);
+        self.buffers.attach_fp8(&fp8);
+        self.layers = layers(&self.layout, &self.buffers)?;
+        Ok(Self { fp8: Some(fp8), ..self })
+    }
+
+    /// Returns the linear layers that multiply in FP8.
+    pub fn fp8(&self) -> Option<&Fp8Layers> {
+        self.fp8.as_deref()
+    }
+
+    /// Drops the FP8 copies of all weights, whose scales have changed.
+    pub(crate) fn drop_fp8_copies(&self) {
+        self.buffers.drop_fp8_copies();
     }
 
     /// Returns the current bytes on the device, by category.
@@ -260,6 +281,7 @@ impl ParamStore {
 
     /// Updates the weights that ops read after the master weights were set. Collective.
     pub fn refresh(&self) -> Result<()> {
+        self.drop_fp8_copies();
         self.optimizer.write_weights()?;
         self.publish()
     }
@@ -311,6 +333,11 @@ impl ParamStore {
 enum WeightCopy {
     Compute,
     Masters,
+}
+
+/// Builds the weights of all units; `None` for those of other stages.
+fn layers(layout: &ParamLayout, buffers: &ShardedBuffers) -> Result<Vec<Option<UnitWeights>>> {
+    (0..layout.units.len()).map(|unit_idx| layer(layout, buffers, unit_idx)).collect()
 }
 
 /// Builds the weights of a unit; `None` if another stage has it.

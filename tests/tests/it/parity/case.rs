@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
-use candlewick_ops::{CuSeqlens, WeightStorage};
-use candlewick_parallel::Micro;
+use candlewick_ops::{CuSeqlens, Fp8Config, WeightStorage};
+use candlewick_parallel::{Fp8Spec, Micro};
 use serde_json::{Value, json};
 
 /// A vocabulary that four ranks cannot divide evenly.
@@ -26,6 +26,8 @@ pub(crate) struct ModelCase {
     storage: WeightStorage,
     /// Layers for multi-token prediction.
     n_mtp_layers: usize,
+    /// Settings of FP8, in which all linear layers multiply.
+    fp8: Option<Fp8Config>,
 }
 
 /// PEFT's selection of an adapter's modules.
@@ -118,7 +120,18 @@ impl ModelCase {
             window: None,
             storage: WeightStorage::Dense,
             n_mtp_layers: 0,
+            fp8: None,
         }
+    }
+
+    pub(crate) const fn with_fp8(self, config: Fp8Config) -> Self {
+        Self { fp8: Some(config), ..self }
+    }
+
+    pub(crate) fn fp8(self) -> Option<Fp8Spec> {
+        let linears =
+            |model: &Model| model.layers().flat_map(|layer| layer.linears()).map(|it| it.module.clone()).collect();
+        self.fp8.map(|config| Fp8Spec { config, modules: linears(&self.model()) })
     }
 
     pub(crate) const fn n_mtp_layers(self) -> usize {

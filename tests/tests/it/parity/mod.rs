@@ -8,6 +8,7 @@ mod case;
 mod expert_adapters;
 mod experts;
 mod faulty_group;
+mod fp8;
 mod mtp;
 mod objective;
 mod quantized;

@@ -22,7 +22,8 @@ use super::faulty_group::{FaultyGroup, GroupOp};
 /// Steps of a run with fault injection: a wrong update must change a later step.
 pub(crate) const FEW_STEPS: usize = 2;
 pub(crate) const STEPS: usize = 5;
-const TOLERANCE: f64 = 1e-5;
+/// Tolerance of f32 sums in another order.
+pub(crate) const TOLERANCE: f64 = 1e-5;
 /// Change of the expert biases per step: large enough to change the selections.
 const BIAS_UPDATE_RATE: f64 = 0.02;
 /// A large eps. With a small one, the sign of a nearly zero gradient, such as that of a key bias, decides a whole step.
@@ -245,6 +246,7 @@ pub(crate) fn engine_with_routers(
         checkpointing: checkpointing.collect(),
         token_dispatcher: strategy.token_dispatcher,
         router,
+        fp8: case.fp8(),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
     let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(strategy.tiled_mlp);
@@ -300,6 +302,7 @@ fn run_rank(
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
+        engine.update_fp8_scales()?;
         let totals = sums.routers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
         engine.update_expert_biases(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
     }
@@ -366,21 +369,35 @@ pub(crate) fn unsharded<'a>(shards: impl Iterator<Item = &'a ParamShard>) -> BTr
 
 /// Compares a run with that of one rank; the error describes the first difference.
 pub(crate) fn compare(ours: &RunResult, one_rank: &RunResult) -> Result<(), String> {
+    compare_within(TOLERANCE, ours, one_rank)
+}
+
+/// Compares with a relative tolerance.
+pub(crate) fn compare_within(tolerance: f64, ours: &RunResult, one_rank: &RunResult) -> Result<(), String> {
     for (what, ours, other) in [("loss", &ours.losses, &one_rank.losses), ("norm", &ours.norms, &one_rank.norms)] {
         for (step, (a, b)) in ours.iter().zip(other).enumerate() {
             // A NaN is never close.
-            let is_close = (a - b).abs() <= TOLERANCE * b.abs();
+            let is_close = (a - b).abs() <= tolerance * b.abs();
             if !is_close {
                 return Err(format!("{what} of step {step}: {a}, one rank has {b}"));
             }
         }
     }
-    compare_tensors("gradient", &ours.grads, &one_rank.grads)?;
-    compare_tensors("weight", &ours.weights, &one_rank.weights)
+    tensors_within("gradient", tolerance, &ours.grads, &one_rank.grads)?;
+    tensors_within("weight", tolerance, &ours.weights, &one_rank.weights)
 }
 
 pub(crate) fn compare_tensors(
     what: &str,
+    ours: &BTreeMap<String, Vec<f32>>,
+    other: &BTreeMap<String, Vec<f32>>,
+) -> Result<(), String> {
+    tensors_within(what, TOLERANCE, ours, other)
+}
+
+fn tensors_within(
+    what: &str,
+    tolerance: f64,
     ours: &BTreeMap<String, Vec<f32>>,
     other: &BTreeMap<String, Vec<f32>>,
 ) -> Result<(), String> {
@@ -392,7 +409,7 @@ pub(crate) fn compare_tensors(
         let difference = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
         let scale = norm(&mut b.iter().map(|&b| f64::from(b)));
         assert!(scale > 0.0, "{name} has no {what}");
-        let is_close = difference <= TOLERANCE * scale;
+        let is_close = difference <= tolerance * scale;
         if !is_close {
             return Err(format!("{what} of {name}: off by {:.1e} of its norm", difference / scale));
         }

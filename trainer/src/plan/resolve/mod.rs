@@ -15,6 +15,7 @@ mod moe;
 mod optimizer;
 mod output;
 mod pipeline;
+mod precision;
 mod ranks;
 mod refused;
 mod resolver;
@@ -46,6 +47,7 @@ impl Plan {
         let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
         let ranks = ranks::resolve(&mut resolver, &model, pipeline.stages);
         let moe = moe::resolve(&mut resolver, &model, &ranks);
+        let fp8 = precision::resolve(&mut resolver, &model);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
@@ -77,6 +79,7 @@ impl Plan {
             memory,
             model,
             moe,
+            fp8,
             tokenizer,
             data,
             optimizer,

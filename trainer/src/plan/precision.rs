@@ -1,0 +1,100 @@
+//! FP8 training in a plan.
+
+use candlewick_model::Config;
+use candlewick_ops::{
+    AmaxCompute, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, derive_key,
+};
+use candlewick_parallel::Fp8Spec;
+use serde::Serialize;
+
+use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, GradientRounding};
+
+/// Settings of FP8 training.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Fp8Plan {
+    /// Recipe of the scales.
+    pub recipe: Fp8RecipePlan,
+    /// Formats of the operands.
+    pub format: Fp8FormatName,
+    /// Rounding of the gradients of outputs.
+    pub gradient_rounding: GradientRounding,
+    /// First and last decoder layers that stay in the compute dtype.
+    pub layers_in_bf16: [usize; 2],
+    /// Texts in the names of linear layers that stay in the compute dtype.
+    pub filter_fqns: Vec<String>,
+}
+
+/// Recipe of the scales.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fp8RecipePlan {
+    /// Delayed scaling.
+    Delayed {
+        /// Scales are divided by 2^margin.
+        margin: i32,
+        /// Number of steps whose amaxes are kept.
+        amax_history_len: usize,
+        /// Choice of the amax from the history.
+        amax_compute_algo: AmaxComputeAlgo,
+    },
+    /// Current scaling.
+    Current(ScaleRulePlan),
+    /// Blockwise scaling.
+    Blockwise(ScaleRulePlan),
+}
+
+/// Rule of a scale from an amax.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct ScaleRulePlan {
+    /// True if scales are rounded down to powers of two.
+    pub power_of_two_scales: bool,
+    /// Smaller amaxes count as this one.
+    pub amax_epsilon: f32,
+}
+
+/// Part of the seed of stochastic rounding.
+const ROUNDING: u64 = 0xf8;
+
+impl Fp8Plan {
+    /// Returns the engine's settings. `seed` seeds stochastic rounding.
+    pub fn spec(&self, config: &Config, seed: u64) -> Fp8Spec {
+        let recipe = match self.recipe {
+            Fp8RecipePlan::Delayed { margin, amax_history_len, amax_compute_algo } => {
+                let amax_compute = match amax_compute_algo {
+                    AmaxComputeAlgo::Max => AmaxCompute::Max,
+                    AmaxComputeAlgo::MostRecent => AmaxCompute::MostRecent,
+                };
+                Fp8Recipe::Delayed(DelayedScaling { margin, amax_history_len, amax_compute })
+            }
+            Fp8RecipePlan::Current(rule) => Fp8Recipe::Current(rule.into()),
+            Fp8RecipePlan::Blockwise(rule) => Fp8Recipe::Blockwise(rule.into()),
+        };
+        let formats = match self.format {
+            Fp8FormatName::Hybrid => Fp8Formats::Hybrid,
+            Fp8FormatName::E4m3 => Fp8Formats::E4m3,
+        };
+        let gradient_rounding = match self.gradient_rounding {
+            GradientRounding::Nearest => Fp8Rounding::Nearest,
+            GradientRounding::Stochastic => Fp8Rounding::Stochastic { key: derive_key(seed, ROUNDING) },
+        };
+        Fp8Spec { config: Fp8Config { recipe, formats, gradient_rounding }, modules: self.modules(config) }
+    }
+
+    /// Returns the names of the linear layers that multiply in FP8.
+    pub(super) fn modules(&self, config: &Config) -> Vec<String> {
+        let [at_start, at_end] = self.layers_in_bf16;
+        let layers = at_start..config.n_layers().saturating_sub(at_end);
+        let is_filtered = |name: &String| self.filter_fqns.iter().any(|text| name.contains(text.as_str()));
+        let names = layers.flat_map(|layer_idx| {
+            let layer = config.layer(layer_idx);
+            layer.linears().map(|linear| linear.module.clone()).collect::<Vec<_>>()
+        });
+        names.filter(|name| !is_filtered(name)).collect()
+    }
+}
+
+impl From<ScaleRulePlan> for ScaleRule {
+    fn from(plan: ScaleRulePlan) -> Self {
+        Self { power_of_two: plan.power_of_two_scales, amax_epsilon: plan.amax_epsilon }
+    }
+}

@@ -1,0 +1,121 @@
+//! Resolution of the section `precision`.
+
+use candlewick_model::Config;
+
+use super::resolver::Resolver;
+use crate::plan::{Fp8Plan, Fp8RecipePlan, ModelPlan, ScaleRulePlan};
+use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, HumanFloat, HumanInt, PrecisionRecipe};
+
+const RECIPE: &str = "precision.recipe";
+const FORMAT: &str = "precision.format";
+const MARGIN: &str = "precision.margin";
+const HISTORY: &str = "precision.amax_history_len";
+const ALGORITHM: &str = "precision.amax_compute_algo";
+const POWER_OF_TWO: &str = "precision.power_of_two_scales";
+const EPSILON: &str = "precision.amax_epsilon";
+const ROUNDING: &str = "precision.gradient_rounding";
+const FIRST_LAST: &str = "precision.first_last_layers_bf16";
+const AT_START: &str = "precision.num_layers_at_start_in_bf16";
+const AT_END: &str = "precision.num_layers_at_end_in_bf16";
+const FILTER: &str = "precision.filter_fqns";
+
+/// Returns the settings of FP8; `None` without a recipe. Reports keys that the recipe does not read.
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8Plan> {
+    let recipe = resolver.pick(RECIPE, resolver.recipe().precision.recipe, PrecisionRecipe::None);
+    report_unread_keys(resolver, recipe);
+    if recipe == PrecisionRecipe::None {
+        return None;
+    }
+    let section = &resolver.recipe().precision;
+    let default = if recipe == PrecisionRecipe::Blockwise { Fp8FormatName::E4m3 } else { Fp8FormatName::Hybrid };
+    let format = resolver.pick(FORMAT, section.format, default);
+    let gradient_rounding = resolver.pick(ROUNDING, section.gradient_rounding, GradientRounding::Nearest);
+    let scales = match recipe {
+        PrecisionRecipe::Delayed => Fp8RecipePlan::Delayed {
+            margin: margin(resolver),
+            amax_history_len: resolver.positive(HISTORY, section.amax_history_len, 1024),
+            amax_compute_algo: resolver.pick(ALGORITHM, section.amax_compute_algo, AmaxComputeAlgo::Max),
+        },
+        PrecisionRecipe::None | PrecisionRecipe::Current => Fp8RecipePlan::Current(scale_rule(resolver, false)),
+        PrecisionRecipe::Blockwise => Fp8RecipePlan::Blockwise(scale_rule(resolver, true)),
+    };
+    let layers_in_bf16 = layers_in_bf16(resolver);
+    let filter_fqns = resolver.pick(FILTER, section.filter_fqns.clone(), Vec::new());
+    let plan = Fp8Plan { recipe: scales, format, gradient_rounding, layers_in_bf16, filter_fqns };
+    if let Some(config) = &model.config {
+        check_modules(resolver, &plan, config);
+    }
+    Some(plan)
+}
+
+/// Fails if no linear layer is left, or a filter matches none.
+fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
+    let all = Fp8Plan { filter_fqns: Vec::new(), ..plan.clone() }.modules(config);
+    for text in plan.filter_fqns.iter().filter(|text| !all.iter().any(|name| name.contains(text.as_str()))) {
+        let message = format!("{FILTER}: no linear layer has a name with {text:?}");
+        let advice = format!("the names are like {}", all.first().map_or("none", String::as_str));
+        resolver.report_with_advice(&[FILTER], message, advice);
+    }
+    if plan.modules(config).is_empty() {
+        let message = format!("{RECIPE}: no linear layer is left to multiply in FP8");
+        resolver.report_with_advice(&[RECIPE, FILTER, FIRST_LAST], message, format!("shorten {FILTER} or {AT_START}"));
+    }
+    if config.moe().is_some() {
+        resolver.note("precision: the experts multiply in model.dtype; attention and shared experts in FP8");
+    }
+}
+
+fn margin(resolver: &mut Resolver) -> i32 {
+    const MOST: usize = 64;
+    let margin = resolver.count(MARGIN, resolver.recipe().precision.margin, 0);
+    if margin > MOST {
+        resolver.report(&[MARGIN], format!("{MARGIN}: expected at most {MOST}, found {margin}"));
+    }
+    margin.min(MOST) as i32
+}
+
+fn scale_rule(resolver: &mut Resolver, power_of_two: bool) -> ScaleRulePlan {
+    let section = &resolver.recipe().precision;
+    ScaleRulePlan {
+        power_of_two_scales: resolver.pick(POWER_OF_TWO, section.power_of_two_scales, power_of_two),
+        amax_epsilon: resolver.number(EPSILON, section.amax_epsilon, 0.0, 0.0, f64::from(f32::MAX)) as f32,
+    }
+}
+
+/// Returns the numbers of first and last layers that stay in the compute dtype.
+fn layers_in_bf16(resolver: &mut Resolver) -> [usize; 2] {
+    let section = &resolver.recipe().precision;
+    let is_on = resolver.pick(FIRST_LAST, section.first_last_layers_bf16, false);
+    let counts = [(AT_START, section.num_layers_at_start_in_bf16), (AT_END, section.num_layers_at_end_in_bf16)];
+    if !is_on {
+        for (key, _) in counts.iter().filter(|(_, count)| count.is_some()) {
+            let message = format!("{key}: it has no effect without {FIRST_LAST}");
+            resolver.report_with_advice(&[key], message, format!("set {FIRST_LAST}: true, or remove the key"));
+        }
+        return [0, 0];
+    }
+    counts.map(|(key, count): (&str, Option<HumanInt>)| resolver.count(key, count, 1))
+}
+
+/// Reports set keys that belong to other recipes.
+fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
+    let section = &resolver.recipe().precision;
+    let is_delayed = recipe == PrecisionRecipe::Delayed;
+    let is_on = recipe != PrecisionRecipe::None;
+    let has_epsilon = section.amax_epsilon.is_some_and(|HumanFloat(epsilon)| epsilon != 0.0);
+    let keys = [
+        (MARGIN, section.margin.is_some(), is_delayed, "delayed"),
+        (HISTORY, section.amax_history_len.is_some(), is_delayed, "delayed"),
+        (ALGORITHM, section.amax_compute_algo.is_some(), is_delayed, "delayed"),
+        (POWER_OF_TWO, section.power_of_two_scales.is_some(), is_on && !is_delayed, "current or blockwise"),
+        (EPSILON, has_epsilon, is_on && !is_delayed, "current or blockwise"),
+        (FORMAT, section.format.is_some(), is_on, "delayed, current or blockwise"),
+        (ROUNDING, section.gradient_rounding.is_some(), is_on, "delayed, current or blockwise"),
+        (FIRST_LAST, section.first_last_layers_bf16.is_some(), is_on, "delayed, current or blockwise"),
+        (FILTER, section.filter_fqns.is_some(), is_on, "delayed, current or blockwise"),
+    ];
+    for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {
+        let message = format!("{key}: it has an effect only with {RECIPE}: {recipes}");
+        resolver.report_with_advice(&[key], message, "remove the key");
+    }
+}

@@ -1,0 +1,86 @@
+//! The section `precision`.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{HumanFloat, HumanInt};
+
+/// FP8 training, with the names of Megatron-LM's flags without their prefix. The linear layers of decoder layers multiply
+/// in FP8; embedding, output layer, routers, experts, norms and attention stay in `model.dtype`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct PrecisionSection {
+    /// The recipe of the scales, as in TransformerEngine: `delayed` (from the largest magnitudes, amaxes, of earlier steps),
+    /// `current` (from each tensor's own amax) or `blockwise` (from the amax of each block of 1x128, or 128x128 of a weight).
+    /// Default `none`: no FP8.
+    pub recipe: Option<PrecisionRecipe>,
+    /// The formats: `hybrid` (E4M3, and E5M2 for gradients of outputs) or `e4m3`. Default `hybrid`; `e4m3` with `blockwise`.
+    pub format: Option<Fp8FormatName>,
+    /// `delayed`: divides scales by 2^margin. Default 0.
+    pub margin: Option<HumanInt>,
+    /// `delayed`: the number of steps whose amaxes are kept. Default 1024.
+    pub amax_history_len: Option<HumanInt>,
+    /// `delayed`: the amax of the history that decides the scale: `max` (default) or `most_recent`.
+    pub amax_compute_algo: Option<AmaxComputeAlgo>,
+    /// `current` and `blockwise`: rounds scales down to powers of two. Default false with `current`, true with `blockwise`.
+    pub power_of_two_scales: Option<bool>,
+    /// `current` and `blockwise`: smaller amaxes count as this one. Default 0.
+    pub amax_epsilon: Option<HumanFloat>,
+    /// The rounding of the gradients of outputs to FP8: `nearest` (default) or `stochastic`.
+    pub gradient_rounding: Option<GradientRounding>,
+    /// Keeps the first and the last decoder layers in `model.dtype`. Default false.
+    pub first_last_layers_bf16: Option<bool>,
+    /// The number of first layers that `first_last_layers_bf16` keeps. Default 1.
+    pub num_layers_at_start_in_bf16: Option<HumanInt>,
+    /// The number of last layers that `first_last_layers_bf16` keeps. Default 1.
+    pub num_layers_at_end_in_bf16: Option<HumanInt>,
+    /// Keeps the linear layers whose names contain one of these texts in `model.dtype`, with torchtitan's name:
+    /// `[o_proj, layers.3.mlp]`. Default: none.
+    pub filter_fqns: Option<Vec<String>>,
+}
+
+/// A recipe of FP8 scales.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum PrecisionRecipe {
+    /// No FP8.
+    #[default]
+    None,
+    /// Delayed scaling.
+    Delayed,
+    /// Current scaling; Megatron-LM's name is `tensorwise`.
+    #[serde(alias = "tensorwise")]
+    Current,
+    /// Blockwise scaling.
+    Blockwise,
+}
+
+/// FP8 formats of inputs, weights and gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Fp8FormatName {
+    /// E4M3, and E5M2 for gradients of outputs.
+    Hybrid,
+    /// E4M3.
+    E4m3,
+}
+
+/// The amax of a history that decides a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AmaxComputeAlgo {
+    /// The largest.
+    Max,
+    /// That of the last step.
+    MostRecent,
+}
+
+/// A rounding of gradients to FP8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum GradientRounding {
+    /// To the nearest number.
+    Nearest,
+    /// Up or down at random, with the right mean.
+    Stochastic,
+}
