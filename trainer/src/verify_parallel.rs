@@ -81,7 +81,7 @@ pub fn verify_parallel(plan: &Plan) -> Result<ParallelReport> {
 
 /// Like [`verify_parallel`], with `wrap` applied to the group of all ranks.
 fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
-    let plan = &with_equal_routing(plan);
+    let plan = &comparable(plan);
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
     let model = Model::new(tiny_config(config, plan)?, plan.model.adapter.clone())?;
     let single_stage = PipelinePlan::alone();
@@ -93,10 +93,11 @@ fn verify_wrapped(plan: &Plan, wrap: impl WrapGroup) -> Result<ParallelReport> {
     Ok(ParallelReport { mesh: plan.ranks.degrees().to_string(), n_ranks: plan.ranks.n_ranks(), differences })
 }
 
-/// Returns the plan without settings of routers whose effect depends on the mesh: capacity, noise, forced loads, Sinkhorn
-/// balancing and the loss with the selections of all ranks.
-fn with_equal_routing(plan: &Plan) -> Plan {
+/// Returns the plan without settings whose effect depends on the mesh: FP8, and of routers capacity, noise, forced loads,
+/// Sinkhorn balancing and the loss with the selections of all ranks.
+fn comparable(plan: &Plan) -> Plan {
     let mut plan = plan.clone();
+    plan.fp8 = None;
     if let Some(moe) = &mut plan.moe {
         moe.capacity_factor = None;
         moe.pads_to_capacity = false;

@@ -234,7 +234,7 @@ impl LayerCost<'_> {
 
     fn linear(&self, n_tokens: u64, [n_in, n_out]: [u64; 2], (spec, input): (&LinearSpec, LinearInput)) -> LinearCost {
         let (dtype, device, grad, storage) = (self.dtype, self.device, self.grad, spec.storage);
-        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage }
+        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage, fp8: spec.fp8 }
     }
 
     /// Returns the cost of a tiled MLP; `None` if tiling is off.

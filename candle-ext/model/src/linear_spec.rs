@@ -17,6 +17,8 @@ pub struct LinearSpec {
     pub bias: bool,
     /// Storage of the weight: dense or quantized.
     pub storage: WeightStorage,
+    /// True if the layer multiplies in FP8 during training.
+    pub fp8: bool,
     /// LoRA adapter of the layer.
     pub adapter: Option<AdapterSpec>,
 }
@@ -49,7 +51,7 @@ impl Config {
 
 impl LinearSpec {
     pub(crate) fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
-        Self { module, out, input, bias, storage: WeightStorage::Dense, adapter: None }
+        Self { module, out, input, bias, storage: WeightStorage::Dense, fp8: false, adapter: None }
     }
 
     /// Returns the name of W [out, input].

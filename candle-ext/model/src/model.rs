@@ -33,6 +33,19 @@ impl Model {
         self
     }
 
+    /// Makes the linear layers with these module names multiply in FP8 during training.
+    pub fn with_fp8(mut self, modules: &[String]) -> Model {
+        let linears = self.units.iter_mut().flat_map(FsdpUnit::linears_mut);
+        linears.for_each(|linear| linear.fp8 = modules.contains(&linear.module));
+        self
+    }
+
+    /// Returns the module names of the linear layers that multiply in FP8.
+    pub fn fp8_modules(&self) -> impl Iterator<Item = &str> {
+        let linears = self.layers().flat_map(LayerSpec::linears);
+        linears.filter(|linear| linear.fp8).map(|linear| linear.module.as_str())
+    }
+
     /// Returns the model's config.
     pub fn config(&self) -> &Config {
         &self.config

@@ -2,7 +2,9 @@
 
 use candlewick_ops::WeightStorage;
 
-use crate::{AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamScope, ParamSpec, mtp};
+use crate::{
+    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LinearSpec, LoraConfig, ModelError, ParamScope, ParamSpec, mtp,
+};
 
 /// Parameters that are all-gathered, computed and freed together, as by FSDP's `fully_shard`.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,6 +51,11 @@ impl FsdpUnit {
             FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer) => Some(layer),
             FsdpUnitKind::Embedding | FsdpUnitKind::Head { .. } | FsdpUnitKind::Named => None,
         }
+    }
+
+    /// Returns the linear layers of the unit's decoder layer.
+    pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut LinearSpec> {
+        self.layer_mut().into_iter().flat_map(LayerSpec::linears_mut)
     }
 
     /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.

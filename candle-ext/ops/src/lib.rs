@@ -82,8 +82,8 @@ pub use device_memory::{
 pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_backward_cost, sharded_dropout};
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
-    AmaxCompute, Contraction, DelayedScaling, FP8_BLOCK, Fp8Config, Fp8Format, Fp8Formats, Fp8Guard, Fp8LayerState,
-    Fp8Layers, Fp8Linear, Fp8Matrix, Fp8Operand, Fp8Recipe, Fp8Rounding, ScaleRule, amax, fp8_quantize,
+    AmaxCompute, Contraction, DelayedScaling, FP8_BLOCK, FP8_STORAGE, Fp8Config, Fp8Format, Fp8Formats, Fp8Guard,
+    Fp8LayerState, Fp8Layers, Fp8Linear, Fp8Matrix, Fp8Operand, Fp8Recipe, Fp8Rounding, ScaleRule, amax, fp8_quantize,
     fp8_quantize_current,
 };
 pub use gemm::{

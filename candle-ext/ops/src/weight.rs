@@ -69,7 +69,7 @@ impl FlatBuffer {
         self.lock().take()
     }
 
-    /// Drops the FP8 copies of matrices. Whoever writes into the buffer's tensor must call it.
+    /// Drops the FP8 copies of matrices. Call it after a write into the buffer's tensor.
     pub fn contents_changed(&self) {
         self.lock_fp8_copies().clear();
     }
@@ -386,12 +386,13 @@ impl Weight {
     ///
     /// A weight that is no view of a buffer is quantized at each use.
     pub(crate) fn fp8_copy(&self, quantize: impl FnOnce(&Tensor) -> Result<Fp8Matrix>) -> Result<Fp8Matrix> {
-        let copy_of = |value: Tensor| quantize(&value);
-        let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of(self.value()?) };
+        // FP8 storage is exact in bf16.
+        let copy_of = || quantize(&self.stored()?.dense(DType::BF16)?);
+        let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of() };
         if let Some(copy) = buffer.lock_fp8_copies().get(start) {
             return Ok(copy.clone());
         }
-        let copy = copy_of(self.value()?)?;
+        let copy = copy_of()?;
         buffer.lock_fp8_copies().insert(*start, copy.clone());
         Ok(copy)
     }

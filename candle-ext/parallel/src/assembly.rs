@@ -38,17 +38,8 @@ pub struct EngineSpec {
     pub token_dispatcher: TokenDispatcher,
     /// Settings of the routers.
     pub router: RouterSettings,
-    /// Linear layers that multiply in FP8 during training; `None` if all multiply in the compute dtype.
-    pub fp8: Option<Fp8Spec>,
-}
-
-/// Settings of FP8, and the module names of its linear layers in all pipeline stages.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Fp8Spec {
-    /// Settings.
-    pub config: Fp8Config,
-    /// Module names, such as `model.layers.0.mlp.down_proj`.
-    pub modules: Vec<String>,
+    /// Settings of FP8 in the linear layers that the model marks; `None` if all multiply in the compute dtype.
+    pub fp8: Option<Fp8Config>,
 }
 
 impl EngineSpec {
@@ -84,7 +75,8 @@ impl EngineSpec {
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let mut store = ParamStore::of_units(model.units(), options, &device, sharding)?;
-        if let Some(Fp8Spec { config, modules }) = self.fp8 {
+        if let Some(config) = self.fp8 {
+            let modules = model.fp8_modules().map(str::to_owned).collect();
             store = store.with_fp8(Fp8Layers::new(config, modules, &device)?)?;
         }
         let losses: Arc<dyn Collective> = match mode {

@@ -18,7 +18,7 @@ mod prefix_tree;
 mod row_allocator;
 mod tensor_parallel;
 
-pub use assembly::{EngineSpec, Fp8Spec};
+pub use assembly::EngineSpec;
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
     ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, MicroExperts, OptimizerStep,

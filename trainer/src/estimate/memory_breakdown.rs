@@ -10,6 +10,8 @@ use serde::Serialize;
 pub enum Category {
     /// Weights that forward and backward read: frozen weights and the compute copies of trained ones.
     Weights,
+    /// FP8 copies of the weights of a step.
+    Fp8Weights,
     /// Master weights that the optimizer updates, where they are separate from the compute copy.
     Masters,
     /// Accumulated gradients.
@@ -38,8 +40,9 @@ pub enum Category {
 
 impl Category {
     /// All categories, in the order of the table's columns.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Weights,
+        Self::Fp8Weights,
         Self::Masters,
         Self::Gradients,
         Self::Moments,
@@ -58,6 +61,7 @@ impl Category {
     pub fn name(self) -> &'static str {
         match self {
             Self::Weights => "weights",
+            Self::Fp8Weights => "FP8 weights",
             Self::Masters => "master weights",
             Self::Gradients => "gradients",
             Self::Moments => "optimizer moments",

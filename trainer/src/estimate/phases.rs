@@ -94,7 +94,9 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_on_device);
     let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
-    let temporary = breakdown(step.training()).with(Category::Exchange, parameters::exchange_buffers(setup));
+    let temporary = breakdown(step.training())
+        .with(Category::Exchange, parameters::exchange_buffers(setup))
+        .with(Category::Fp8Weights, parameters::fp8_copies(setup));
     let slack = program::slack(setup.compute_device, temporary.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),

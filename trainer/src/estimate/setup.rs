@@ -111,7 +111,7 @@ impl Setup {
             schedule: plan.pipeline.schedule_kind(),
             n_micros: plan.data.gradient_accumulation_steps,
             stage: 0,
-            model: Model::new(config, plan.model.adapter.clone())?,
+            model: plan.build_model(config)?,
             compute: plan.model.dtype,
             masters: plan.optimizer.masters,
             moments: plan.optimizer.moments,

@@ -2,6 +2,7 @@
 //!
 //! The files of this folder have the plan's types, which are plain data. `resolve` builds them from a recipe.
 
+mod build;
 mod eval;
 mod facts;
 mod model;

@@ -8,7 +8,7 @@ use candlewick_ops::{AttentionChoice, GroupedGemmImpl};
 use candlewick_parallel::ActivationCheckpointing;
 use serde::{Deserialize, Serialize, Serializer};
 
-use crate::recipe::{ActivationCheckpoint, FloatDtype, HumanFloat, HumanInt, JsonMap};
+use crate::recipe::{ActivationCheckpoint, BaseStorage, FloatDtype, HumanFloat, HumanInt, JsonMap};
 
 /// The model of a run.
 #[derive(Clone, Debug, Serialize)]
@@ -31,6 +31,9 @@ pub struct ModelPlan {
     pub adapter: Option<LoraConfig>,
     /// The adapter folder to continue from; `None` initializes a new adapter.
     pub adapter_folder: Option<PathBuf>,
+    /// The storage of frozen linear weights; `None` stores them in `dtype`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantize_base: Option<BaseStorage>,
     /// The losses of the layers for multi-token prediction; `None` without such layers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mtp: Option<MtpPlan>,

@@ -4,7 +4,6 @@ use candlewick_model::Config;
 use candlewick_ops::{
     AmaxCompute, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, derive_key,
 };
-use candlewick_parallel::Fp8Spec;
 use serde::Serialize;
 
 use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, GradientRounding};
@@ -57,7 +56,7 @@ const ROUNDING: u64 = 0xf8;
 
 impl Fp8Plan {
     /// Returns the engine's settings. `seed` seeds stochastic rounding.
-    pub fn spec(&self, config: &Config, seed: u64) -> Fp8Spec {
+    pub fn config(&self, seed: u64) -> Fp8Config {
         let recipe = match self.recipe {
             Fp8RecipePlan::Delayed { margin, amax_history_len, amax_compute_algo } => {
                 let amax_compute = match amax_compute_algo {
@@ -77,7 +76,7 @@ impl Fp8Plan {
             GradientRounding::Nearest => Fp8Rounding::Nearest,
             GradientRounding::Stochastic => Fp8Rounding::Stochastic { key: derive_key(seed, ROUNDING) },
         };
-        Fp8Spec { config: Fp8Config { recipe, formats, gradient_rounding }, modules: self.modules(config) }
+        Fp8Config { recipe, formats, gradient_rounding }
     }
 
     /// Returns the names of the linear layers that multiply in FP8.

@@ -36,8 +36,8 @@ pub use eval::EvalSection;
 pub(crate) use keys::{foreign_key_advice, of_option as key_of_option};
 pub use load::{Loaded, Origin};
 pub use model::{
-    ActivationCheckpoint, AttnImplementation, ConfigSource, ExpertsImplementation, FloatDtype, JsonMap, ModelSection,
-    ModelType, TokenizerSection, TokenizerType,
+    ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, JsonMap,
+    ModelSection, ModelType, TokenizerSection, TokenizerType,
 };
 pub use moe::{
     LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, MoeSection, RoutingReplaySection, TokenDispatcherType,

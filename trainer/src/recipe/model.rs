@@ -58,6 +58,10 @@ pub struct ModelSection {
     pub peft_config: Option<JsonMap>,
     /// The folder of an adapter to continue training. It has its own config and excludes `peft_config`.
     pub adapter_name_or_path: Option<String>,
+    /// The storage of the frozen weights of linear layers and experts in a LoRA run, with torchtune's name: `fp8` (E4M3 with a
+    /// scale per 128x128 elements, a byte per weight). Default: `model.dtype`. Adapters, biases, norms, routers, embedding and
+    /// output layer stay in `model.dtype`.
+    pub quantize_base: Option<BaseStorage>,
     /// The number of layers for multi-token prediction (MTP) after the last layer, as DeepSeek-V3's
     /// `num_nextn_predict_layers`. Layer k learns to predict each token k positions further. Layers that the checkpoint
     /// lacks are initialized randomly. Default 0: MTP layers of the checkpoint are neither loaded nor exported.
@@ -93,6 +97,14 @@ pub enum FloatDtype {
     /// IEEE half precision.
     #[serde(rename = "f16", alias = "fp16", alias = "float16", alias = "half", alias = "torch.float16")]
     F16,
+}
+
+/// A storage of frozen weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum BaseStorage {
+    /// E4M3 with a scale per 128x128 elements.
+    Fp8,
 }
 
 /// The attention implementation.

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
 use candlewick_inference::weights::{WeightSource, load_weights};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Config, Model};
+use candlewick_model::{AdapterFolder, Config};
 use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
 use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDtypes};
 
@@ -36,7 +36,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         );
         return Err(error.context(ExitCode::Data));
     }
-    let model = Model::new(config, plan.model.adapter.clone())?;
+    let model = plan.build_model(config)?;
     let device = ranks.device.clone();
     let supported = ranks.groups.dp.check_device(&device);
     supported.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
@@ -83,7 +83,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.schedule_kind(),
         checkpointing: checkpointing(plan.model.activations, config.n_layers()),
-        fp8: plan.fp8.as_ref().map(|fp8| fp8.spec(config, plan.seed)),
+        fp8: plan.fp8.as_ref().map(|fp8| fp8.config(plan.seed)),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }
 }

@@ -391,6 +391,9 @@ fn settings(plan: &Plan) -> Fingerprint {
     if let Some(fp8) = &plan.fp8 {
         settings["precision"] = json!(fp8);
     }
+    if let Some(storage) = plan.model.quantize_base {
+        settings["quantize_base"] = json!(storage);
+    }
     if let Some(mtp) = &plan.model.mtp {
         settings["mtp"] = json!(mtp);
     }

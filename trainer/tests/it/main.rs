@@ -5,6 +5,7 @@ mod bad_input;
 mod cli;
 mod data;
 mod flops;
+mod fp8;
 mod memory_auto;
 mod modes;
 mod mtp;

@@ -16,13 +16,13 @@ const TASK: usize = 1 << 14;
 
 /// Sizes of a matrix [rows, columns] and of its blocks.
 #[derive(Clone, Copy)]
-pub(super) struct Blocks {
+pub(super) struct BlockSizes {
     pub(super) columns: usize,
     pub(super) block_rows: usize,
     pub(super) block_columns: usize,
 }
 
-impl Blocks {
+impl BlockSizes {
     pub(super) fn per_row(self) -> usize {
         self.columns.div_ceil(self.block_columns)
     }
@@ -63,12 +63,12 @@ pub(super) fn encode(x: Floats<'_>, scale: f32, format: Fp8Format, rounding: Fp8
 /// Encodes a matrix with a scale per block. Returns the codes and the inverse scale of each block, row by row.
 pub(super) fn encode_blocks(
     x: Floats<'_>,
-    blocks: Blocks,
+    blocks: BlockSizes,
     format: Fp8Format,
     (rule, largest_number): (ScaleRule, f32),
     rounding: Fp8Rounding,
 ) -> (Vec<u8>, Vec<f32>) {
-    let Blocks { columns, block_rows, block_columns } = blocks;
+    let BlockSizes { columns, block_rows, block_columns } = blocks;
     if x.len() == 0 {
         return (Vec::new(), Vec::new());
     }

@@ -1,5 +1,7 @@
 //! 8-bit floating-point formats: encoding with saturation, and the values of the codes.
 
+use crate::quantized::{QuantFormat, ScaleBlock, ScaleRounding};
+
 /// 8-bit floating-point format of the OCP specification "OFP8" (2023).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fp8Format {
@@ -8,6 +10,9 @@ pub enum Fp8Format {
     /// 5 exponent bits and 2 mantissa bits: up to 57344.
     E5m2,
 }
+
+/// Side of a block in blockwise scaling.
+pub const FP8_BLOCK: usize = 128;
 
 /// Bit pattern of NaN, as NVIDIA's conversion instructions write it in both formats.
 const NAN: u8 = 0x7f;
@@ -21,6 +26,17 @@ struct Layout {
 
 const E4M3: Layout = Layout { mantissa_bits: 3, exponent_bias: 7, max: 448.0 };
 const E5M2: Layout = Layout { mantissa_bits: 2, exponent_bias: 15, max: 57344.0 };
+
+/// Storage of frozen weights in E4M3 with a scale per 128x128 elements.
+///
+/// Scales are powers of two, so that a dequantized weight is exact in bf16. Other scales gain no precision, because E4M3
+/// is a floating-point format.
+pub static FP8_STORAGE: QuantFormat = QuantFormat {
+    name: "fp8",
+    codes: &E4M3_VALUES,
+    block: ScaleBlock::Tile { rows: FP8_BLOCK, columns: FP8_BLOCK },
+    scales: ScaleRounding::PowerOfTwo,
+};
 
 static E4M3_VALUES: [f32; 256] = values(&E4M3);
 static E5M2_VALUES: [f32; 256] = values(&E5M2);
@@ -216,9 +232,11 @@ mod tests {
     /// With all random numbers in turn, the share of the upper code is the position between the two.
     #[test]
     fn stochastic_rounding_goes_up_with_the_distance() {
-        let cases: [(Fp8Format, fn(f32, u32) -> u8); 2] =
-            [(Fp8Format::E4m3, stochastic_e4m3), (Fp8Format::E5m2, stochastic_e5m2)];
-        for (format, round) in cases {
+        for format in FORMATS {
+            let round = |x, random| match format {
+                Fp8Format::E4m3 => stochastic_e4m3(x, random),
+                Fp8Format::E5m2 => stochastic_e5m2(x, random),
+            };
             let values = format.values();
             for code in [0usize, 1, 5, 8, 0x30, 0x77] {
                 let (low, high) = (values[code], values[code + 1]);

@@ -14,7 +14,6 @@ use crate::in_place::zero_;
 use crate::quantized::ScaleBlock;
 use crate::storage::{host, update};
 use crate::transfer::to_host;
-use crate::weight::Weight;
 
 /// Linear layers that multiply in FP8, with the state of their scales.
 ///
@@ -39,25 +38,24 @@ struct DelayedState {
     scales: Tensor,
 }
 
-/// What layers share while they multiply in FP8.
+/// State that layers share while they multiply in FP8.
 struct Active {
     /// True before the first update of delayed scaling: scales then follow from the tensors themselves.
     is_first_step: bool,
     /// The input that was quantized last: several layers read the same.
-    input: Option<(TensorId, Fp8Input)>,
+    input: Option<QuantizedInput>,
     /// Seed of stochastic rounding in this step.
     key: u64,
     /// Number of gradients that each layer has quantized in this step.
     n_gradients: Vec<u64>,
 }
 
-/// A quantized input of a linear layer.
+/// An input that was quantized last.
 #[derive(Clone)]
-pub(super) struct Fp8Input {
-    /// Operand of y = x w^T.
-    pub(super) forward: Fp8Matrix,
-    /// Operand of dw = dy^T x; `None` if the weight is frozen.
-    pub(super) grad_weight: Option<Fp8Matrix>,
+struct QuantizedInput {
+    id: TensorId,
+    contraction: Contraction,
+    matrix: Fp8Matrix,
     amax: Option<Tensor>,
 }
 
@@ -164,7 +162,7 @@ impl Fp8Layers {
         if amaxes.dims() != state.amaxes.dims() {
             bail!("delayed scaling: want amaxes {:?}, got {:?}", state.amaxes.dims(), amaxes.dims())
         }
-        let amaxes = amaxes.to_vec1::<f32>()?;
+        let amaxes = host("delayed scaling", amaxes)?.slice::<f32>()?.to_vec();
         let format = |slot: usize| self.config.formats.of(Fp8Operand::ALL[slot % SLOTS]);
         update_f32(&state.history, |history| {
             let of_slots = history.chunks_exact_mut(scaling.amax_history_len).zip(&amaxes);
@@ -218,36 +216,29 @@ impl Fp8Linear {
     }
 
     /// Quantizes the input, or returns what another layer has made of the same tensor.
-    pub(super) fn input(&self, x: &Tensor, trains_weight: bool) -> Result<Fp8Input> {
-        let known = match self.layers.lock().as_ref().and_then(|active| active.input.as_ref()) {
-            Some((id, input)) if *id == x.id() && (input.grad_weight.is_some() || !trains_weight) => {
-                Some(input.clone())
-            }
-            _ => None,
+    pub(super) fn input(&self, x: &Tensor, contraction: Contraction) -> Result<Fp8Matrix> {
+        // With one scale both matmuls read the same codes.
+        let contraction = match self.layers.config.recipe {
+            Fp8Recipe::Blockwise(_) => contraction,
+            Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Contraction::Columns,
         };
-        if let Some(input) = known {
-            input.amax.as_ref().map_or(Ok(()), |amax| self.record(Fp8Operand::Input, amax))?;
-            return Ok(input);
+        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.contraction == contraction;
+        let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
+        if let Some(QuantizedInput { matrix, amax, .. }) = known {
+            amax.map_or(Ok(()), |amax| self.record(Fp8Operand::Input, &amax))?;
+            return Ok(matrix);
         }
         let rows = x.flatten_to(x.rank().saturating_sub(2))?;
-        let (forward, amax) = self.quantize(Fp8Operand::Input, &rows, Contraction::Columns, Fp8Rounding::Nearest)?;
-        let grad_weight = trains_weight.then(|| self.for_grad_weight(&rows, &forward)).transpose()?;
-        let input = Fp8Input { forward, grad_weight, amax };
+        let (matrix, amax) = self.quantize(Fp8Operand::Input, &rows, contraction, Fp8Rounding::Nearest)?;
         if let Some(active) = self.layers.lock().as_mut() {
-            active.input = Some((x.id(), input.clone()));
+            active.input = Some(QuantizedInput { id: x.id(), contraction, matrix: matrix.clone(), amax });
         }
-        Ok(input)
+        Ok(matrix)
     }
 
-    /// Quantizes an input again for dw = dy^T x.
-    pub(super) fn recomputed_input(&self, x: &Tensor) -> Result<Fp8Matrix> {
-        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
-        Ok(self.quantize(Fp8Operand::Input, &rows, Contraction::Rows, Fp8Rounding::Nearest)?.0)
-    }
-
-    /// Returns the quantized weight, from the copy in its buffer if there is one.
-    pub(super) fn weight(&self, w: &Weight) -> Result<Fp8Matrix> {
-        w.fp8_copy(|value| Ok(self.quantize(Fp8Operand::Weight, value, Contraction::Columns, Fp8Rounding::Nearest)?.0))
+    /// Quantizes the weight.
+    pub(super) fn quantized_weight(&self, value: &Tensor) -> Result<Fp8Matrix> {
+        Ok(self.quantize(Fp8Operand::Weight, value, Contraction::Columns, Fp8Rounding::Nearest)?.0)
     }
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
@@ -271,16 +262,6 @@ impl Fp8Linear {
             Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Some(grad_input.clone()),
         };
         Ok((grad_input, grad_weight))
-    }
-
-    /// Returns the input's operand of dw: with one scale, that of the forward.
-    fn for_grad_weight(&self, x: &Tensor, forward: &Fp8Matrix) -> Result<Fp8Matrix> {
-        match self.layers.config.recipe {
-            Fp8Recipe::Blockwise(_) => {
-                Ok(self.quantize(Fp8Operand::Input, x, Contraction::Rows, Fp8Rounding::Nearest)?.0)
-            }
-            Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Ok(forward.clone()),
-        }
     }
 
     /// Quantizes an operand, and records its amax if scaling is delayed.
@@ -312,7 +293,7 @@ impl Fp8Linear {
 
     fn record(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
         let Some((_, state)) = &self.layers.delayed else { return Ok(()) };
-        let amax = amax.to_vec1::<f32>()?[0];
+        let amax = host("delayed scaling", amax)?.slice::<f32>()?[0];
         update_f32(&state.amaxes.narrow(0, self.slot(operand), 1)?, |slot| {
             slot[0] = if amax > slot[0] { amax } else { slot[0] };
         })

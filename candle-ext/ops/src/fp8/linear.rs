@@ -6,29 +6,24 @@ use candle_core::{DType, Result, Tensor};
 
 use super::layers::Fp8Linear;
 use super::matrix::{Fp8Host, Fp8Matrix};
+use super::recipe::Contraction;
 use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, FloatsMut};
 use crate::gemm::Accumulate;
-use crate::linear::{add_grad_bias, token_blocks};
+use crate::linear::bias::add_grad_bias;
+use crate::linear::cpu::token_blocks;
 use crate::recording::{record, requires_grad, save};
 use crate::saved::Saved;
 use crate::storage::{self, host};
 use crate::weight::{GradSink, Weight};
 use crate::weight_matmul::{self, Dims, WeightOperand};
 
-/// Input of a layer between forward and backward.
-enum SavedInput {
-    /// Codes: a byte per element.
-    Quantized(Fp8Matrix),
-    /// Tensor that backward recomputes and quantizes again.
-    Recomputable(Saved),
-}
-
 struct SavedFp8Linear {
     layer: Fp8Linear,
-    /// Input, saved for the gradient of a trainable weight.
-    input: Option<SavedInput>,
+    /// Input, saved for the gradient of a trainable weight, and quantized again in backward. Most inputs are recomputed
+    /// or saved by other ops, so that their codes would take memory.
+    input: Option<Saved>,
     /// Dtype and shape of the input; `None` if its gradient is not needed.
     wants_dx: Option<(DType, Vec<usize>)>,
     w: Weight,
@@ -44,23 +39,19 @@ pub(crate) fn fp8_linear(
     layer: &Fp8Linear,
     (out_dtype, dims): (DType, Dims),
 ) -> Result<Tensor> {
-    let quantized = layer.input(x, w.sink().is_some())?;
-    let weight = layer.weight(w)?;
+    let input = layer.input(x, Contraction::Columns)?;
+    let weight = quantized_weight(layer, w)?;
     let y = on_device!("linear", x, {
-        cpu => forward_cpu(&quantized.forward, &weight, bias, out_dtype, dims)?.into_storage(),
+        cpu => forward_cpu(&input, &weight, bias, out_dtype, dims)?.into_storage(),
         cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
     });
     let mut shape = x.dims().to_vec();
     if let Some(last) = shape.last_mut() {
         *last = dims.n;
     }
-    let input = quantized.grad_weight.filter(|_| w.sink().is_some()).map(|codes| match save(x) {
-        recomputable @ Saved::Recomputable(_) => SavedInput::Recomputable(recomputable),
-        Saved::Tensor(_) => SavedInput::Quantized(codes),
-    });
     let saved = SavedFp8Linear {
         layer: layer.clone(),
-        input,
+        input: w.sink().map(|_| save(x)),
         wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
         w: w.clone(),
         bias: bias.cloned(),
@@ -90,10 +81,7 @@ impl SavedFp8Linear {
 
     fn add_grads(&self, dy: &Tensor, for_dw: Option<&Fp8Matrix>) -> Result<()> {
         if let (Some(sink), Some(input), Some(dy)) = (self.w.sink(), &self.input, for_dw) {
-            let x = match input {
-                SavedInput::Quantized(codes) => codes.clone(),
-                SavedInput::Recomputable(saved) => self.layer.recomputed_input(&saved.get()?)?,
-            };
+            let x = self.layer.input(&input.get()?, Contraction::Rows)?;
             on_device!("linear", dy.codes, {
                 cpu => grad_w_cpu(dy, &x, sink, self.dims)?,
                 cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
@@ -107,12 +95,17 @@ impl SavedFp8Linear {
 
     fn grad_x(&self, dy: &Fp8Matrix) -> Result<Option<Tensor>> {
         let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
-        let w = self.layer.weight(&self.w)?;
+        let w = quantized_weight(&self.layer, &self.w)?;
         on_device!("linear", dy.codes, {
             cpu => Ok(Some(storage::tensor(grad_x_cpu(dy, &w, *dtype, self.dims)?, shape.as_slice()))),
             cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
         })
     }
+}
+
+/// Returns the quantized weight, from the copy in its buffer if there is one.
+fn quantized_weight(layer: &Fp8Linear, w: &Weight) -> Result<Fp8Matrix> {
+    w.fp8_copy(|value| layer.quantized_weight(value))
 }
 
 fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {

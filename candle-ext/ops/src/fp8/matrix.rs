@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::cpu::{self, Blocks};
+use super::cpu::{self, BlockSizes};
 use super::format::Fp8Format;
 use super::recipe::ScaleRule;
 use super::rounding::Fp8Rounding;
@@ -40,7 +40,7 @@ pub fn fp8_quantize(x: &Tensor, scale: &Tensor, format: Fp8Format, rounding: Fp8
     let x = matrix(x)?;
     let (codes, scale_inv) = on_device!("fp8_quantize", x, {
         cpu => {
-            let scale = scale.to_vec1::<f32>()?[0];
+            let scale = host("fp8_quantize", scale)?.slice::<f32>()?[0];
             let codes = cpu::encode(host("fp8_quantize", &x)?.floats()?, scale, format, rounding);
             (Tensor::from_vec(codes, x.shape(), x.device())?, Tensor::new(&[1.0 / scale], x.device())?)
         },
@@ -118,7 +118,7 @@ impl<'a> Fp8Host<'a> {
         self.rows_with(Scales::Floats(self.scale_inv.slice()?))
     }
 
-    /// Borrows the rows as exact operands of a matmul, and returns the factor of the product.
+    /// Borrows the rows as exact operands of a matmul, and returns the factor of its result.
     ///
     /// With one scale the rows are code values, and the factor is the inverse scale.
     pub(super) fn operand(&self) -> Result<(QuantizedRows<'_>, f32)> {
@@ -140,12 +140,14 @@ impl<'a> Fp8Host<'a> {
 }
 
 /// Returns the blocks of a matrix; `None` if it is one block.
-fn blocks(block: ScaleBlock, dims: &[usize]) -> Option<Blocks> {
+fn blocks(block: ScaleBlock, dims: &[usize]) -> Option<BlockSizes> {
     let columns = dims[1];
     match block {
         ScaleBlock::Tensor => None,
-        ScaleBlock::Row => Some(Blocks { columns, block_rows: 1, block_columns: columns.max(1) }),
-        ScaleBlock::Tile { rows, columns: block_columns } => Some(Blocks { columns, block_rows: rows, block_columns }),
+        ScaleBlock::Row => Some(BlockSizes { columns, block_rows: 1, block_columns: columns.max(1) }),
+        ScaleBlock::Tile { rows, columns: block_columns } => {
+            Some(BlockSizes { columns, block_rows: rows, block_columns })
+        }
     }
 }
 

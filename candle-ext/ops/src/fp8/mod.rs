@@ -11,11 +11,9 @@ mod matrix;
 mod recipe;
 mod rounding;
 
-pub use format::Fp8Format;
+pub use format::{FP8_BLOCK, FP8_STORAGE, Fp8Format};
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
-pub use recipe::{
-    AmaxCompute, Contraction, DelayedScaling, FP8_BLOCK, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule,
-};
+pub use recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule};
 pub use rounding::Fp8Rounding;

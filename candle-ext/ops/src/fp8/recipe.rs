@@ -1,6 +1,6 @@
 //! FP8 recipes, with TransformerEngine's names: how a tensor's scale follows from its largest magnitude (amax).
 
-use super::format::Fp8Format;
+use super::format::{FP8_BLOCK, Fp8Format};
 use super::rounding::Fp8Rounding;
 use crate::quantized::ScaleBlock;
 
@@ -75,7 +75,7 @@ pub enum Fp8Operand {
     GradOutput,
 }
 
-/// Dimension that a matmul sums over, along which blocks of 1x128 lie.
+/// Dimension that a matmul sums over, and along which blocks of 1x128 extend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contraction {
     /// The columns of the matrix.
@@ -83,9 +83,6 @@ pub enum Contraction {
     /// The rows of the matrix, as in dw = dy^T x.
     Rows,
 }
-
-/// Side of a block in blockwise scaling.
-pub const FP8_BLOCK: usize = 128;
 
 impl Fp8Operand {
     /// All operands, in the order of a layer's state.

@@ -26,6 +26,8 @@ pub struct LinearCost {
     pub grad: Option<DType>,
     /// Storage of the weight.
     pub storage: WeightStorage,
+    /// True if the layer multiplies in FP8. The FP8 copy of the weight is not counted.
+    pub fp8: bool,
 }
 
 impl LinearCost {
@@ -40,7 +42,7 @@ impl LinearCost {
     pub fn forward(&self) -> Cost {
         Cost {
             saved_bytes: if self.input == LinearInput::Saved { self.input_bytes() } else { 0 },
-            scratch_bytes: self.widened_bytes(),
+            scratch_bytes: self.widened_bytes() + self.codes(self.n_in),
             flops: Self::FORWARD_FLOPS * self.n_tokens * self.n_weights(),
         }
     }
@@ -53,6 +55,8 @@ impl LinearCost {
             saved_bytes: 0,
             scratch_bytes: recomputed
                 + self.widened_bytes()
+                // Blockwise scaling quantizes dy for each matmul.
+                + self.codes(self.n_in + 2 * self.n_out)
                 + self.device.grad_scratch_bytes(self.grad, self.n_weights()),
             flops: (Self::GRAD_INPUT_FLOPS + of_weight) * self.n_tokens * self.n_weights(),
         }
@@ -60,6 +64,11 @@ impl LinearCost {
 
     fn n_weights(&self) -> u64 {
         self.n_in * self.n_out
+    }
+
+    /// Returns the bytes of FP8 codes of `n` elements a token.
+    fn codes(&self, n: u64) -> u64 {
+        if self.fp8 { self.n_tokens * n } else { 0 }
     }
 
     fn input_bytes(&self) -> u64 {
@@ -70,7 +79,7 @@ impl LinearCost {
     ///
     /// On a GPU a quantized weight is dequantized as a whole.
     fn widened_bytes(&self) -> u64 {
-        let widens = self.device.widens(self.dtype);
+        let widens = self.device.widens(self.dtype) || (self.fp8 && self.device == DeviceKind::Cpu);
         let n_rows = (block_rows(self.n_out as usize, self.n_in as usize) as u64).min(self.n_tokens);
         let of_tokens = if widens { n_rows * (self.n_in + self.n_out) * F32_BYTES } else { 0 };
         let panel = self.n_weights().min(PANEL as u64) * F32_BYTES;
@@ -95,7 +104,7 @@ mod tests {
 
     fn layer(dtype: DType, device: DeviceKind, input: LinearInput, grad: Option<DType>) -> LinearCost {
         let storage = WeightStorage::Dense;
-        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad, storage }
+        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad, storage, fp8: false }
     }
 
     #[test]
@@ -120,6 +129,20 @@ mod tests {
         assert_eq!(of(LinearInput::Unused), (0, 0));
         assert_eq!(of(LinearInput::Saved), (120, 0));
         assert_eq!(of(LinearInput::Recomputed), (0, 120));
+    }
+
+    #[test]
+    fn fp8_costs_codes_and_on_a_cpu_widened_blocks() {
+        let of = |device| {
+            let dense = layer(DType::BF16, device, LinearInput::Unused, None);
+            let fp8 = LinearCost { fp8: true, ..dense };
+            [(fp8.forward(), dense.forward()), (fp8.backward(), dense.backward())]
+                .map(|(fp8, dense)| fp8.scratch_bytes - dense.scratch_bytes)
+        };
+        assert_eq!(of(DeviceKind::Gpu), [30, 110]);
+        assert_eq!(of(DeviceKind::Cpu), [30, 110], "bf16 is widened with and without FP8");
+        let f32 = layer(DType::F32, DeviceKind::Cpu, LinearInput::Unused, None);
+        assert_eq!(LinearCost { fp8: true, ..f32 }.forward().scratch_bytes, 30 + (10 * (3 + 4) + 12) * 4);
     }
 
     #[test]

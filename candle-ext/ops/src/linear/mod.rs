@@ -2,8 +2,9 @@
 //!
 //! t tokens (all leading dims), k inputs, n outputs
 
+pub(crate) mod bias;
 mod cost;
-mod cpu;
+pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
@@ -17,10 +18,10 @@ use crate::recording::{record, requires_grad, save};
 use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::weight::{GradSink, Weight};
+use crate::weight::Weight;
 use crate::weight_matmul::Dims;
+use bias::add_grad_bias;
 pub use cost::LinearCost;
-pub(crate) use cpu::token_blocks;
 
 /// Dtype of a linear layer's output. Sums are f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,18 +158,6 @@ impl SavedLinear {
             },
         })
     }
-}
-
-/// Adds db, the sum of dy over tokens, to the gradient of a bias.
-pub(crate) fn add_grad_bias(dy: &Tensor, sink: &GradSink) -> Result<()> {
-    on_device!("linear", dy, {
-        cpu => {
-            let dy = host("linear", dy)?;
-            let dy = dy.floats()?;
-            sink.add("linear", |db| cpu::add_grad_bias(dy, db))
-        },
-        cuda => cuda::add_grad_bias(dy, &sink.grad()?),
-    })
 }
 
 /// Returns the sizes of a linear layer. Fails if the dtypes or shapes of input, weight and bias do not match.

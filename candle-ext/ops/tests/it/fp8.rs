@@ -1,11 +1,11 @@
-//! FP8 quantization beside torch's (tests/reference/fp8.py), and linear layers in FP8.
+//! FP8 quantization compared with torch's (tests/reference/fp8.py), and linear layers in FP8.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    AmaxCompute, Contraction, DelayedScaling, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers, Fp8Operand,
-    Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax, fp8_quantize,
+    AmaxCompute, Contraction, DelayedScaling, FP8_STORAGE, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers,
+    Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax, fp8_quantize,
     fp8_quantize_current, linear,
 };
 use serde::Deserialize;
@@ -433,5 +433,20 @@ fn a_recomputed_input_gives_the_same_gradient() {
         });
         recomputed.backward(&dy).unwrap();
         assert!(bits(&grad_of(&w)) == want, "{recipe:?}");
+    }
+}
+
+/// Frozen weights in FP8 storage are exact in bf16, and their errors are half a step of E4M3: 2^-4 of an element, or of a
+/// subnormal number's step.
+#[test]
+fn fp8_storage_is_exact_in_bf16() {
+    let x = randn((200, 300), 1);
+    let bytes = candlewick_ops::quantize(&x, &FP8_STORAGE).unwrap();
+    assert_eq!(bytes.elem_count(), 200 * 300 + 4 * 6);
+    let of = |dtype| values(&candlewick_ops::dequantize(&bytes, &FP8_STORAGE, &[200, 300], dtype).unwrap());
+    let stored = of(DType::F32);
+    assert_eq!(stored, of(DType::BF16));
+    for (x, stored) in values(&x).into_iter().zip(stored) {
+        assert!((x - stored).abs() <= x.abs() / 16.0 + 2f64.powi(-16), "{x} is stored as {stored}");
     }
 }

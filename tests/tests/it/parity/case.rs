@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{CuSeqlens, Fp8Config, WeightStorage};
-use candlewick_parallel::{Fp8Spec, Micro};
+use candlewick_parallel::Micro;
 use serde_json::{Value, json};
 
 /// A vocabulary that four ranks cannot divide evenly.
@@ -128,10 +128,8 @@ impl ModelCase {
         Self { fp8: Some(config), ..self }
     }
 
-    pub(crate) fn fp8(self) -> Option<Fp8Spec> {
-        let linears =
-            |model: &Model| model.layers().flat_map(|layer| layer.linears()).map(|it| it.module.clone()).collect();
-        self.fp8.map(|config| Fp8Spec { config, modules: linears(&self.model()) })
+    pub(crate) fn fp8(self) -> Option<Fp8Config> {
+        self.fp8
     }
 
     pub(crate) const fn n_mtp_layers(self) -> usize {
@@ -194,7 +192,11 @@ impl ModelCase {
         }
         let lora = self.adapter.map(|dropout| LoraConfig::from_json(&self.peft_config(dropout)).unwrap());
         let config = Config::from_json(config).unwrap().with_mtp_layers(self.n_mtp_layers);
-        Model::new(config, lora).unwrap().with_frozen_storage(self.storage)
+        let model = Model::new(config, lora).unwrap().with_frozen_storage(self.storage);
+        let linears = |model: &Model| {
+            model.layers().flat_map(|layer| layer.linears()).map(|it| it.module.clone()).collect::<Vec<_>>()
+        };
+        if self.fp8.is_some() { model.clone().with_fp8(&linears(&model)) } else { model }
     }
 }
 

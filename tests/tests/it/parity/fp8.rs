@@ -1,8 +1,8 @@
 //! Training in FP8 equals one rank, as far as the scales do not depend on the mesh.
 //!
 //! Sums in another order change activations by some 1e-7, and a scale that is another power of two changes the rounding of
-//! subnormal numbers. Such a change moves few elements over the border between two codes, by up to an eighth of the element
-//! in E4M3 and a quarter in E5M2, and later layers multiply the difference. In models as small as these, gradients differ by
+//! subnormal numbers. Such a change moves few elements over the border between two codes: by up to an eighth of the element
+//! in E4M3, and a quarter in E5M2. Later layers multiply the difference. In models as small as these, gradients differ by
 //! up to 6e-2 of their norm: hence [`FLIPS`].
 //!
 //! | scales | meshes with the scales of one rank |

@@ -12,8 +12,8 @@ use super::resolver::Resolver;
 use super::{TempDir, deepspeed};
 use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 use crate::recipe::{
-    ActivationCheckpoint, AttnImplementation, ConfigSource, ExpertsImplementation, FloatDtype, HumanInt, ModelType,
-    Origin,
+    ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, HumanInt,
+    ModelType, Origin,
 };
 
 /// The most MTP layers, as a guard against typing errors. Published models have at most 3.
@@ -38,6 +38,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let init = init(resolver, &reshaped);
     let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
     let adapter = adapter(resolver, config.as_ref());
+    let quantize_base = quantize_base(resolver, adapter.is_some());
     ModelPlan {
         name_or_path: model.name_or_path.as_ref().map(|name| folder_of(resolver, "model", name)),
         revision: model.revision.clone(),
@@ -46,6 +47,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         hf_config_kwargs: model.hf_config_kwargs.clone(),
         dtype,
         adapter,
+        quantize_base,
         mtp,
         adapter_folder: model.adapter_name_or_path.as_ref().map(|name| folder_of(resolver, "adapter", name).into()),
         activations: activations(resolver),
@@ -162,6 +164,19 @@ fn mtp(resolver: &mut Resolver) -> Option<MtpPlan> {
     }
     let loss_scaling_factor = resolver.number(MTP_FACTOR, model.mtp_loss_scaling_factor, 0.1, 0.0, f64::MAX);
     Some(MtpPlan { n_layers, loss_scaling_factor })
+}
+
+const QUANTIZE_BASE: &str = "model.quantize_base";
+
+/// Returns the storage of frozen weights, which only an adapter run has.
+fn quantize_base(resolver: &mut Resolver, has_adapter: bool) -> Option<BaseStorage> {
+    let model = &resolver.recipe().model;
+    let storage = resolver.pick(QUANTIZE_BASE, model.quantize_base.map(Some), None);
+    if storage.is_some() && !has_adapter && model.peft_config.is_none() && model.adapter_name_or_path.is_none() {
+        let message = format!("{QUANTIZE_BASE}: only frozen weights are quantized, and this run trains all weights");
+        resolver.report_with_advice(&[QUANTIZE_BASE], message, "set model.peft_config, or remove the key");
+    }
+    storage
 }
 
 const ADAPTER: &str = "model.adapter_name_or_path";

@@ -112,6 +112,8 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (FORMAT, section.format.is_some(), is_on, "delayed, current or blockwise"),
         (ROUNDING, section.gradient_rounding.is_some(), is_on, "delayed, current or blockwise"),
         (FIRST_LAST, section.first_last_layers_bf16.is_some(), is_on, "delayed, current or blockwise"),
+        (AT_START, section.num_layers_at_start_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
+        (AT_END, section.num_layers_at_end_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (FILTER, section.filter_fqns.is_some(), is_on, "delayed, current or blockwise"),
     ];
     for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {

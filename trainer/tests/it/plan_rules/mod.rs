@@ -3,6 +3,7 @@
 mod compute;
 mod data;
 mod moe;
+mod precision;
 mod ranks;
 
 use std::path::Path;

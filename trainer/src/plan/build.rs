@@ -1,0 +1,25 @@
+//! Construction of a plan's model.
+
+use candlewick_model::{Config, Model, ModelError};
+use candlewick_ops::{FP8_STORAGE, WeightStorage};
+
+use super::run::Plan;
+use crate::recipe::BaseStorage;
+
+impl Plan {
+    /// Builds the model of a config, with the plan's adapter, storage of frozen weights and FP8 layers.
+    pub fn build_model(&self, config: Config) -> Result<Model, ModelError> {
+        let model = Model::new(config, self.model.adapter.clone())?;
+        let model = match self.model.quantize_base {
+            Some(BaseStorage::Fp8) => model.with_frozen_storage(WeightStorage::Quantized(&FP8_STORAGE)),
+            None => model,
+        };
+        Ok(match &self.fp8 {
+            Some(fp8) => {
+                let modules = fp8.modules(model.config());
+                model.with_fp8(&modules)
+            }
+            None => model,
+        })
+    }
+}

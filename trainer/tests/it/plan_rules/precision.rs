@@ -1,0 +1,102 @@
+//! FP8 training.
+
+use candlewick_ops::{
+    AmaxCompute, DelayedScaling, FP8_STORAGE, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, WeightStorage,
+};
+use trainer::plan::Plan;
+
+use super::{plan, refused};
+
+fn config(arguments: &[&str]) -> Option<Fp8Config> {
+    plan(arguments).fp8.map(|fp8| fp8.config(0))
+}
+
+#[test]
+fn recipes_have_the_defaults_of_transformer_engine() {
+    assert_eq!(config(&[]), None);
+    assert_eq!(config(&["precision.recipe=none"]), None);
+    let delayed = DelayedScaling { margin: 0, amax_history_len: 1024, amax_compute: AmaxCompute::Max };
+    let nearest = Fp8Rounding::Nearest;
+    let fp8 = |recipe, formats| Some(Fp8Config { recipe, formats, gradient_rounding: nearest });
+    assert_eq!(config(&["precision.recipe=delayed"]), fp8(Fp8Recipe::Delayed(delayed), Fp8Formats::Hybrid));
+    let rule = |power_of_two| ScaleRule { power_of_two, amax_epsilon: 0.0 };
+    let current = fp8(Fp8Recipe::Current(rule(false)), Fp8Formats::Hybrid);
+    assert_eq!(config(&["precision.recipe=current"]), current);
+    assert_eq!(config(&["precision.recipe=tensorwise"]), current, "Megatron-LM's name");
+    assert_eq!(config(&["precision.recipe=blockwise"]), fp8(Fp8Recipe::Blockwise(rule(true)), Fp8Formats::E4m3));
+}
+
+#[test]
+fn every_key_reaches_the_engine() {
+    let keys = ["margin=2", "amax_history_len=16", "amax_compute_algo=most_recent", "format=e4m3"];
+    let keys = keys.map(|key| format!("precision.{key}"));
+    let arguments: Vec<&str> =
+        ["precision.recipe=delayed"].into_iter().chain(keys.iter().map(String::as_str)).collect();
+    let delayed = DelayedScaling { margin: 2, amax_history_len: 16, amax_compute: AmaxCompute::MostRecent };
+    let want = Fp8Config {
+        recipe: Fp8Recipe::Delayed(delayed),
+        formats: Fp8Formats::E4m3,
+        gradient_rounding: Fp8Rounding::Nearest,
+    };
+    assert_eq!(config(&arguments), Some(want));
+    let rule =
+        config(&["precision.recipe=current", "precision.power_of_two_scales=true", "precision.amax_epsilon=1e-3"]);
+    let want = ScaleRule { power_of_two: true, amax_epsilon: 1e-3 };
+    assert_eq!(rule.map(|config| config.recipe), Some(Fp8Recipe::Current(want)));
+    let rounding = config(&["precision.recipe=current", "precision.gradient_rounding=stochastic"]);
+    assert!(matches!(rounding.unwrap().gradient_rounding, Fp8Rounding::Stochastic { .. }));
+}
+
+fn modules(plan: &Plan) -> Vec<String> {
+    let model = plan.build_model(plan.model.config.clone().unwrap()).unwrap();
+    model.fp8_modules().map(str::to_owned).collect()
+}
+
+#[test]
+fn layers_and_names_are_left_out() {
+    let of = |arguments: &[&str]| modules(&plan(&[&["precision.recipe=current"], arguments].concat()));
+    let all = of(&[]);
+    assert_eq!(all.len() % 7, 0);
+    assert_eq!(all[0], "model.layers.0.self_attn.q_proj");
+    let filtered = of(&["precision.filter_fqns=[o_proj, layers.0.mlp]"]);
+    assert_eq!(filtered.len(), all.len() - all.len() / 7 - 3);
+    let first = of(&["precision.first_last_layers_bf16=true", "precision.num_layers_at_end_in_bf16=0"]);
+    assert_eq!(first[..], all[7..]);
+    assert!(modules(&plan(&[])).is_empty());
+}
+
+#[test]
+fn only_the_base_of_an_adapter_is_quantized() {
+    let (fp8, lora) = ("model.quantize_base=fp8", "model.peft_config={r: 4, target_modules: all-linear}");
+    refused(&[fp8], &["model.quantize_base", "this run trains all weights", "set model.peft_config"]);
+    let storages = |arguments: &[&str]| {
+        let plan = plan(arguments);
+        let model = plan.build_model(plan.model.config.clone().unwrap()).unwrap();
+        let units = model.units().iter().flat_map(|unit| &unit.params);
+        units.filter(|param| param.storage == WeightStorage::Quantized(&FP8_STORAGE)).count()
+    };
+    assert_eq!(storages(&[lora]), 0);
+    assert_eq!(storages(&[lora, fp8]), 2 * 7);
+}
+
+#[test]
+fn keys_without_effect_are_refused() {
+    refused(
+        &["precision.format=e4m3"],
+        &["precision.format", "only with precision.recipe: delayed, current or blockwise"],
+    );
+    refused(
+        &["precision.recipe=current", "precision.margin=1"],
+        &["precision.margin", "only with precision.recipe: delayed"],
+    );
+    let epsilon = ["precision.recipe=delayed", "precision.amax_epsilon=1e-3"];
+    refused(&epsilon, &["precision.amax_epsilon", "only with precision.recipe: current or blockwise"]);
+    let at_start = ["precision.recipe=current", "precision.num_layers_at_start_in_bf16=2"];
+    refused(&at_start, &["no effect without precision.first_last_layers_bf16"]);
+    refused(&["precision.num_layers_at_start_in_bf16=2"], &["precision.num_layers_at_start_in_bf16"]);
+    let unknown = ["precision.recipe=current", "precision.filter_fqns=[qproj]"];
+    refused(&unknown, &["no linear layer has a name with \"qproj\"", "model.layers.0.self_attn.q_proj"]);
+    refused(&["precision.recipe=current", "precision.filter_fqns=[layers]"], &["no linear layer is left"]);
+    refused(&["precision.recipe=delayed", "precision.amax_history_len=0"], &["expected at least 1, found 0"]);
+    refused(&["precision.recipe=delayed", "precision.margin=99"], &["expected at most 64, found 99"]);
+}
