@@ -6,6 +6,7 @@ pub mod data;
 pub mod estimate;
 pub mod exit;
 mod failpoint;
+pub mod fp8_advice;
 pub mod metrics;
 pub mod plan;
 pub mod recipe;

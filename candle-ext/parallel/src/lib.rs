@@ -21,9 +21,9 @@ mod tensor_parallel;
 pub use assembly::EngineSpec;
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
-    ActivationCheckpointing, Engine, HeadCost, InFlightStep, LossScale, Micro, MicroExperts, OptimizerStep,
-    PackedTokens, ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepMicros, StepResult, StepRouting,
-    TrainBatch, ZeroGradCount, mtp_loss_name,
+    ActivationCheckpointing, Engine, Fp8LayerStats, HeadCost, InFlightStep, LossScale, Micro, MicroExperts,
+    OptimizerStep, PackedTokens, ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepMicros, StepResult,
+    StepRouting, TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 pub use expert_parallel::{ExpertParallel, TokenDispatcher};
 pub use groups::ParallelGroups;

@@ -4,6 +4,7 @@ mod chat;
 mod check;
 mod doctor;
 mod estimate;
+mod fp8_advise;
 mod generate;
 mod logging;
 mod merge;
@@ -84,6 +85,9 @@ enum Command {
     /// Compare two training steps on the recipe's device mesh with one rank, on a tiny model
     #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
     VerifyParallel(verify_parallel::VerifyParallelArgs),
+    /// Measure which linear layers are faster in FP8 on this device
+    #[command(after_long_help = fp8_advise::EXAMPLES)]
+    Fp8Advise(fp8_advise::Fp8AdviseArgs),
     /// Chat with a model in the terminal
     #[command(after_long_help = chat::EXAMPLES)]
     Chat(chat::ChatCommand),
@@ -186,6 +190,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
         Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
+        Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
         Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;

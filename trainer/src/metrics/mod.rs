@@ -25,6 +25,6 @@ pub use gpu::{GpuMemory, GpuMonitor};
 pub use jsonl::{MetricsFile, RunStart};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
-pub use record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
+pub use record::{CheckpointRecord, EvalRecord, Fp8Record, Fp8TensorRecord, ResumeRecord, StepRecord, TasksRecord};
 pub use reporter::Reporter;
 pub use run_json::{HostInfo, RunExit, RunJson, RunReport, Versions};

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use candlewick_ops::Fp8TensorStats;
+use candlewick_parallel::Fp8LayerStats;
 use serde::{Deserialize, Serialize};
 
 use super::experts::ExpertLoad;
@@ -80,6 +82,45 @@ pub struct EvalRecord {
     pub n_targets: u64,
     /// Seconds of the evaluation.
     pub eval_time: f64,
+}
+
+/// Statistics of the tensors that a step has quantized to FP8, over all ranks.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Fp8Record {
+    /// Epochs done before the step's first batch.
+    pub epoch: usize,
+    /// The step's number, counted from 1.
+    pub iter: usize,
+    /// The statistics of each linear layer by its module name, and of its `input`, `weight` and `grad_output`.
+    pub fp8: BTreeMap<String, BTreeMap<String, Fp8TensorRecord>>,
+}
+
+/// Statistics of a quantized tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Fp8TensorRecord {
+    /// The largest magnitude.
+    pub amax: f64,
+    /// The share of the elements that are not zero but become zero.
+    pub underflow: f64,
+    /// The share of the elements beyond the largest number of their scale.
+    pub overflow: f64,
+    /// The mean square of the rounding errors.
+    pub mse: f64,
+}
+
+impl Fp8Record {
+    /// Returns the record of a step.
+    pub fn of(epoch: usize, iter: usize, layers: Vec<Fp8LayerStats>) -> Self {
+        let tensor = |(name, stats): (&str, Option<Fp8TensorStats>)| {
+            let Fp8TensorStats { amax, underflow, overflow, mse } = stats?;
+            Some((name.to_owned(), Fp8TensorRecord { amax, underflow, overflow, mse }))
+        };
+        let of_layer = |layer: Fp8LayerStats| {
+            let tensors = ["input", "weight", "grad_output"].into_iter().zip(layer.tensors);
+            (layer.module, tensors.filter_map(tensor).collect())
+        };
+        Self { epoch, iter, fp8: layers.into_iter().map(of_layer).collect() }
+    }
 }
 
 /// The scores of the tasks.

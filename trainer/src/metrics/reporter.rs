@@ -9,7 +9,7 @@ use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_l
 use super::format::duration;
 use super::jsonl::{MetricsFile, RunStart};
 use super::plan::{Console, LogPlan};
-use super::record::{CheckpointRecord, EvalRecord, ResumeRecord, StepRecord, TasksRecord};
+use super::record::{CheckpointRecord, EvalRecord, Fp8Record, ResumeRecord, StepRecord, TasksRecord};
 
 /// Reports the steps and evaluations of a run.
 #[derive(Debug)]
@@ -75,6 +75,11 @@ impl Reporter {
             self.append(record);
             self.terminal.line(&eval_line(record, self.total_steps));
         }
+    }
+
+    /// Writes the statistics of FP8 tensors.
+    pub fn log_fp8(&mut self, record: &Fp8Record) {
+        self.append(record);
     }
 
     /// Reports the scores of tasks.

@@ -19,6 +19,11 @@ pub struct Fp8Plan {
     pub gradient_rounding: GradientRounding,
     /// First and last decoder layers that stay in the compute dtype.
     pub layers_in_bf16: [usize; 2],
+    /// Number of steps between statistics; 0 without them.
+    #[serde(skip)]
+    pub stats_interval: usize,
+    /// True if layers that are slower in FP8 on the run's device stay in the compute dtype.
+    pub auto_filter: bool,
     /// Texts in the names of linear layers that stay in the compute dtype.
     pub filter_fqns: Vec<String>,
 }
@@ -40,6 +45,17 @@ pub enum Fp8RecipePlan {
     Current(ScaleRulePlan),
     /// Blockwise scaling.
     Blockwise(ScaleRulePlan),
+}
+
+impl Fp8RecipePlan {
+    /// Returns the recipe's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Delayed { .. } => "delayed",
+            Self::Current(_) => "current",
+            Self::Blockwise(_) => "blockwise",
+        }
+    }
 }
 
 /// Rule of a scale from an amax.

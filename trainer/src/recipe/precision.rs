@@ -34,6 +34,12 @@ pub struct PrecisionSection {
     pub num_layers_at_start_in_bf16: Option<HumanInt>,
     /// The number of last layers that `first_last_layers_bf16` keeps. Default 1.
     pub num_layers_at_end_in_bf16: Option<HumanInt>,
+    /// The number of steps between statistics of all quantized tensors in metrics.jsonl, as TransformerEngine's debug feature
+    /// `LogFp8TensorStats`: amax, underflows, overflows and mean squared error. Such a step takes longer. Default 0: none.
+    pub stats_interval: Option<HumanInt>,
+    /// Measures at the start of the run which linear layers are faster in FP8 on rank 0's device, with the time of
+    /// quantization, and keeps the others in `model.dtype`. `trainer fp8-advise` prints the measurement. Default false.
+    pub auto_filter: Option<bool>,
     /// Keeps the linear layers whose names contain one of these texts in `model.dtype`, with torchtitan's name:
     /// `[o_proj, layers.3.mlp]`. Default: none.
     pub filter_fqns: Option<Vec<String>>,

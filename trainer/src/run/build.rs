@@ -4,11 +4,12 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
 use candlewick_inference::weights::{WeightSource, load_weights};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Config};
+use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
 use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDtypes};
 
 use crate::exit::ExitCode;
+use crate::fp8_advice::advise;
 use crate::metrics::gpu_peak;
 use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, WeightInit, checkpointing, dtype};
 
@@ -59,6 +60,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         true => OffloadTarget::Folder(plan.model.activation_offload_dir.clone()),
         false => OffloadTarget::HostMemory,
     };
+    let model = auto_filtered(plan, model, ranks, &mut notes)?;
     let dtypes = ParamDtypes { compute, masters, moments };
     let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
@@ -71,6 +73,26 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         tracing::warn!("{note}");
     }
     Ok(Built { engine, notes, peak })
+}
+
+/// With the plan's automatic filter, keeps layers in the compute dtype that FP8 does not make faster on the first rank's
+/// device.
+fn auto_filtered(plan: &Plan, model: Model, ranks: &RankContext, notes: &mut Vec<String>) -> Result<Model> {
+    let Some(fp8) = plan.fp8.as_ref().filter(|fp8| fp8.auto_filter) else { return Ok(model) };
+    let own = || {
+        let advice = advise(plan, &model, fp8.config(plan.seed), &ranks.device)?;
+        Ok(serde_json::to_vec(&advice.slower_modules().collect::<Vec<_>>())?)
+    };
+    let all = ranks.process.exchange(if ranks.process.rank() == 0 { own() } else { Ok(Vec::new()) })?;
+    let slower: Vec<String> = serde_json::from_slice(&all[0])?;
+    let faster: Vec<String> =
+        model.fp8_modules().filter(|name| !slower.iter().any(|slow| slow == name)).map(str::to_owned).collect();
+    notes.push(format!(
+        "precision.auto_filter: {} linear layers multiply in FP8, {} are faster in model.dtype",
+        faster.len(),
+        slower.len()
+    ));
+    Ok(model.with_fp8(&faster))
 }
 
 /// Returns the spec of an f32 engine with the plan's activation checkpointing, on the mesh of `ranks` and the stages of

@@ -16,8 +16,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    AttentionPairs, CheckpointRecord, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, Reporter, ResumeRecord,
-    RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
+    AttentionPairs, CheckpointRecord, FlopFactors, Fp8Record, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
+    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::recipe::OnNonfinite;
 use crate::routing::RoutingFiles;
@@ -167,7 +167,15 @@ impl<'a> Session<'a> {
             dropout_key: derive_key(plan.seed, number as u64),
             rank: self.run.ranks.rank_info,
         };
-        self.in_flight.push_back(step::start(self.run.engine, &self.scaler, step, &config, started)?);
+        let (epoch, engine) = (step.epoch, self.run.engine);
+        let interval = plan.fp8.as_ref().map_or(0, |fp8| fp8.stats_interval);
+        if let Some(fp8) = engine.store().fp8().filter(|_| interval > 0 && number.is_multiple_of(interval)) {
+            fp8.request_stats();
+        }
+        self.in_flight.push_back(step::start(engine, &self.scaler, step, &config, started)?);
+        if let Some(layers) = engine.fp8_stats()? {
+            self.reporter.log_fp8(&Fp8Record::of(epoch, number, layers));
+        }
         failpoint("step_computed", number);
         self.drain(1)
     }

@@ -1,5 +1,7 @@
 //! Runs whose linear layers multiply in FP8.
 
+use serde_json::Value;
+
 use crate::support::{Run, stderr};
 
 const DELAYED: &[&str] = &["precision.recipe=delayed", "precision.amax_history_len=4"];
@@ -80,4 +82,75 @@ fn an_adapter_trains_on_an_fp8_base() {
         let (last, of_dense) = (quantized.last().unwrap(), dense.last().unwrap());
         assert!(*last < 0.99 * quantized[0] && (last / of_dense - 1.0).abs() < 0.02, "{quantized:?} and {dense:?}");
     }
+}
+
+/// Statistics are written at their interval, for each quantized tensor, and change no result.
+#[test]
+fn statistics_of_quantized_tensors_are_in_the_metrics() {
+    let silent = Run::new();
+    silent.train_ok(DELAYED);
+    let run = Run::new();
+    run.train_ok(&[DELAYED, &["precision.stats_interval=5", "precision.filter_fqns=[layers.1.]"]].concat());
+    let records: Vec<Value> = run.metrics().into_iter().filter(|record| record["fp8"].is_object()).collect();
+    let steps: Vec<u64> = records.iter().map(|record| record["iter"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [5, 10, 15, 20]);
+    for record in &records {
+        let layers = record["fp8"].as_object().unwrap();
+        assert_eq!(layers.len(), 7, "the layers of one block");
+        for (module, tensors) in layers {
+            assert!(module.starts_with("model.layers.0."), "{module}");
+            for name in ["input", "weight", "grad_output"] {
+                let number = |key: &str| tensors[name][key].as_f64().unwrap();
+                assert!(number("amax") > 0.0 && number("mse") > 0.0, "{module} {name}: {tensors}");
+                assert!(number("mse") < 0.01 * number("amax").powi(2), "{module} {name}: {tensors}");
+                assert!((0.0..0.5).contains(&number("underflow")), "{module} {name}: {tensors}");
+                assert!((0.0..0.05).contains(&number("overflow")), "{module} {name}: {tensors}");
+            }
+        }
+    }
+    let with_stats = Run::new();
+    with_stats.train_ok(&[DELAYED, &["precision.stats_interval=5"]].concat());
+    assert_eq!(with_stats.losses(), silent.losses());
+}
+
+/// The advice has each size once, for the recipe's scales or for all three.
+#[test]
+fn advice_measures_every_size() {
+    let run = Run::new();
+    let advice = |arguments: &[&str]| -> Vec<Value> {
+        let output = run.command("fp8-advise", arguments).arg("--json").output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let all = advice(&[]);
+    let names: Vec<&str> = all.iter().map(|advice| advice["recipe"].as_str().unwrap()).collect();
+    assert_eq!(names, ["delayed", "current", "blockwise"]);
+    for advice in &all {
+        let sizes = advice["sizes"].as_array().unwrap();
+        let n_modules: usize = sizes.iter().map(|size| size["modules"].as_array().unwrap().len()).sum();
+        assert_eq!(n_modules, 2 * 7, "{advice}");
+        for size in sizes {
+            assert!(size["dense_ms"].as_f64().unwrap() > 0.0 && size["fp8_ms"].as_f64().unwrap() > 0.0, "{size}");
+        }
+    }
+    let one = advice(&["precision.recipe=blockwise", "precision.filter_fqns=[layers.0.]"]);
+    let modules = one[0]["sizes"].as_array().unwrap().iter().flat_map(|size| size["modules"].as_array().unwrap());
+    assert!(one.len() == 1 && modules.clone().count() == 7);
+    assert!(modules.into_iter().all(|module| module.as_str().unwrap().starts_with("model.layers.1.")));
+    let text = run.command("fp8-advise", &[]).output().unwrap();
+    let text = String::from_utf8(text.stdout).unwrap();
+    assert!(text.contains("precision.recipe: delayed on cpu") && text.contains("speed-up"), "{text}");
+}
+
+/// Layers that are slower in FP8 stay in the dtype of the model: on the CPU these are all or nearly all.
+#[test]
+fn an_automatic_filter_reports_its_choice() {
+    let run = Run::new();
+    let arguments = ["precision.recipe=current", "precision.auto_filter=true", "train_iters=1", "checkpoint=null"];
+    let output = run.train(&arguments);
+    let log = stderr(&output);
+    assert!(output.status.success(), "{log}");
+    let (_, rest) = log.split_once("precision.auto_filter: ").expect("a note");
+    let numbers: Vec<usize> = rest.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect();
+    assert_eq!(numbers[0] + numbers[2], 2 * 7, "{rest}");
 }

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
 use super::recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
+use super::stats::{self, Fp8StatSums, N_SUMS};
 use crate::derive_key;
 use crate::floats::FloatsMut;
 use crate::in_place::zero_;
@@ -23,9 +24,24 @@ pub struct Fp8Layers {
     modules: Vec<String>,
     /// State of delayed scaling.
     delayed: Option<(DelayedScaling, DelayedState)>,
+    /// Statistics of a step: requested, or collected.
+    stats: Mutex<StepStats>,
     /// True once delayed scaling has a history.
     has_history: AtomicBool,
     active: Mutex<Option<Active>>,
+    device: Device,
+}
+
+/// Statistics of one step.
+#[derive(Default)]
+enum StepStats {
+    /// Not collected.
+    #[default]
+    Off,
+    /// Collected in the next step.
+    Requested,
+    /// Collected.
+    Collected(Fp8StatSums),
 }
 
 /// State of delayed scaling: three slots per layer, in the order of [`Fp8Operand::ALL`].
@@ -48,6 +64,8 @@ struct Active {
     key: u64,
     /// Number of gradients that each layer has quantized in this step.
     n_gradients: Vec<u64>,
+    /// Statistics of the step, if they are collected.
+    stats: Option<Fp8StatSums>,
 }
 
 /// An input that was quantized last.
@@ -106,7 +124,15 @@ impl Fp8Layers {
             }
             Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
         };
-        Ok(Self { config, modules, delayed, has_history: AtomicBool::new(false), active: Mutex::default() })
+        Ok(Self {
+            config,
+            modules,
+            delayed,
+            stats: Mutex::default(),
+            has_history: AtomicBool::new(false),
+            active: Mutex::default(),
+            device: device.clone(),
+        })
     }
 
     /// Returns the settings.
@@ -128,8 +154,33 @@ impl Fp8Layers {
     /// Turns FP8 on for a step, until the guard is dropped. `key` seeds stochastic rounding.
     pub fn enable(&self, key: u64) -> Result<Fp8Guard<'_>> {
         let is_first_step = self.is_first_step()?;
-        *self.lock() = Some(Active { is_first_step, input: None, key, n_gradients: vec![0; self.modules.len()] });
+        let n_layers = self.modules.len();
+        let stats = match *self.lock_stats() {
+            StepStats::Requested => Some(Fp8StatSums {
+                sums: Tensor::zeros((SLOTS * n_layers, N_SUMS), DType::F64, &self.device)?,
+                amaxes: Tensor::zeros(SLOTS * n_layers, DType::F32, &self.device)?,
+            }),
+            StepStats::Off | StepStats::Collected(_) => None,
+        };
+        *self.lock() = Some(Active { is_first_step, input: None, key, n_gradients: vec![0; n_layers], stats });
         Ok(Fp8Guard(self))
+    }
+
+    /// Collects statistics of all quantized tensors in the next step. They cost several passes over each tensor.
+    pub fn request_stats(&self) {
+        *self.lock_stats() = StepStats::Requested;
+    }
+
+    /// Returns the statistics of the last step, once; `None` if they were not requested.
+    pub fn take_stats(&self) -> Option<Fp8StatSums> {
+        match std::mem::take(&mut *self.lock_stats()) {
+            StepStats::Collected(stats) => Some(stats),
+            StepStats::Off | StepStats::Requested => None,
+        }
+    }
+
+    fn lock_stats(&self) -> MutexGuard<'_, StepStats> {
+        self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns true if delayed scaling has no history. Waits for the device until there is one.
@@ -206,7 +257,9 @@ impl Fp8Layers {
 
 impl Drop for Fp8Guard<'_> {
     fn drop(&mut self) {
-        *self.0.lock() = None;
+        if let Some(stats) = self.0.lock().take().and_then(|active| active.stats) {
+            *self.0.lock_stats() = StepStats::Collected(stats);
+        }
     }
 }
 
@@ -222,13 +275,14 @@ impl Fp8Linear {
             Fp8Recipe::Blockwise(_) => contraction,
             Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Contraction::Columns,
         };
+        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
         let is_same = |input: &&QuantizedInput| input.id == x.id() && input.contraction == contraction;
         let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
         if let Some(QuantizedInput { matrix, amax, .. }) = known {
             amax.map_or(Ok(()), |amax| self.record(Fp8Operand::Input, &amax))?;
+            self.add_stats(Fp8Operand::Input, &rows, &matrix)?;
             return Ok(matrix);
         }
-        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
         let (matrix, amax) = self.quantize(Fp8Operand::Input, &rows, contraction, Fp8Rounding::Nearest)?;
         if let Some(active) = self.layers.lock().as_mut() {
             active.input = Some(QuantizedInput { id: x.id(), contraction, matrix: matrix.clone(), amax });
@@ -264,8 +318,20 @@ impl Fp8Linear {
         Ok((grad_input, grad_weight))
     }
 
-    /// Quantizes an operand, and records its amax if scaling is delayed.
+    /// Quantizes an operand, records its amax if scaling is delayed, and its statistics if they are collected.
     fn quantize(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        contraction: Contraction,
+        rounding: Fp8Rounding,
+    ) -> Result<(Fp8Matrix, Option<Tensor>)> {
+        let (matrix, amax) = self.quantize_by_recipe(operand, x, contraction, rounding)?;
+        self.add_stats(operand, x, &matrix)?;
+        Ok((matrix, amax))
+    }
+
+    fn quantize_by_recipe(
         &self,
         operand: Fp8Operand,
         x: &Tensor,
@@ -289,6 +355,17 @@ impl Fp8Linear {
             }
             Fp8Recipe::Delayed(_) => bail!("delayed scaling has no state"),
         }
+    }
+
+    /// Adds the statistics of a quantized tensor, if they are collected.
+    fn add_stats(&self, operand: Fp8Operand, x: &Tensor, matrix: &Fp8Matrix) -> Result<()> {
+        let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
+        let Some(Fp8StatSums { sums, amaxes }) = stats else { return Ok(()) };
+        let (of_tensor, amax) = stats::sums(x, matrix)?;
+        let slot = self.slot(operand);
+        let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
+        sums.slice_set(&(&sums + of_tensor.unsqueeze(0)?)?, 0, 0)?;
+        largest.slice_set(&largest.maximum(&amax)?, 0, 0)
     }
 
     fn record(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {

@@ -10,6 +10,7 @@ mod linear;
 mod matrix;
 mod recipe;
 mod rounding;
+mod stats;
 
 pub use format::{FP8_BLOCK, FP8_STORAGE, Fp8Format};
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
@@ -17,3 +18,4 @@ pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
 pub use recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule};
 pub use rounding::Fp8Rounding;
+pub use stats::{Fp8StatSums, Fp8TensorStats};

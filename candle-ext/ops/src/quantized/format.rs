@@ -14,7 +14,7 @@ pub enum WeightStorage {
 }
 
 /// 8-bit quantization format: the values of the codes, and the blocks that share a scale.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 pub struct QuantFormat {
     /// Name for error messages.
     pub name: &'static str,
@@ -24,6 +24,15 @@ pub struct QuantFormat {
     pub block: ScaleBlock,
     /// Rounding of scales.
     pub scales: ScaleRounding,
+}
+
+impl PartialEq for QuantFormat {
+    /// Compares the bits of the codes' values: a NaN equals itself.
+    fn eq(&self, other: &Self) -> bool {
+        let bits = |format: &Self| format.codes.map(f32::to_bits);
+        let rest = |format: &Self| (format.name, format.block, format.scales);
+        rest(self) == rest(other) && bits(self) == bits(other)
+    }
 }
 
 /// Elements of a matrix that share a scale.

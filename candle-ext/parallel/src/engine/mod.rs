@@ -3,6 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size
 
 mod expert_bias;
+mod fp8;
 mod inference;
 mod loss;
 mod memory;
@@ -33,6 +34,7 @@ use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
+pub use fp8::Fp8LayerStats;
 pub use inference::{PackedTokens, ScoreQuery};
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};

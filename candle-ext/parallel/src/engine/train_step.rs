@@ -125,20 +125,6 @@ impl Engine {
     }
 }
 
-impl Engine {
-    /// Updates the scales of delayed scaling from the largest amaxes of all ranks, for the next step. Collective.
-    pub fn update_fp8_scales(&self) -> Result<()> {
-        let Some((fp8, amaxes)) = self.store.fp8().and_then(|fp8| Some((fp8, fp8.amaxes()?))) else { return Ok(()) };
-        let mut amaxes = self.group.all_reduce(amaxes, Reduce::Max)?;
-        if let Some(tensor) = &self.tensor {
-            amaxes = tensor.ranks.all_reduce(&amaxes, Reduce::Max)?;
-        }
-        fp8.update(&amaxes)?;
-        self.store.drop_fp8_copies();
-        Ok(())
-    }
-}
-
 /// Returns the total of each router from position `first` of all sums on.
 fn split_totals(sums: &Tensor, mut first: usize, routers: &[(usize, usize)]) -> Result<Vec<Tensor>> {
     let total_of = |(_, len): &(usize, usize)| {

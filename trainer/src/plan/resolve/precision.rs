@@ -18,6 +18,8 @@ const FIRST_LAST: &str = "precision.first_last_layers_bf16";
 const AT_START: &str = "precision.num_layers_at_start_in_bf16";
 const AT_END: &str = "precision.num_layers_at_end_in_bf16";
 const FILTER: &str = "precision.filter_fqns";
+const AUTO: &str = "precision.auto_filter";
+const STATS: &str = "precision.stats_interval";
 
 /// Returns the settings of FP8; `None` without a recipe. Reports keys that the recipe does not read.
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8Plan> {
@@ -41,7 +43,10 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8P
     };
     let layers_in_bf16 = layers_in_bf16(resolver);
     let filter_fqns = resolver.pick(FILTER, section.filter_fqns.clone(), Vec::new());
-    let plan = Fp8Plan { recipe: scales, format, gradient_rounding, layers_in_bf16, filter_fqns };
+    let auto_filter = resolver.pick(AUTO, section.auto_filter, false);
+    let stats_interval = resolver.count(STATS, section.stats_interval, 0);
+    let plan =
+        Fp8Plan { stats_interval, auto_filter, recipe: scales, format, gradient_rounding, layers_in_bf16, filter_fqns };
     if let Some(config) = &model.config {
         check_modules(resolver, &plan, config);
     }
@@ -114,6 +119,8 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (FIRST_LAST, section.first_last_layers_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (AT_START, section.num_layers_at_start_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (AT_END, section.num_layers_at_end_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
+        (AUTO, section.auto_filter.is_some(), is_on, "delayed, current or blockwise"),
+        (STATS, section.stats_interval.is_some(), is_on, "delayed, current or blockwise"),
         (FILTER, section.filter_fqns.is_some(), is_on, "delayed, current or blockwise"),
     ];
     for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {

@@ -1,0 +1,54 @@
+//! Scales and statistics of FP8 over all ranks.
+
+use candle_core::{DType, Result, Tensor};
+use candlewick_comm::Reduce;
+use candlewick_ops::{Fp8Operand, Fp8StatSums, Fp8TensorStats, to_host};
+
+use super::Engine;
+
+/// Statistics of one linear layer in a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fp8LayerStats {
+    /// Module name of the layer.
+    pub module: String,
+    /// Statistics of input, weight and gradient of the output, in the order of [`Fp8Operand::ALL`]; `None` for a tensor that
+    /// was not quantized.
+    pub tensors: [Option<Fp8TensorStats>; Fp8Operand::ALL.len()],
+}
+
+impl Engine {
+    /// Updates the scales of delayed scaling from the largest amaxes of all ranks, for the next step. Collective.
+    pub fn update_fp8_scales(&self) -> Result<()> {
+        let Some((fp8, amaxes)) = self.store.fp8().and_then(|fp8| Some((fp8, fp8.amaxes()?))) else { return Ok(()) };
+        fp8.update(&self.over_all_ranks(amaxes, Reduce::Max)?)?;
+        self.store.drop_fp8_copies();
+        Ok(())
+    }
+
+    /// Returns the statistics of the last step over all ranks; `None` if they were not requested with
+    /// [`Fp8Layers::request_stats`](candlewick_ops::Fp8Layers::request_stats). Waits for the device. Collective.
+    pub fn fp8_stats(&self) -> Result<Option<Vec<Fp8LayerStats>>> {
+        let Some(fp8) = self.store.fp8() else { return Ok(None) };
+        let Some(Fp8StatSums { sums, amaxes }) = fp8.take_stats() else { return Ok(None) };
+        let sums = to_host(&self.over_all_ranks(&sums, Reduce::Sum)?)?.to_vec2::<f64>()?;
+        let amaxes = self.over_all_ranks(&amaxes, Reduce::Max)?.to_dtype(DType::F64)?;
+        let amaxes = to_host(&amaxes)?.to_vec1::<f64>()?;
+        let of_slots = sums.iter().zip(amaxes).map(|(sums, amax)| match sums[..] {
+            [n, underflows, overflows, squares] => Fp8TensorStats::of([n, underflows, overflows, squares], amax),
+            _ => None,
+        });
+        let of_slots: Vec<_> = of_slots.collect();
+        let of_layers = fp8.modules().iter().zip(of_slots.as_chunks().0);
+        let stats = of_layers.map(|(module, tensors)| Fp8LayerStats { module: module.clone(), tensors: *tensors });
+        Ok(Some(stats.collect()))
+    }
+
+    /// Reduces a tensor over all ranks of the mesh. Collective.
+    fn over_all_ranks(&self, x: &Tensor, reduce: Reduce) -> Result<Tensor> {
+        let reduced = self.group.all_reduce(x, reduce)?;
+        match &self.tensor {
+            Some(tensor) => Ok(tensor.ranks.all_reduce(&reduced, reduce)?),
+            None => Ok(reduced),
+        }
+    }
+}
