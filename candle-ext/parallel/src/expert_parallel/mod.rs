@@ -87,6 +87,10 @@ impl ParallelOps for ExpertParallelOps<'_> {
         self.inner.sequence_parallel_size()
     }
 
+    fn sequence_parallel_rank(&self) -> usize {
+        self.inner.sequence_parallel_rank()
+    }
+
     fn input_shard(&self) -> ColumnShard {
         self.inner.input_shard()
     }
