@@ -43,7 +43,8 @@ pub struct ExpertPadding {
 impl ExpertCall<'_> {
     /// Computes [t, d] -> [t, d] with all experts on this rank.
     pub fn compute(&self) -> Result<Tensor> {
-        let assignment = &self.padded(self.routing.assignment.clone(), 1)?;
+        let assignment = &self.routing.assignment;
+        let assignment = &self.padded(assignment, 1)?.unwrap_or_else(|| assignment.clone());
         let rows_nd = ops::permute(self.x, assignment)?;
         let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
         let tokens = TokensPerCall::of(self.x.dim(0)?);
@@ -63,12 +64,9 @@ impl ExpertCall<'_> {
         self.experts.forward(rows_nd, weights_n, offsets, call)
     }
 
-    /// Pads an assignment of the tokens of `n_ranks` ranks, if the experts are padded.
-    pub fn padded(&self, assignment: ExpertAssignment, n_ranks: usize) -> Result<ExpertAssignment> {
-        match self.padding {
-            Some(padding) => assignment.padded_to(padding.rows_per_expert * n_ranks),
-            None => Ok(assignment),
-        }
+    /// Pads an assignment of the tokens of `n_ranks` ranks; `None` if the experts are not padded.
+    pub fn padded(&self, assignment: &ExpertAssignment, n_ranks: usize) -> Result<Option<ExpertAssignment>> {
+        self.padding.map(|padding| assignment.padded_to(padding.rows_per_expert * n_ranks)).transpose()
     }
 }
 

@@ -24,8 +24,8 @@ impl ExpertParallel {
         let n_local = self.n_local_experts(call);
         let assignment = call.routing.assignment.sharded(n_local, self.n_shards)?;
         let counts = RowCounts::new(&counts_of_ranks(&*self.ep, &assignment, call.padding)?, self.ep.rank());
-        let assignment = match call.padding {
-            Some(_) => call.padded(assignment, 1)?,
+        let assignment = match call.padded(&assignment, 1)? {
+            Some(padded) => padded,
             None => assignment.without_dropped_rows(counts.send.iter().sum())?,
         };
         let weights = ops::repeat_weights(&call.routing.weights, self.n_shards)?;
