@@ -4,8 +4,11 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufReader};
+use std::path::Path;
 
-use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian};
+use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian, read_header};
 use candlewick_parallel::MicroExperts;
 use safetensors::{Dtype, SafeTensors};
 
@@ -61,6 +64,12 @@ impl RoutingFile {
         ];
         let run = run.map(|run| (RUN, run.to_string()));
         numbers.into_iter().map(|(key, number)| (key, number.to_string())).chain(run).collect()
+    }
+
+    /// Returns the id of the run that wrote a file; `None` if the file has none, or is damaged. Reads the header alone.
+    pub(super) fn run_of(path: &Path) -> io::Result<Option<u64>> {
+        let header = read_header(&mut BufReader::new(File::open(path)?));
+        Ok(header.ok().and_then(|(_, header)| header.metadata().as_ref()?.get(RUN)?.parse().ok()))
     }
 
     /// Reads the bytes of a file. The error describes the damage.
