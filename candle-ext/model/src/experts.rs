@@ -45,17 +45,17 @@ impl ExpertCall<'_> {
     pub fn compute(&self) -> Result<Tensor> {
         let assignment = &self.routing.assignment;
         let assignment = &self.padded(assignment, 1)?.unwrap_or_else(|| assignment.clone());
-        let rows_nd = ops::permute(self.x, assignment)?;
         let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
         let tokens = TokensPerCall::of(self.x.dim(0)?);
-        ops::unpermute(&self.compute_rows(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
+        let rows_nd = ops::permute(self.x, assignment)?;
+        ops::unpermute(&self.compute_rows(rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
     }
 
     /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
     /// and `weights_n` f32 [n] multiply the outputs.
     pub fn compute_rows(
         &self,
-        rows_nd: &Tensor,
+        rows_nd: Tensor,
         weights_n: &Tensor,
         offsets: &Tensor,
         tokens: TokensPerCall,
@@ -75,8 +75,9 @@ impl Experts {
         Self { gate_up, down }
     }
 
-    fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
-        let gate_up_n2f = self.gate_up.forward(rows_nd, offsets, call)?;
+    fn forward(&self, rows_nd: Tensor, weights_n: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
+        let gate_up_n2f = self.gate_up.forward(&rows_nd, offsets, call)?;
+        drop(rows_nd);
         let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
         self.down.forward(&gated_nf, offsets, call)
     }

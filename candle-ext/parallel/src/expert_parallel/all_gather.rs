@@ -47,7 +47,7 @@ impl ExpertParallel {
             None => of_rank.without_dropped_rows(sizes.n_rows)?,
         };
         let computed = call.compute_rows(
-            &ops::permute(&tokens_d, &by_expert)?,
+            ops::permute(&tokens_d, &by_expert)?,
             &ops::permute_weights(&weights_k, &by_expert)?,
             &by_expert.offsets,
             TokensPerCall::Many,

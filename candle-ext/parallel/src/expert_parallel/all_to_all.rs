@@ -36,7 +36,7 @@ impl ExpertParallel {
         let by_expert = counts.assignment(n_local, call.x)?;
         let weights_m1 = ops::reshape(&weights_m, (counts.experts.len(), 1))?;
         let computed_md = call.compute_rows(
-            &ops::permute(&received_md, &by_expert)?,
+            ops::permute(&received_md, &by_expert)?,
             &ops::permute_weights(&weights_m1, &by_expert)?,
             &by_expert.offsets,
             TokensPerCall::Many,
