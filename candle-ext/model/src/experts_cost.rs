@@ -107,6 +107,14 @@ impl ExpertsCost {
         down.max(gate_up)
     }
 
+    /// Returns the bytes of the gradients of sent rows, which arrive while the shared expert has its backward.
+    pub(crate) fn returned_bytes(&self) -> u64 {
+        match self.exchange {
+            ExpertExchange::Rows { .. } => self.rows(self.d),
+            ExpertExchange::None | ExpertExchange::Tokens { .. } => 0,
+        }
+    }
+
     fn rows(&self, width: u64) -> u64 {
         self.n_computed_rows() * width * self.n_bytes
     }

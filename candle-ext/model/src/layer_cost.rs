@@ -133,9 +133,10 @@ impl LayerCost<'_> {
     pub fn backward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let mlp = match self.tiled() {
-            // The gate of a shared expert has a gradient of its input.
+            // The gate of a shared expert has a gradient of its input, and gradients of rows arrive meanwhile.
             None => {
-                let dense = self.mlp_backward(t) - self.mlp_saved(t) + self.ungated_bytes();
+                let arriving = self.experts().map_or(0, |experts| experts.returned_bytes());
+                let dense = self.mlp_backward(t) - self.mlp_saved(t) + self.ungated_bytes() + arriving;
                 (self.saved_bytes() + dense).max(self.experts_backward())
             }
             // The gradient of the MLP's input, and a tile's tape, output and input gradient.
