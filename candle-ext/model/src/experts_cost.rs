@@ -77,8 +77,8 @@ impl ExpertsCost {
 
     /// Returns the peak bytes of the forward of routed and shared experts.
     ///
-    /// On one rank the output of the routed experts, which is as large as that of the shared expert, is kept while the shared
-    /// expert computes, and until both are added. Otherwise the shared expert computes while tokens travel.
+    /// On one rank the output of the routed experts is kept while the shared expert computes, and until both are added. It is as
+    /// large as that of the shared expert. Otherwise the shared expert computes while tokens travel.
     pub(crate) fn forward_bytes_with(&self, shared: SharedExpertBytes) -> u64 {
         let kept = shared.output + shared.ungated;
         let sent = match self.exchange {
