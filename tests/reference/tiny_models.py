@@ -5,6 +5,8 @@ every parameter's gradient, computed by torch on CPU in f32 with eager attention
 disk first.
 
     python tests/reference/tiny_models.py [NAME..]
+
+The name of a model also makes its adapters; the name of an adapter makes it alone, from the model's committed folder.
 """
 
 import json
@@ -195,6 +197,8 @@ MOE_ADAPTERS = {
     "mixtral-lora": dict(base="mixtral", target_modules=["k_proj", "w1", "w2", "w3"]),
     # PEFT does not convert the names of this model: they match shared experts and the dense layer alone.
     "qwen2_moe-lora": dict(base="qwen2_moe", target_modules=["gate_proj", "down_proj"]),
+    # The gate of the shared expert, a linear layer with one output.
+    "qwen2_moe-gate-lora": dict(base="qwen2_moe", target_modules=["k_proj", "shared_expert_gate"]),
 }
 
 
@@ -232,7 +236,7 @@ def main():
     if "qwen2" in models:
         make_adapter(models["qwen2"])
     for name, how in MOE_ADAPTERS.items():
-        if how["base"] in models:
+        if how["base"] in models or name in sys.argv[1:]:
             make_moe_adapter(name, **how)
     total = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
     print(f"{total} bytes in {FIXTURES}")

@@ -44,6 +44,11 @@ pub trait ParallelOps {
         1
     }
 
+    /// Returns the index of this rank among those that split the residual stream; 0 without sequence parallelism.
+    fn sequence_parallel_rank(&self) -> usize {
+        0
+    }
+
     /// Returns the input columns of the row-parallel output projection that this rank holds.
     fn input_shard(&self) -> ColumnShard {
         ColumnShard::ALL
@@ -124,5 +129,10 @@ pub struct ForwardContext<'a> {
 impl ForwardContext<'_> {
     pub(crate) fn dropout(&self) -> Option<DropoutScope> {
         self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
+    }
+
+    /// Returns the scope of the residual stream, of which this rank has `n_rows` rows.
+    pub(crate) fn residual_dropout(&self, n_rows: usize) -> Option<DropoutScope> {
+        self.dropout().map(|dropout| dropout.at_row(self.parallel_ops.sequence_parallel_rank() * n_rows))
     }
 }

@@ -1,11 +1,12 @@
-//! Memory estimate of LoRA on the router and the routed experts of a layer, beyond that of the frozen layer.
+//! Memory estimate of LoRA on the router, the shared expert's gate and the routed experts of a layer, beyond that of the
+//! frozen layer.
 //!
 //! Dimensions: n rows, d hidden size, f intermediate size of an expert
 
 use crate::experts_cost::ExpertsCost;
 use crate::{ExpertMatrixSpec, MoeSpec};
 
-/// Sizes of the adapters of a layer's experts and router, in elements.
+/// Sizes of these adapters of a layer, in elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertAdaptersCost {
     n_tokens: u64,
@@ -16,8 +17,8 @@ pub(crate) struct ExpertAdaptersCost {
     n_bytes: u64,
     /// Sum of the ranks of the experts' adapters.
     ranks: u64,
-    /// Rank of the router's adapter; 0 without one.
-    router_rank: u64,
+    /// Sum of the ranks of the adapters that read this rank's tokens: of the router and the shared expert's gate.
+    token_ranks: u64,
     /// Output columns of the widest adapter of the gate and up projections; 0 without one.
     gate_up: u64,
     /// Output columns of the down projection's adapter; 0 without one.
@@ -31,6 +32,7 @@ impl ExpertAdaptersCost {
             matrix.adapters.iter().map(|adapter| adapter.columns.len() as u64).max().unwrap_or(0)
         };
         let adapters = moe.expert_matrices().flat_map(|matrix| &matrix.adapters);
+        let on_tokens = moe.shared_expert_gate().into_iter().chain([&moe.router_weight]);
         Self {
             n_tokens: experts.n_tokens,
             n_rows: experts.n_computed_rows(),
@@ -38,7 +40,7 @@ impl ExpertAdaptersCost {
             f: experts.width(),
             n_bytes: experts.n_bytes,
             ranks: adapters.map(|adapter| adapter.adapter.r as u64).sum(),
-            router_rank: moe.router_weight.adapter.as_ref().map_or(0, |adapter| adapter.r as u64),
+            token_ranks: on_tokens.filter_map(|linear| linear.adapter.as_ref()).map(|adapter| adapter.r as u64).sum(),
             gate_up: widest(&moe.gate_up).div_ceil(experts.n_shards()),
             down: widest(&moe.down),
         }
@@ -46,7 +48,7 @@ impl ExpertAdaptersCost {
 
     /// Returns the bytes of the outputs of the factors A, which backward reads.
     pub(crate) fn saved_bytes(&self) -> u64 {
-        self.rows(self.ranks) + self.n_tokens * self.router_rank * self.n_bytes
+        self.rows(self.ranks) + self.n_tokens * self.token_ranks * self.n_bytes
     }
 
     /// Returns the additional peak bytes of the forward: an adapter's output and its sum with the matrix's output.
@@ -84,7 +86,7 @@ mod tests {
         f: 6,
         n_bytes: 2,
         ranks: 0,
-        router_rank: 0,
+        token_ranks: 0,
         gate_up: 0,
         down: 0,
     };
@@ -96,7 +98,7 @@ mod tests {
     #[test]
     fn adapters_add_their_activations_and_sums() {
         assert_eq!(bytes(NONE), [0; 3]);
-        assert_eq!(bytes(ExpertAdaptersCost { router_rank: 3, ..NONE }), [5 * 3 * 2, 0, 0]);
+        assert_eq!(bytes(ExpertAdaptersCost { token_ranks: 3, ..NONE }), [5 * 3 * 2, 0, 0]);
         let gate_up = ExpertAdaptersCost { ranks: 5, gate_up: 12, ..NONE };
         assert_eq!(bytes(gate_up), [10 * 5 * 2, 10 * (12 + 12 - 6) * 2, 10 * 8 * 2]);
         let down = ExpertAdaptersCost { ranks: 5, down: 8, ..NONE };

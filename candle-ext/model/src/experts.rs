@@ -43,18 +43,19 @@ pub struct ExpertPadding {
 impl ExpertCall<'_> {
     /// Computes [t, d] -> [t, d] with all experts on this rank.
     pub fn compute(&self) -> Result<Tensor> {
-        let assignment = &self.padded(self.routing.assignment.clone(), 1)?;
-        let rows_nd = ops::permute(self.x, assignment)?;
+        let assignment = &self.routing.assignment;
+        let assignment = &self.padded(assignment, 1)?.unwrap_or_else(|| assignment.clone());
         let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
         let tokens = TokensPerCall::of(self.x.dim(0)?);
-        ops::unpermute(&self.compute_rows(&rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
+        let rows_nd = ops::permute(self.x, assignment)?;
+        ops::unpermute(&self.compute_rows(rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
     }
 
     /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
     /// and `weights_n` f32 [n] multiply the outputs.
     pub fn compute_rows(
         &self,
-        rows_nd: &Tensor,
+        rows_nd: Tensor,
         weights_n: &Tensor,
         offsets: &Tensor,
         tokens: TokensPerCall,
@@ -63,12 +64,9 @@ impl ExpertCall<'_> {
         self.experts.forward(rows_nd, weights_n, offsets, call)
     }
 
-    /// Pads an assignment of the tokens of `n_ranks` ranks, if the experts are padded.
-    pub fn padded(&self, assignment: ExpertAssignment, n_ranks: usize) -> Result<ExpertAssignment> {
-        match self.padding {
-            Some(padding) => assignment.padded_to(padding.rows_per_expert * n_ranks),
-            None => Ok(assignment),
-        }
+    /// Pads an assignment of the tokens of `n_ranks` ranks; `None` if the experts are not padded.
+    pub fn padded(&self, assignment: &ExpertAssignment, n_ranks: usize) -> Result<Option<ExpertAssignment>> {
+        self.padding.map(|padding| assignment.padded_to(padding.rows_per_expert * n_ranks)).transpose()
     }
 }
 
@@ -77,8 +75,9 @@ impl Experts {
         Self { gate_up, down }
     }
 
-    fn forward(&self, rows_nd: &Tensor, weights_n: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
-        let gate_up_n2f = self.gate_up.forward(rows_nd, offsets, call)?;
+    fn forward(&self, rows_nd: Tensor, weights_n: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
+        let gate_up_n2f = self.gate_up.forward(&rows_nd, offsets, call)?;
+        drop(rows_nd);
         let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
         self.down.forward(&gated_nf, offsets, call)
     }

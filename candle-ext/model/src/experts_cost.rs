@@ -37,6 +37,8 @@ impl ExpertExchange {
 pub(crate) struct SharedExpertBytes {
     pub(crate) peak: u64,
     pub(crate) output: u64,
+    /// Bytes of the output before the gate, which the backward of the gate reads; zero without a gate.
+    pub(crate) ungated: u64,
 }
 
 /// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
@@ -75,15 +77,24 @@ impl ExpertsCost {
 
     /// Returns the peak bytes of the forward of routed and shared experts.
     ///
-    /// On one rank the output of the routed experts is kept while the shared expert computes. Otherwise the shared expert
-    /// computes while tokens travel.
+    /// On one rank the output of the routed experts is kept while the shared expert computes, and until both are added. It is as
+    /// large as that of the shared expert. Otherwise the shared expert computes while tokens travel.
     pub(crate) fn forward_bytes_with(&self, shared: SharedExpertBytes) -> u64 {
+        let kept = shared.output + shared.ungated;
         let sent = match self.exchange {
-            ExpertExchange::None => return self.forward_bytes().max(shared.output + shared.peak),
+            ExpertExchange::None => return self.forward_bytes().max(shared.output + shared.peak.max(kept)),
             ExpertExchange::Rows { .. } => self.exchanged_bytes(),
             ExpertExchange::Tokens { .. } => 0,
         };
-        (shared.output + self.forward_bytes()).max(sent + self.exchanged_bytes() + shared.peak)
+        (kept + self.forward_bytes()).max(sent + self.exchanged_bytes() + shared.peak)
+    }
+
+    /// Returns [`ExpertsCost::forward_bytes_with`] of a forward that is recorded for backward: on one rank, all that both save,
+    /// with gated activations, is kept until the outputs are added.
+    pub(crate) fn recorded_forward_bytes_with(&self, shared: SharedExpertBytes) -> u64 {
+        let both = self.saved_bytes() + self.rows(self.width()) + shared.peak + 2 * shared.output + shared.ungated;
+        let both = if self.exchange == ExpertExchange::None && shared.output > 0 { both } else { 0 };
+        self.forward_bytes_with(shared).max(both)
     }
 
     /// Returns the peak bytes of the backward beyond the saved activations.
@@ -94,6 +105,14 @@ impl ExpertsCost {
         // The gradients of gate and up and of the permuted rows, and the rows.
         let gate_up = rows(2 * f) + 2 * rows(self.d);
         down.max(gate_up)
+    }
+
+    /// Returns the bytes of the gradients of sent rows, which arrive while the shared expert has its backward.
+    pub(crate) fn returned_bytes(&self) -> u64 {
+        match self.exchange {
+            ExpertExchange::Rows { .. } => self.rows(self.d),
+            ExpertExchange::None | ExpertExchange::Tokens { .. } => 0,
+        }
     }
 
     fn rows(&self, width: u64) -> u64 {

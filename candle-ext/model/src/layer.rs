@@ -137,11 +137,17 @@ impl LayerSpec {
         of_mixer.chain(mlp.into_iter().flat_map(|mlp| mlp.gate_up.iter_mut().chain([&mut mlp.down])))
     }
 
-    /// Returns the LoRA adapters in forward order: of linear layers, the router and the experts.
+    /// Returns the LoRA adapters: of linear layers, the shared expert's gate, the router and the experts.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
-        let of_linears = self.linears().filter_map(|linear| linear.adapter.as_ref());
-        let of_router = self.router().and_then(|router| router.adapter.as_ref());
-        of_linears.chain(of_router).chain(self.expert_adapters().map(|adapter| &adapter.adapter))
+        let linears = self.linears().chain(self.shared_expert_gate()).chain(self.router());
+        linears
+            .filter_map(|linear| linear.adapter.as_ref())
+            .chain(self.expert_adapters().map(|adapter| &adapter.adapter))
+    }
+
+    /// Returns the gate of the shared expert; `None` without one.
+    pub fn shared_expert_gate(&self) -> Option<&LinearSpec> {
+        if let MlpSpec::Moe(moe) = &self.mlp { moe.shared_expert_gate() } else { None }
     }
 
     /// Returns the router; `None` for a dense layer.

@@ -93,7 +93,24 @@ impl LayerCost<'_> {
 
     /// Returns the peak bytes of a forward without autograd, excluding the input.
     pub fn forward_bytes(&self) -> u64 {
-        let (Widths { d, q, kv, f }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
+        let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
+        let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
+        let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
+        self.mlp_forward(ExpertsCost::forward_bytes_with).max(attention)
+            + self.attention_cost().reference_forward_bytes()
+    }
+
+    /// Returns the peak bytes of a recorded forward of the MLP with the saved activations, excluding the input. Beyond those,
+    /// the outputs of the norm, of the experts and of their permutation exist until the forward ends.
+    pub fn recorded_forward_bytes(&self) -> u64 {
+        // Both terms have an output of the residual stream: attention's projection.
+        self.mlp_forward(ExpertsCost::recorded_forward_bytes_with) + self.saved_until_attention()
+            - self.activation_bytes()
+    }
+
+    /// Returns the peak bytes of the MLP's forward, with the residual stream and `of_experts`.
+    fn mlp_forward(&self, of_experts: fn(&ExpertsCost, SharedExpertBytes) -> u64) -> u64 {
+        let (Widths { d, f, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
         let down = self
             .layer
@@ -102,24 +119,25 @@ impl LayerCost<'_> {
             .map_or(0, |mlp| self.linear(u, [f, d], (&mlp.down, LinearInput::Unused)).forward().scratch_bytes);
         let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
         let dense = u * s * 3 * f + tile + down;
-        let shared = self.layer.mlp.swiglu().map(|_| SharedExpertBytes { peak: dense, output: t * s * d });
+        let shared = self.layer.mlp.swiglu().map(|_| SharedExpertBytes {
+            peak: dense,
+            output: t * s * d,
+            ungated: self.ungated_bytes(),
+        });
         let adapters = self.expert_adapters().map_or(0, |adapters| adapters.forward_bytes());
-        let routed =
-            self.experts().map_or(0, |experts| experts.forward_bytes_with(shared.unwrap_or_default()) + adapters);
-        let mlp = residual + t * s * d + dense.max(routed).max(self.router_forward());
-        let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
-        let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
-        mlp.max(attention) + self.attention_cost().reference_forward_bytes()
+        let routed = self.experts().map_or(0, |experts| of_experts(&experts, shared.unwrap_or_default()) + adapters);
+        residual + t * s * d + dense.max(routed).max(self.router_forward())
     }
 
     /// Returns the peak bytes of a backward with its saved activations, excluding the output's gradient.
     pub fn backward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let mlp = match self.tiled() {
+            // The gate of a shared expert has a gradient of its input, and gradients of rows arrive meanwhile.
             None => {
-                let adapters = self.expert_adapters().map_or(0, |adapters| adapters.backward_bytes());
-                let routed = self.experts().map_or(0, |experts| experts.backward_bytes() + adapters);
-                self.saved_bytes() + (self.mlp_backward(t) - self.mlp_saved(t)).max(routed)
+                let arriving = self.experts().map_or(0, |experts| experts.returned_bytes());
+                let dense = self.mlp_backward(t) - self.mlp_saved(t) + self.ungated_bytes() + arriving;
+                (self.saved_bytes() + dense).max(self.experts_backward())
             }
             // The gradient of the MLP's input, and a tile's tape, output and input gradient.
             Some(tiled) => {
@@ -129,7 +147,30 @@ impl LayerCost<'_> {
         // The gradients of the sum, of attention's output, of q, k and v.
         let grads = t * s * (d + 2 * q + 2 * kv);
         let scratch = self.attention_cost().backward().scratch_bytes + self.exchange.backward_bytes;
-        mlp.max(self.router_backward()).max(self.saved_until_attention() + grads + scratch) + self.sublayer_bytes()
+        let attention = self.saved_until_attention() + grads + scratch;
+        mlp.max(self.router_backward()).max(attention).max(self.projections_backward()) + self.sublayer_bytes()
+    }
+
+    /// Returns the peak bytes of the routed experts' backward with the saved activations; zero for a dense layer.
+    ///
+    /// On one rank the backward of a shared expert is first. Its saved activations are then free, and the gradient of the input
+    /// exists. The permuted rows are recomputed from the norm's output, which is recomputed, too.
+    fn experts_backward(&self) -> u64 {
+        let (Some(experts), Some(adapters)) = (self.experts(), self.expert_adapters()) else { return 0 };
+        let bytes = self.saved_bytes() + experts.backward_bytes() + adapters.backward_bytes();
+        if self.experts != ExpertExchange::None {
+            return bytes;
+        }
+        let shared = self.layer.mlp.swiglu().map_or(0, |_| self.activation_bytes());
+        let freed = self.mlp_saved(self.n_tokens) + self.ungated_bytes();
+        bytes - freed + shared + self.activation_bytes()
+    }
+
+    /// Returns the peak bytes of the backward of the projections to q, k and v, after that of attention: the layer's output,
+    /// the gradient of the sum, the recomputed norm, the gradients of q and k, those of their inputs, and the sum of these.
+    fn projections_backward(&self) -> u64 {
+        let Widths { d, q, kv, .. } = self.widths();
+        self.activation_bytes() + self.n_tokens * self.n_bytes() * (5 * d + q + kv)
     }
 
     /// Returns the bytes of the RoPE tables, which all layers share.
@@ -165,6 +206,11 @@ impl LayerCost<'_> {
             n_bytes: self.n_bytes(),
             exchange: self.experts,
         })
+    }
+
+    /// Returns the bytes of a shared expert's output before its gate; zero without a gate.
+    fn ungated_bytes(&self) -> u64 {
+        self.layer.shared_expert_gate().map_or(0, |_| self.activation_bytes())
     }
 
     /// Returns the peak bytes of a router's forward in f64: the copies, and the rounded logits.
@@ -259,7 +305,9 @@ impl LayerCost<'_> {
         let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.dtype).saved_bytes;
         let routed = self.experts().map_or(0, |experts| experts.saved_bytes());
         let routed = routed + self.expert_adapters().map_or(0, |adapters| adapters.saved_bytes());
-        sum + routed + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
+        sum + routed
+            + self.ungated_bytes()
+            + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
     }
 
     /// Returns the bytes that the MLP saves for `rows` tokens: gate, up and LoRA activations.

@@ -79,7 +79,10 @@ impl SharedExpert {
     fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let y_td = self.mlp.forward_sublayer(x_td, context)?;
         match &self.gate {
-            Some(gate) => ops::sigmoid_gate(&y_td, &gate.forward(x_td, None)?),
+            Some(gate) => {
+                let dropout = context.residual_dropout(x_td.dim(0)?);
+                ops::sigmoid_gate(&y_td, &gate.forward(x_td, dropout.as_ref())?)
+            }
             None => Ok(y_td),
         }
     }

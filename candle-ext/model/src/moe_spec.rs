@@ -122,8 +122,12 @@ impl MoeSpec {
     pub(crate) fn n_active_routed_weights(&self) -> usize {
         let of_expert = |matrix: &ExpertMatrixSpec| matrix.out * matrix.input.len;
         let selected = self.router.top_k * (of_expert(&self.gate_up) + of_expert(&self.down));
-        let gate = self.shared_expert.as_ref().and_then(|shared| shared.gate.as_ref());
-        selected + self.router_weight.n_weights() + gate.map_or(0, LinearSpec::n_weights)
+        selected + self.router_weight.n_weights() + self.shared_expert_gate().map_or(0, LinearSpec::n_weights)
+    }
+
+    /// Returns the gate of the shared expert; `None` without one.
+    pub(crate) fn shared_expert_gate(&self) -> Option<&LinearSpec> {
+        self.shared_expert.as_ref().and_then(|shared| shared.gate.as_ref())
     }
 
     /// Returns the parameters except those of the shared expert's MLP.
@@ -141,7 +145,7 @@ impl MoeSpec {
         }
         params.push(self.gate_up.param(self.hub_experts(&self.gate_up, &self.hub.linears[..2]), std));
         params.push(self.down.param(self.hub_experts(&self.down, &self.hub.linears[2..]), std));
-        params.extend(self.shared_expert.iter().filter_map(|shared| shared.gate.as_ref()).map(linear));
+        params.extend(self.shared_expert_gate().map(linear));
         params
     }
 

@@ -7,12 +7,17 @@ use candle_core::{DType, Result, Tensor, TensorId, bail};
 /// Backward of one op: takes the contiguous gradient of its output and returns the gradients of its inputs.
 pub(crate) type BackwardFn = Box<dyn FnOnce(&Tensor, &mut BackwardContext<'_>) -> Result<Vec<Option<Tensor>>>>;
 
+/// Continuation of a started exchange: waits for it and returns the received tensor.
+pub type PendingExchange = Box<dyn FnOnce() -> Result<Tensor>>;
+
 type DeferredWork = Box<dyn FnOnce() -> Result<()>>;
 
 /// State of one backward pass. A tape that runs its backward inside another tape's op has a state of its own.
 pub(crate) struct BackwardState {
     /// Gradients accumulated so far, by tensor.
     pub(crate) grads: HashMap<TensorId, Tensor>,
+    /// Gradients that an exchange in flight brings, by tensor, in the order of the exchanges.
+    pending: Vec<(TensorId, PendingExchange)>,
     deferred: Vec<DeferredWork>,
 }
 
@@ -30,7 +35,14 @@ pub struct BackwardContext<'a> {
 impl BackwardState {
     /// Starts from the gradient of the tape's output.
     pub(crate) fn new(output: TensorId, dy: Tensor) -> Self {
-        Self { grads: HashMap::from([(output, dy)]), deferred: Vec::new() }
+        Self { grads: HashMap::from([(output, dy)]), pending: Vec::new(), deferred: Vec::new() }
+    }
+
+    /// Waits for the next gradient in flight, of tensor `id` or of any, and returns it with its tensor.
+    pub(crate) fn receive(&mut self, id: Option<TensorId>) -> Result<Option<(TensorId, Tensor)>> {
+        let position = self.pending.iter().position(|(of, _)| id.is_none_or(|id| id == *of));
+        let Some((id, pending)) = position.map(|position| self.pending.remove(position)) else { return Ok(None) };
+        Ok(Some((id, pending()?)))
     }
 
     /// Runs the deferred work, in the order of its deferral.
@@ -70,6 +82,17 @@ impl<'a> BackwardContext<'a> {
     /// Returns true if [`defer`](Self::defer) runs its work later.
     pub fn defers(&self) -> bool {
         self.defers
+    }
+
+    /// Leaves the gradient of input `input_idx` to a started exchange; the op must return `None` for that input. Backward waits
+    /// for the exchange when an op needs the gradient. Independent ops between compute meanwhile.
+    pub fn receive_later(&mut self, input_idx: usize, pending: PendingExchange) -> Result<()> {
+        match self.inputs.get(input_idx).copied().flatten() {
+            Some(id) => self.state.pending.push((id, pending)),
+            // Nothing needs the gradient, but the other ranks take part in the exchange.
+            None => drop(pending()?),
+        }
+        Ok(())
     }
 
     pub(crate) fn run_deferred(&mut self) -> Result<()> {

@@ -72,7 +72,7 @@ pub use attention::{
     AttentionChoice, AttentionChunk, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec,
     ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk, attention_chunk_backward, kv_cache_dtype,
 };
-pub use backward::BackwardContext;
+pub use backward::{BackwardContext, PendingExchange};
 pub use bytes::{tensor_from_bytes, with_bytes};
 pub use concat::concat;
 pub use cost::{Cost, DeviceKind, LinearInput};
@@ -114,7 +114,7 @@ pub use moe::sinkhorn::sinkhorn;
 pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
-pub use recording::{OpInput, PendingExchange, auxiliary_loss, no_grad, record, record_exchange, requires_grad};
+pub use recording::{OpInput, auxiliary_loss, no_grad, record, record_exchange, requires_grad};
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;

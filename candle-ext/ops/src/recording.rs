@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::backward::{BackwardContext, BackwardFn};
+use crate::backward::{BackwardContext, BackwardFn, PendingExchange};
 use crate::saved::{GatedOutputs, Recomputable, Saved};
 use crate::scope::{Scope, TapeNode, with_recording, within};
 use crate::weight::Weight;
@@ -19,9 +19,6 @@ pub enum OpInput<'a> {
     /// Placeholder for trainable weights inside the op, whose gradients its backward handles itself.
     InnerWeights,
 }
-
-/// Continuation of a started exchange: waits for it and returns the received tensor.
-pub type PendingExchange = Box<dyn FnOnce() -> Result<Tensor>>;
 
 impl<'a> From<&'a Tensor> for OpInput<'a> {
     fn from(tensor: &'a Tensor) -> Self {

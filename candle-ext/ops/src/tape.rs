@@ -100,12 +100,18 @@ impl Tape {
         state.grads.extend(self.auxiliary.iter().zip(weights).map(|((_, loss), weight)| (loss.id(), weight.clone())));
         self.nodes.into_iter().rev().try_for_each(|node| differentiate(node, &mut state))?;
         state.run_deferred()?;
+        while let Some((id, grad)) = state.receive(None)? {
+            add_grad(&mut state, id, grad)?;
+        }
         Ok(Grads(state.grads))
     }
 }
 
 /// Runs the backward of one op and accumulates its inputs' gradients.
 fn differentiate(node: TapeNode, state: &mut BackwardState) -> Result<()> {
+    while let Some((id, grad)) = state.receive(Some(node.output))? {
+        add_grad(state, id, grad)?;
+    }
     let Some(dy) = state.grads.remove(&node.output) else { return Ok(()) };
     let _span = span(node.name, "backward");
     let mut context = BackwardContext::new(state, &node.inputs, node.follows_exchange);
@@ -114,12 +120,18 @@ fn differentiate(node: TapeNode, state: &mut BackwardState) -> Result<()> {
     drop(dy);
     for (id, grad) in node.inputs.into_iter().zip(of_inputs) {
         let (Some(id), Some(grad)) = (id, grad) else { continue };
-        let sum = match state.grads.remove(&id) {
-            Some(sum) => add(&sum, &grad)?,
-            None => grad,
-        };
-        state.grads.insert(id, sum);
+        add_grad(state, id, grad)?;
     }
+    Ok(())
+}
+
+/// Adds to the accumulated gradient of a tensor.
+fn add_grad(state: &mut BackwardState, id: TensorId, grad: Tensor) -> Result<()> {
+    let sum = match state.grads.remove(&id) {
+        Some(sum) => add(&sum, &grad)?,
+        None => grad,
+    };
+    state.grads.insert(id, sum);
     Ok(())
 }
 

@@ -128,6 +128,13 @@ impl ParallelOps for TensorParallelOps<'_> {
         self.tensor.sequence_parallel_size()
     }
 
+    fn sequence_parallel_rank(&self) -> usize {
+        match self.tensor.sequence_parallel {
+            SequenceParallel::Off => 0,
+            SequenceParallel::On => self.tensor.ranks.rank(),
+        }
+    }
+
     fn input_shard(&self) -> ColumnShard {
         ColumnShard { index: self.tensor.ranks.rank(), n_shards: self.tensor.ranks.size() }
     }

@@ -64,7 +64,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) ->
     })
 }
 
-/// Replaces the file at `path` atomically, as [`write_atomically`] does, and syncs it to disk first.
+/// Replaces the file at `path` atomically, as [`write_atomically`] does, and syncs it and its name to disk.
 ///
 /// # Errors
 /// Those of [`write_atomically`], and a failed sync.
@@ -73,7 +73,16 @@ pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io
         write(file)?;
         file.flush()?;
         file.get_ref().sync_all()
-    })
+    })?;
+    sync_folder(folder_of(path))
+}
+
+/// Syncs the names in a folder to disk.
+///
+/// # Errors
+/// If the folder cannot be opened or synced.
+pub fn sync_folder(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
 }
 
 /// Replaces `path` with the file or link that `create` makes under a temporary name in the same folder.
@@ -81,7 +90,7 @@ pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io
 /// # Errors
 /// Those of [`write_atomically`].
 pub fn replace_atomically(path: &Path, create: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
+    let folder = folder_of(path);
     create_dir_all(folder)?;
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let unfinished = Builder::new().prefix(&format!(".{name}.")).suffix(".tmp").make_in(folder, |_| Ok(()))?;
@@ -108,6 +117,10 @@ fn read_to_end(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
         false => Ok(bytes),
         true => Err(io::Error::other(format!("it has more than {most} bytes"))),
     }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
 fn text_of(bytes: Vec<u8>) -> io::Result<String> {

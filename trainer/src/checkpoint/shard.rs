@@ -4,9 +4,9 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-use candlewick_model::checkpoint::little_endian;
+use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian, read_header};
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::Metadata;
 
 use super::error::CheckpointError;
 use super::hash::HashedFile;
@@ -16,8 +16,6 @@ use super::storage::Storage;
 
 /// The number of values that are copied at once: 4 MiB.
 pub(crate) const VALUES_PER_BLOCK: usize = 1 << 20;
-/// The maximum length of a header. Longer ones are rejected as corrupt.
-const MAX_HEADER: u64 = 100 << 20;
 
 /// Writes `chunks`, in order, to the file `dir/name`.
 pub(crate) fn write_shard(
@@ -87,33 +85,9 @@ pub(crate) fn read_shard(
 }
 
 fn header(chunks: &[TensorChunk]) -> Vec<u8> {
-    let mut end = 0;
-    let infos = chunks.iter().map(|chunk| {
-        let begin = end;
-        end += 4 * chunk.range.len();
-        let info = TensorInfo { dtype: Dtype::F32, shape: chunk.shape(), data_offsets: (begin, end) };
-        (chunk.tensor.name.clone(), info)
-    });
-    let metadata = Metadata::new(None, infos.collect()).expect("the offsets are consecutive");
-    let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
-    json.resize(json.len().next_multiple_of(8), b' ');
-    let mut header = (json.len() as u64).to_le_bytes().to_vec();
-    header.extend(json);
-    header
-}
-
-/// Returns the offset of the data, and the header.
-fn read_header(file: &mut impl Read) -> Result<(u64, Metadata), String> {
-    let mut length = [0u8; 8];
-    file.read_exact(&mut length).map_err(|error| format!("the header is missing: {error}"))?;
-    let length = u64::from_le_bytes(length);
-    if length > MAX_HEADER {
-        return Err(format!("the header has {length} bytes"));
-    }
-    let mut json = vec![0u8; length as usize];
-    file.read_exact(&mut json).map_err(|error| format!("the header is truncated: {error}"))?;
-    let metadata = serde_json::from_slice(&json).map_err(|error| format!("the header is malformed: {error}"))?;
-    Ok((8 + length, metadata))
+    let entry =
+        |chunk: &TensorChunk| HeaderEntry { name: chunk.tensor.name.clone(), dtype: Dtype::F32, shape: chunk.shape() };
+    encode_header(&[], chunks.iter().map(entry))
 }
 
 fn data_offset(metadata: &Metadata, chunk: &TensorChunk) -> Result<u64, String> {

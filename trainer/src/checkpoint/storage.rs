@@ -1,10 +1,11 @@
 //! The file system operations of a checkpoint, as a trait so that tests can inject faults.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
 use candlewick_model::checkpoint::{DurableFile, UNFINISHED_MARKER, remove_unfinished};
+use candlewick_text::files::sync_folder;
 
 /// File system operations.
 pub(crate) trait Storage {
@@ -55,7 +56,7 @@ impl Storage for LocalDisk {
     }
 
     fn sync_dir(&self, dir: &Path) -> io::Result<()> {
-        File::open(dir)?.sync_all()
+        sync_folder(dir)
     }
 
     fn remove_dir(&self, dir: &Path) -> io::Result<()> {

@@ -46,7 +46,7 @@ Examples:
 pub(super) fn run(args: &CheckArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
     let access = if args.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
-    let known = known(&loaded, access, verbosity, args.world.world_info()?)?;
+    let known = known(&loaded, access, verbosity, args.world.world_info()?)?.of_run_here(&loaded);
     let plan = Plan::resolve(&loaded, &known)?;
     match args.output_format {
         OutputFormat::Text => ui.print(plan.table(shown(args, verbosity)).trim_end())?,

@@ -74,16 +74,25 @@ pub(super) fn hub(ui: &Ui) -> Result<Hub> {
     Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
 }
 
-/// Resolves a recipe. Reports errors of the recipe itself before it requests the model's config from the Hub.
+/// Resolves the recipe of a command that does not train.
 pub(super) fn plan(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldInfo) -> Result<Plan> {
+    resolve(recipe, |loaded, access| known(loaded, access, verbosity, world_info))
+}
+
+/// Resolves the recipe of a run on this machine.
+pub(super) fn plan_of_run(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldInfo) -> Result<Plan> {
+    resolve(recipe, |loaded, access| Ok(known(loaded, access, verbosity, world_info)?.of_run_here(loaded)))
+}
+
+/// Resolves a recipe. Reports errors of the recipe itself before it requests the model's config from the Hub.
+fn resolve(recipe: &RecipeArgs, known: impl Fn(&Loaded, HubAccess) -> Result<Environment>) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
-    let here = known(&loaded, HubAccess::ThisMachine, verbosity, world_info)?;
+    let here = known(&loaded, HubAccess::ThisMachine)?;
     let plan = Plan::resolve(&loaded, &here)?;
     if here.config.is_some() {
         return Ok(plan);
     }
-    let known = known(&loaded, HubAccess::Network, verbosity, world_info)?;
-    Ok(Plan::resolve(&loaded, &known)?)
+    Ok(Plan::resolve(&loaded, &known(&loaded, HubAccess::Network)?)?)
 }
 
 /// Gathers the facts about the machine and the Hub that a plan depends on. Errors name the purpose.

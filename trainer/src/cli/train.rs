@@ -5,7 +5,7 @@ use candlewick_comm::rank_env::RankEnv;
 use candlewick_runtime::rank_env::rank_env;
 use clap::Args;
 
-use super::options::{RecipeArgs, Verbosity, hub, plan, world_info};
+use super::options::{RecipeArgs, Verbosity, hub, plan_of_run, world_info};
 use super::profile::{Profile, ProfileSort};
 use super::{Ui, logging};
 use crate::estimate::{Capacity, Setup, estimate};
@@ -36,7 +36,7 @@ If a checkpoint entry has auto_resume: true, the same command resumes an interru
 
 pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let env = rank_env()?;
-    let plan = plan(&args.recipe, verbosity, world_info(&env))?;
+    let plan = plan_of_run(&args.recipe, verbosity, world_info(&env))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
     let mut profile = args
         .profile

@@ -11,7 +11,7 @@ use std::time::{Instant, SystemTime};
 use candlewick_text::files::write_atomically;
 use jiff::Timestamp;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::jsonl::unused_name;
 use super::memory::Memory;
@@ -30,7 +30,12 @@ pub struct RunJson {
 pub struct RunReport {
     /// The version of this format.
     pub format: u32,
-    /// The start of the run, in UTC.
+    /// The id of the run: its start in milliseconds since 1970. A run that resumes, or restarts before its first checkpoint,
+    /// keeps it.
+    pub run_id: Option<u64>,
+    /// The folder of this file. A copy of the file is in another one.
+    pub folder: Option<PathBuf>,
+    /// The start of the process, in UTC.
     pub started_at: String,
     /// The time of the last update, in UTC. With `exit`, the end of the run.
     pub updated_at: String,
@@ -95,8 +100,14 @@ impl RunJson {
     /// `run.1.json`, `.2`, and so on.
     pub fn start(log: &LogPlan, plan: Value) -> io::Result<Self> {
         let now = utc(SystemTime::now());
+        let path = log.output_dir.as_ref().map(|dir| dir.join("run.json"));
+        let folder = log.output_dir.as_ref().and_then(|dir| dir.canonicalize().ok());
+        let previous = path.as_deref().map(read).unwrap_or_default();
+        let is_unfinished = previous["exit"]["code"] != 0 && previous["folder"] == json!(folder);
         let report = RunReport {
             format: 1,
+            run_id: previous["run_id"].as_u64().filter(|_| is_unfinished),
+            folder,
             started_at: now.clone(),
             updated_at: now,
             elapsed_s: 0.0,
@@ -110,13 +121,17 @@ impl RunJson {
             skipped_steps: 0,
             metrics: Value::Null,
         };
-        let path = log.output_dir.as_ref().map(|dir| dir.join("run.json"));
-        if let Some(path) = path.as_deref().filter(|path| is_done(path)) {
+        if let Some(path) = path.as_deref().filter(|_| previous["exit"]["code"] == 0) {
             fs::rename(path, unused_name(path))?;
         }
         let mut run_json = Self { path, report, started: Instant::now() };
         run_json.update(|_| ())?;
         Ok(run_json)
+    }
+
+    /// Returns the id of the run; at the start, that of an unfinished run in the folder.
+    pub fn run_id(&self) -> Option<u64> {
+        self.report.run_id
     }
 
     /// Changes the report and writes it.
@@ -165,10 +180,9 @@ impl HostInfo {
     }
 }
 
-/// Returns true if a report belongs to a run that finished with exit code 0.
-fn is_done(path: &Path) -> bool {
-    let report = fs::read(path).ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
-    report.is_some_and(|report| report["exit"]["code"] == 0)
+/// Reads a report; null if there is none.
+fn read(path: &Path) -> Value {
+    fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
 }
 
 /// Formats a time as 2026-11-21T02:03:04Z.
@@ -181,7 +195,6 @@ fn utc(time: SystemTime) -> String {
 mod tests {
     use super::*;
     use crate::metrics::plan::Console;
-    use serde_json::json;
     use std::time::{Duration, UNIX_EPOCH};
 
     fn log(output_dir: Option<PathBuf>) -> LogPlan {
@@ -233,6 +246,28 @@ mod tests {
         assert_eq!(read()["ledger"]["read"], 10);
         assert_eq!(read()["exit"], json!({"code": 75, "reason": "SIGTERM, saved at step 3"}));
         assert_eq!(fs::read_dir(&output_dir).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_restarted_run_keeps_its_id_and_a_copied_or_finished_one_does_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let [folder, copy] = ["out", "copy"].map(|name| dir.path().join(name));
+        let start = |folder: &Path| {
+            fs::create_dir_all(folder).unwrap();
+            RunJson::start(&log(Some(folder.to_owned())), json!({})).unwrap()
+        };
+        let mut first = start(&folder);
+        assert_eq!(first.run_id(), None);
+        first.update(|report| report.run_id = Some(7)).unwrap();
+        fs::create_dir(&copy).unwrap();
+        fs::copy(folder.join("run.json"), copy.join("run.json")).unwrap();
+        assert_eq!([&folder, &copy].map(|folder| start(folder).run_id()), [Some(7), None]);
+        start(&folder).finish(RunExit { code: 3, reason: "data".to_owned() }).unwrap();
+        let mut again = start(&folder);
+        assert_eq!(again.run_id(), Some(7));
+        again.finish(RunExit { code: 0, reason: "done".to_owned() }).unwrap();
+        assert_eq!(start(&folder).run_id(), None);
+        assert!(folder.join("run.1.json").exists());
     }
 
     #[test]

@@ -2,12 +2,15 @@
 //!
 //! Tensors are `rows`, `input_ids` and `layer-I` for each layer with experts. The metadata have the numbers of the model.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufReader};
+use std::path::Path;
 
-use candlewick_model::checkpoint::little_endian;
+use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian, read_header};
 use candlewick_parallel::MicroExperts;
 use safetensors::{Dtype, SafeTensors};
-use serde_json::{Map, Value, json};
 
 use super::routed_model::RoutedModel;
 
@@ -16,6 +19,7 @@ const FORMAT_VERSION: usize = 1;
 const ROWS: &str = "rows";
 const INPUT_IDS: &str = "input_ids";
 const LAYER: &str = "layer-";
+const RUN: &str = "run";
 
 /// The contents of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,36 +42,34 @@ impl RoutingFile {
     /// Returns the bytes of the file. Equal contents give equal bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
         let n_rows = self.experts.tokens.len();
+        let entry = |name: String, shape| HeaderEntry { name, dtype: Dtype::U32, shape };
         let layers = self.experts.layers.iter();
-        let layers =
-            layers.map(|(layer_idx, experts)| (format!("{LAYER}{layer_idx}"), vec![n_rows, self.top_k], experts));
+        let layers = layers
+            .map(|(layer_idx, experts)| (entry(format!("{LAYER}{layer_idx}"), vec![n_rows, self.top_k]), experts));
         let tokens = [(ROWS, &self.experts.tokens), (INPUT_IDS, &self.ids)];
-        let tokens = tokens.map(|(name, values)| (name.to_owned(), vec![n_rows], values));
-        let mut header = Map::from_iter([("__metadata__".to_owned(), self.metadata())]);
-        let mut data = Vec::new();
-        for (name, shape, values) in layers.chain(tokens) {
-            let begin = data.len();
-            data.extend_from_slice(&little_endian(values));
-            header.insert(name, json!({"dtype": "U32", "shape": shape, "data_offsets": [begin, data.len()]}));
-        }
-        let mut header = Value::Object(header).to_string().into_bytes();
-        header.resize(header.len().next_multiple_of(8), b' ');
-        [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat()
+        let tokens = tokens.map(|(name, values)| (entry(name.to_owned(), vec![n_rows]), values));
+        let (entries, values): (Vec<_>, Vec<_>) = layers.chain(tokens).unzip();
+        let data = values.into_iter().map(|values| little_endian(values));
+        [Cow::Owned(encode_header(&self.metadata(), entries))].into_iter().chain(data).collect::<Vec<_>>().concat()
     }
 
-    fn metadata(&self) -> Value {
+    fn metadata(&self) -> Vec<(&'static str, String)> {
         let Self { top_k, n_experts, n_layers, n_tokens, run, .. } = self;
-        let mut metadata = json!({
-            "format_version": FORMAT_VERSION.to_string(),
-            "top_k": top_k.to_string(),
-            "num_experts": n_experts.to_string(),
-            "num_layers": n_layers.to_string(),
-            "num_tokens": n_tokens.to_string(),
-        });
-        if let Some(run) = run {
-            metadata["run"] = json!(run.to_string());
-        }
-        metadata
+        let numbers = [
+            ("format_version", &FORMAT_VERSION),
+            ("top_k", top_k),
+            ("num_experts", n_experts),
+            ("num_layers", n_layers),
+            ("num_tokens", n_tokens),
+        ];
+        let run = run.map(|run| (RUN, run.to_string()));
+        numbers.into_iter().map(|(key, number)| (key, number.to_string())).chain(run).collect()
+    }
+
+    /// Returns the id of the run that wrote a file; `None` if the file has none, or is damaged. Reads the header alone.
+    pub(super) fn run_of(path: &Path) -> io::Result<Option<u64>> {
+        let header = read_header(&mut BufReader::new(File::open(path)?));
+        Ok(header.ok().and_then(|(_, header)| header.metadata().as_ref()?.get(RUN)?.parse().ok()))
     }
 
     /// Reads the bytes of a file. The error describes the damage.
@@ -102,7 +104,7 @@ impl RoutingFile {
             n_experts: count("num_experts")?,
             n_layers: count("num_layers")?,
             n_tokens: count("num_tokens")?,
-            run: metadata.contains_key("run").then(|| number("run")).transpose()?,
+            run: metadata.contains_key(RUN).then(|| number(RUN)).transpose()?,
             ids,
             experts: MicroExperts { tokens, layers },
         })

@@ -1,11 +1,11 @@
 //! Recording: each rank writes the experts of its tokens.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use candlewick_model::checkpoint::DurableFile;
 use candlewick_parallel::MicroExperts;
+use candlewick_text::files::write_durably;
 
 use super::error::RoutingError;
 use super::file::RoutingFile;
@@ -25,38 +25,28 @@ pub(crate) struct RoutingRecorder {
 
 impl RoutingRecorder {
     /// Prepares the folder of a run that has done `n_done` steps. Deletes the files of later steps, which the run wrote before it
-    /// resumed. One rank calls this, before any rank writes.
+    /// resumed or restarted. One rank calls this, before any rank writes.
     ///
     /// # Errors
     ///
-    /// If the folder has a record of another run.
+    /// If the folder has a file of another run. Nothing is deleted then.
     pub(crate) fn prepare(&self, n_done: usize) -> Result<(), RoutingError> {
         let known = steps(&self.dir).map_err(RoutingError::write("read", &self.dir))?;
-        if n_done == 0 && !known.is_empty() {
-            let problem =
-                format!("it has a record of {} steps; name another folder, or delete the record", known.len());
-            return Err(RoutingError::occupied(&self.dir, problem));
-        }
-        known.into_iter().filter(|step| *step > n_done).try_for_each(|step| self.remove(&step_dir(&self.dir, step)))
+        known.iter().try_for_each(|step| self.check(&step_dir(&self.dir, *step), known.len()))?;
+        known.into_iter().filter(|step| *step > n_done).try_for_each(|step| remove(&step_dir(&self.dir, step)))
     }
 
-    /// Deletes the folder of a step that this run wrote.
-    fn remove(&self, dir: &Path) -> Result<(), RoutingError> {
-        let written = files(dir).map_err(RoutingError::write("read", dir))?;
-        for (_, path) in &written {
-            let bytes = fs::read(path).map_err(RoutingError::write("read", path))?;
-            if RoutingFile::parse(&bytes).ok().and_then(|file| file.run) != Some(self.run) {
-                let problem =
-                    "another run wrote this file after the step from which this run resumes; name another folder";
-                return Err(RoutingError::occupied(path, problem));
+    /// Fails unless this run wrote the files of a step. The record has `n_steps` steps.
+    fn check(&self, dir: &Path, n_steps: usize) -> Result<(), RoutingError> {
+        for (_, path) in files(dir).map_err(RoutingError::write("read", dir))? {
+            if RoutingFile::run_of(&path).map_err(RoutingError::write("read", &path))? != Some(self.run) {
+                let problem = format!(
+                    "another run wrote this file, in a record of {n_steps} steps; name another folder, or delete the record"
+                );
+                return Err(RoutingError::occupied(&path, problem));
             }
         }
-        let unfinished = names(dir).map_err(RoutingError::write("read", dir))?;
-        let unfinished = unfinished.iter().filter(|name| name.starts_with(".micro-") && name.ends_with(".tmp"));
-        for path in written.into_iter().map(|(_, path)| path).chain(unfinished.map(|name| dir.join(name))) {
-            fs::remove_file(&path).map_err(RoutingError::write("delete", &path))?;
-        }
-        fs::remove_dir(dir).map_err(RoutingError::write("delete", dir))
+        Ok(())
     }
 
     /// Writes the experts of a micro-batch with these token ids, and waits until they are on disk. Experts without tokens or
@@ -76,24 +66,19 @@ impl RoutingRecorder {
         };
         let dir = step_dir(&self.dir, at.step);
         let path = dir.join(file_name(at.micro_idx, Some(self.rank)));
-        write_durably(&dir, &path, &file.encode()).map_err(RoutingError::write("write", &path))
+        write_durably(&path, |out| out.write_all(&file.encode())).map_err(RoutingError::write("write", &path))
     }
 }
 
-/// Writes a file of `dir` under a temporary name, syncs it and renames it.
-fn write_durably(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let name = path.file_stem().unwrap_or_default().to_string_lossy();
-    let temporary = dir.join(format!(".{name}.tmp"));
-    fs::create_dir_all(dir)?;
-    match fs::remove_file(&temporary) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+/// Deletes the files of a step.
+fn remove(dir: &Path) -> Result<(), RoutingError> {
+    let written = files(dir).map_err(RoutingError::write("read", dir))?;
+    let unfinished = names(dir).map_err(RoutingError::write("read", dir))?;
+    let unfinished = unfinished.iter().filter(|name| name.starts_with(".micro-") && name.ends_with(".tmp"));
+    for path in written.into_iter().map(|(_, path)| path).chain(unfinished.map(|name| dir.join(name))) {
+        fs::remove_file(&path).map_err(RoutingError::write("delete", &path))?;
     }
-    let mut file = DurableFile::create_new(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync()?;
-    fs::rename(&temporary, path)?;
-    File::open(dir)?.sync_all()
+    fs::remove_dir(dir).map_err(RoutingError::write("delete", dir))
 }
 
 #[cfg(test)]
@@ -127,17 +112,33 @@ mod tests {
     }
 
     #[test]
+    fn a_restarted_run_replaces_its_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let recorder = recorder(folder.path(), 7);
+        (1..=3).for_each(|step| write(&recorder, step));
+        recorder.prepare(0).unwrap();
+        assert!(names(folder.path()).unwrap().is_empty());
+    }
+
+    #[test]
     fn records_of_other_runs_stay() {
         let folder = tempfile::tempdir().unwrap();
         let others = recorder(folder.path(), 7);
         (1..=2).for_each(|step| write(&others, step));
         let ours = recorder(folder.path(), 8);
-        let error = ours.prepare(0).unwrap_err().to_string();
-        assert!(error.contains("moe.routing_replay.record") && error.contains("a record of 2 steps"), "{error}");
-        let error = ours.prepare(1).unwrap_err().to_string();
-        assert!(error.contains("step-000002/micro-0001.rank-002.safetensors"), "{error}");
-        assert!(error.contains("another run wrote this file"), "{error}");
-        assert_eq!(names(folder.path()).unwrap().len(), 2);
+        for n_done in 0..=3 {
+            let error = ours.prepare(n_done).unwrap_err().to_string();
+            assert!(error.contains("moe.routing_replay.record") && error.contains("a record of 2 steps"), "{error}");
+            assert!(error.contains("step-000001/micro-0001.rank-002.safetensors"), "{error}");
+            assert!(error.contains("another run wrote this file"), "{error}");
+        }
+        (3..=4).for_each(|step| write(&ours, step));
+        assert!(ours.prepare(2).is_err() && others.prepare(0).is_err());
+        assert_eq!(names(folder.path()).unwrap().len(), 4);
+        (3..=4).for_each(|step| write(&others, step));
+        fs::write(step_dir(folder.path(), 1).join("micro-0002.rank-000.safetensors"), "half").unwrap();
+        assert!(others.prepare(4).unwrap_err().to_string().contains("micro-0002.rank-000.safetensors"));
+        fs::remove_file(step_dir(folder.path(), 1).join("micro-0002.rank-000.safetensors")).unwrap();
         fs::write(step_dir(folder.path(), 2).join("notes"), "mine").unwrap();
         assert!(others.prepare(1).is_err() && step_dir(folder.path(), 2).join("notes").exists());
     }

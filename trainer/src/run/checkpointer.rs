@@ -53,17 +53,22 @@ pub(super) struct SavedCheckpoint {
     pub(super) removed: Vec<PathBuf>,
 }
 
-/// Returns the id of the run that a run of `plan` will resume, if any.
+/// Returns the id of a run of `plan`. With `auto_resume` it is that of the run whose checkpoint the run will resume, or of the
+/// unfinished run `unfinished` in the same folder, which has no checkpoint yet. Else it is new.
 ///
 /// A run that resumes a copied checkpoint is a new run. It keeps the date of the original run, but does not own its
 /// checkpoints.
-pub(super) fn resumed_run_id(plan: &Plan) -> Result<Option<RunId>> {
-    let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
-    let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
+pub(super) fn run_id(plan: &Plan, unfinished: Option<u64>) -> Result<RunId> {
+    let now = RunId::now();
+    let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(now) };
+    let without_checkpoint = unfinished.unwrap_or(now.run);
+    let Some(save) = newest_complete(&checkpoint.output_dir)? else {
+        return Ok(RunId { run: without_checkpoint, date: without_checkpoint });
+    };
     let (run_start, state) = (save.manifest.run_start, read_state(&save).ok());
     let date = state.as_ref().and_then(|state| state.date).unwrap_or(run_start);
     let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
-    Ok(Some(RunId { run: if is_copy { RunId::now().run } else { run_start }, date }))
+    Ok(RunId { run: if is_copy { without_checkpoint } else { run_start }, date })
 }
 
 /// Returns true if the checkpoint in `dir` was written after this run started, and not by an earlier run.

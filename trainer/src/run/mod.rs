@@ -67,10 +67,11 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
     let plan = &ranks.agree_on(plan)?;
     let locks = if ranks.process.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
     let _locks = ranks.process.all_ok(locks)?;
-    let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
+    let unwritten = |source| {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
-    })?;
+    };
+    let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(unwritten)?;
     let ended = run(plan, hub, ranks, &mut run_json).map_err(|error| ranks.report_failure(error));
     let exit = match &ended {
         Ok((code, reason)) => RunExit { code: *code as u8, reason: reason.clone() },
@@ -78,10 +79,7 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
     };
     match (ended, run_json.finish(exit)) {
         // The checkpoints are complete, but the exit code reports the missing run.json.
-        (Ok((ExitCode::Ok, _)), Err(source)) => {
-            let path = plan.log.output_dir.clone().unwrap_or_default();
-            Err(CheckpointError::Io { action: "write run.json into", path, source }.into())
-        }
+        (Ok((ExitCode::Ok, _)), Err(source)) => Err(unwritten(source).into()),
         (ended, Err(error)) => {
             tracing::warn!("failed to write run.json: {error}");
             ended.map(|(code, _)| code)
@@ -99,8 +97,8 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, run_id: RunId) -> Result<(Assets, Pr
 
 fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     ranks.process.all_ok(refuse_stale_stop(plan))?;
-    let own = checkpointer::resumed_run_id(plan).map(|run_id| run_id.unwrap_or_else(RunId::now));
-    let run_id = RunId::agree(&ranks.process, own)?;
+    let run_id = RunId::agree(&ranks.process, checkpointer::run_id(plan, run_json.run_id()))?;
+    run_json.update(|report| report.run_id = Some(run_id.run)).context("failed to write run.json")?;
     let selection = ranks.process.all_ok(tasks::select(plan))?;
     let scores = ranks.process.all_ok(tasks::scores(plan, selection.as_ref()))?;
     let (assets, prepared) = ranks.process.one_rank_per_node_first(|| prepare_data(plan, hub, run_id))?;

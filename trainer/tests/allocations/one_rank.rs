@@ -52,9 +52,27 @@ fn check_all() {
         check(&[&["model.activation_checkpoint=full"], EXPERTS, &[&lora]].concat());
         check(&[EXPERTS, &[&lora]].concat());
     }
+    let [qwen3, qwen2] = ["qwen3_moe", "qwen2_moe"].map(|name| format!("model.config.model_type={name}"));
+    let top = |k: usize| format!("model.config.num_experts_per_tok={k}");
+    let (shared, recomputed) =
+        ("model.config.shared_expert_intermediate_size=1024", "model.activation_checkpoint=full");
+    let three = "model.config.num_hidden_layers=3";
+    for arguments in [
+        &[&qwen3, shallow, &top(1), recomputed][..],
+        &[&qwen3, shallow, &top(3), recomputed],
+        &[&qwen3, shallow, &top(4), "model.activation_checkpoint=selective"],
+        &[&qwen3, three, &top(1)],
+        &[&qwen2, shallow, &top(1), recomputed, shared],
+        &[&qwen2, shallow, &top(4), recomputed, shared],
+        &[&qwen2, three, &top(1), shared],
+    ] {
+        check(&[NARROW_EXPERTS, arguments].concat());
+    }
     // The buffers of candle's f64 matmul, about 10 MiB, are not estimated. Each thread keeps its own, so a run may find them.
-    train_in_process(&Case::new(SMALL_EXPERTS));
-    check_within(SMALL_EXPERTS, 0.1);
+    let one = top(1);
+    let f64_router = [NARROW_EXPERTS, &[&qwen3, shallow, &one, recomputed, "model.dtype=bf16", F64_ROUTER]].concat();
+    train_in_process(&Case::new(&f64_router));
+    check_within(&f64_router, 0.1);
 }
 
 /// A mixture of experts most of whose weights are those of experts.
@@ -65,22 +83,19 @@ const EXPERTS: &[&str] = &[
     "model.config.moe_intermediate_size=384",
 ];
 
-/// A mixture of small experts, with a router in f64 that has the estimated peak.
-const SMALL_EXPERTS: &[&str] = &[
-    "model.config.model_type=qwen3_moe",
+/// Experts that are much narrower than the residual stream, which then has the peak.
+const NARROW_EXPERTS: &[&str] = &[
     "model.config.num_experts=8",
-    "model.config.num_experts_per_tok=1",
     "model.config.moe_intermediate_size=32",
-    "model.config.num_hidden_layers=1",
     "model.config.hidden_size=1024",
     "model.config.num_attention_heads=2",
     "model.config.num_key_value_heads=1",
     "model.config.head_dim=16",
-    "model.activation_checkpoint=full",
-    "model.dtype=bf16",
-    "moe.router_dtype=fp64",
     "data.max_length=4096",
 ];
+
+/// With narrow experts, a router in f64 has the estimated peak.
+const F64_ROUTER: &str = "moe.router_dtype=fp64";
 
 /// Adapters next to frozen experts, and adapters of experts in both layouts.
 const LORA_OF_EXPERTS: [&str; 3] = [

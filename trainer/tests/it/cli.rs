@@ -66,6 +66,30 @@ fn a_check_prints_the_plan_and_writes_nothing() {
     assert_eq!(files, ["a.jsonl", "r.yaml"]);
 }
 
+/// Without a device key, and where the driver sees no GPU.
+#[test]
+fn experts_that_need_a_gpu_are_refused_before_a_run_without_one() {
+    let folder = Folder::new();
+    let experts =
+        "model_type: qwen3_moe, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32, head_dim: 8";
+    let recipe =
+        RECIPE.replace("model_type: llama", experts).replace("model:\n", "model:\n  experts_implementation: cublas\n");
+    std::fs::write(folder.path().join("r.yaml"), recipe).unwrap();
+    let no_gpu = [("CUDA_VISIBLE_DEVICES", "")];
+    for command in ["check", "train"] {
+        let output = folder.run_with(&[command, "r.yaml"], &no_gpu);
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{command}: {log}");
+        for part in ["r.yaml:2:", "experts_implementation: cublas needs a GPU: ", "use fused, the default"] {
+            assert!(log.contains(part), "{command}: no {part:?} in {log}");
+        }
+    }
+    for elsewhere in [&["check", "r.yaml", "--ranks", "2"][..], &["mesh", "r.yaml", "--ranks", "2"]] {
+        let output = folder.run_with(elsewhere, &no_gpu);
+        assert!(output.status.success(), "{elsewhere:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 #[test]
 fn a_check_prints_json() {
     let folder = Folder::new();

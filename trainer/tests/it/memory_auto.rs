@@ -56,6 +56,7 @@ fn resolve_on(
         tasks_generate: false,
         console: Console::Full,
         capacity,
+        missing_gpu: None,
     };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)

@@ -124,6 +124,29 @@ fn recorded_and_replayed_runs_resume() {
 }
 
 #[test]
+fn a_run_that_restarts_before_its_first_checkpoint_continues_its_record() {
+    // Release builds have no failpoints.
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let [whole_dir, parts_dir] = ["whole", "parts"].map(|name| folder.path().join(name));
+    let [whole, parts] = [run(), run()];
+    whole.train_ok(&[&record(&whole_dir)]);
+    let key = record(&parts_dir);
+    for step in ["step_computed:4", "step_computed:3"] {
+        let killed = parts.command("train", &[&key]).env("CANDLEWICK_TEST_KILL_AT", step).output().unwrap();
+        assert!(!killed.status.success());
+    }
+    assert!(parts_dir.join("step-000002").exists() && !parts_dir.join("step-000003").exists());
+    parts.train_ok(&[&key]);
+    assert!(files(&parts_dir) == files(&whole_dir));
+    assert_eq!(parts.losses(), whole.losses());
+    let refused = whole.train(&[&key, "checkpoint.0.auto_resume=false"]);
+    assert!(stderr(&refused).contains("another run wrote this file, in a record of 10 steps"), "{}", stderr(&refused));
+}
+
+#[test]
 fn records_that_do_not_fit_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("experts");

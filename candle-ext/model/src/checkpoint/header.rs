@@ -1,10 +1,22 @@
-//! The header of a safetensors file, with validation.
+//! The header of a safetensors file: writing, and reading with validation.
 
-use std::{ops::Range, path::Path};
+use std::{io::Read, ops::Range, path::Path};
 
 use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
+use serde_json::{Map, Value, json};
 
 use crate::ModelError;
+
+/// A tensor in the header of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeaderEntry {
+    /// Name of the tensor.
+    pub name: String,
+    /// Dtype of its elements.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<usize>,
+}
 
 /// Metadata of a tensor in a file.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,6 +31,39 @@ pub(super) struct StoredTensor {
 /// Bytes of the header's length field.
 const PRELUDE: usize = 8;
 const LONGEST_HEADER: usize = 100_000_000;
+
+/// Returns the bytes before the data of a safetensors file: the length of the header, and the header, padded with spaces to
+/// align the data. The data of `tensors` follow in this order, without gaps. Empty `metadata` are left out.
+pub fn encode_header(metadata: &[(&str, String)], tensors: impl IntoIterator<Item = HeaderEntry>) -> Vec<u8> {
+    let mut header = Map::new();
+    if !metadata.is_empty() {
+        let metadata = metadata.iter().map(|(key, value)| ((*key).to_owned(), json!(value)));
+        header.insert("__metadata__".to_owned(), Value::Object(metadata.collect()));
+    }
+    let mut begin = 0;
+    for HeaderEntry { name, dtype, shape } in tensors {
+        let end = begin + shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        header.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}));
+        begin = end;
+    }
+    let mut text = Value::Object(header).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(PRELUDE), b' ');
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+}
+
+/// Reads the header of a safetensors file. Returns the offset of the data, and the header. The error describes the damage.
+pub fn read_header(file: &mut impl Read) -> Result<(u64, Metadata), String> {
+    let mut length = [0u8; PRELUDE];
+    file.read_exact(&mut length).map_err(|error| format!("the header is missing: {error}"))?;
+    let length = u64::from_le_bytes(length);
+    if length > LONGEST_HEADER as u64 {
+        return Err(format!("the header has {length} bytes"));
+    }
+    let mut json = vec![0u8; length as usize];
+    file.read_exact(&mut json).map_err(|error| format!("the header is truncated: {error}"))?;
+    let metadata = serde_json::from_slice(&json).map_err(|error| format!("the header is malformed: {error}"))?;
+    Ok((PRELUDE as u64 + length, metadata))
+}
 
 /// Parses the tensors of a safetensors file. Offsets must be inside the file, match shape and dtype, and not overlap.
 pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Vec<StoredTensor>, ModelError> {
@@ -146,6 +191,26 @@ mod tests {
         let overlap = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
             "b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#;
         refused(&file(overlap, &[0; 8]), "overlap");
+    }
+
+    #[test]
+    fn a_written_header_is_read_back() {
+        let entry =
+            |name: &str, dtype, shape: &[usize]| HeaderEntry { name: name.to_owned(), dtype, shape: shape.to_vec() };
+        let entries = [entry("b", Dtype::U32, &[2, 1]), entry("a", Dtype::BF16, &[3])];
+        let header = encode_header(&[("format", "pt".to_owned())], entries.clone());
+        assert_eq!(header.len() % 8, 0);
+        let (start, metadata) = read_header(&mut &header[..]).unwrap();
+        assert_eq!(start, header.len() as u64);
+        assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+        let read = parse(Path::new("x"), &[&header[..], &[7; 14]].concat()).unwrap();
+        let found: Vec<_> =
+            read.into_iter().map(|StoredTensor { name, dtype, shape, .. }| entry(&name, dtype, &shape)).collect();
+        assert_eq!(found, entries);
+        assert!(read_header(&mut &encode_header(&[], entries)[..]).unwrap().1.metadata().is_none());
+        for length in 0..header.len() {
+            assert!(read_header(&mut &header[..length]).unwrap_err().contains("the header is"));
+        }
     }
 
     proptest! {

@@ -16,6 +16,7 @@ mod written;
 
 pub use durable::DurableFile;
 pub use element::{Element, little_endian};
+pub use header::{HeaderEntry, encode_header, read_header};
 pub use reader::Checkpoint;
 pub use staging::StagingFolder;
 pub(crate) use staging::require_empty;

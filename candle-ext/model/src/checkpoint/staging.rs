@@ -60,8 +60,7 @@ impl StagingFolder {
             keep_foreign_files(&old, &self.target)?;
             remove(&old)?;
         }
-        let parent = parent(&self.target);
-        File::open(&parent).and_then(|folder| folder.sync_all()).map_err(ModelError::io("flush", &parent))
+        sync(&parent(&self.target))
     }
 }
 

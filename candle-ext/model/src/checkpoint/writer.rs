@@ -11,8 +11,9 @@ use candlewick_ops::WeightStorage;
 use serde_json::{Map, Value, json};
 
 use super::{
-    DurableFile, StagingFolder,
+    DurableFile, HeaderEntry, StagingFolder,
     element::{self, disk_dtype},
+    encode_header,
 };
 use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
 
@@ -83,7 +84,7 @@ impl CheckpointExport<'_> {
             let file = shard_name(shard_idx, shards.len());
             let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { prefix: "", param }).collect();
             write_shard(&staging.folder().join(&file), &tensors, self.dtype, &mut fetch)?;
-            let names = tensors.iter().flat_map(|tensor| tensor.entries(self.dtype)).map(|entry| entry.name);
+            let names = tensors.iter().flat_map(ShardTensor::stored_tensors).map(|(name, _)| name);
             weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
         }
         if shards.len() > 1 {
@@ -137,33 +138,26 @@ pub(crate) struct ShardTensor<'a> {
     pub(crate) param: &'a ParamSpec,
 }
 
-/// A tensor in the header of a file.
-struct HeaderEntry {
-    name: String,
-    shape: Vec<usize>,
-    dtype: DType,
-}
-
 impl ShardTensor<'_> {
-    /// Returns the tensors of the file that hold the parameter, in the order of its elements: those of the Hub, if they
-    /// are several.
-    fn entries(&self, dtype: DType) -> Vec<HeaderEntry> {
-        let dtype = dtype_on_disk(self.param, dtype);
+    /// Returns names and shapes of the tensors in the file that hold the parameter, in the order of its elements: those of the
+    /// Hub, if they are several.
+    fn stored_tensors(&self) -> Vec<(String, Vec<usize>)> {
+        let named = |name: &str, shape| (format!("{}{name}", self.prefix), shape);
         let shape = &self.param.shape;
         match self.param.hub.as_deref() {
-            None => {
-                vec![HeaderEntry { name: format!("{}{}", self.prefix, self.param.name), shape: shape.clone(), dtype }]
-            }
+            None => vec![named(&self.param.name, shape.clone())],
             Some(HubTensors { tensors, layout, .. }) => {
-                let of_rows = |tensor: &HubTensor| layout.shape(tensor.rows.len(), shape);
-                let entry = |tensor: &HubTensor| HeaderEntry {
-                    name: format!("{}{}", self.prefix, tensor.name),
-                    shape: of_rows(tensor),
-                    dtype,
-                };
-                tensors.iter().map(entry).collect()
+                let of_rows = |tensor: &HubTensor| named(&tensor.name, layout.shape(tensor.rows.len(), shape));
+                tensors.iter().map(of_rows).collect()
             }
         }
+    }
+
+    /// Returns the header's entries of the parameter; `None` if weights cannot be stored in `dtype`.
+    fn entries(&self, dtype: DType) -> Option<Vec<HeaderEntry>> {
+        let dtype = disk_dtype(dtype_on_disk(self.param, dtype))?;
+        let tensors = self.stored_tensors().into_iter();
+        Some(tensors.map(|(name, shape)| HeaderEntry { name, dtype, shape }).collect())
     }
 
     /// Returns the elements in the order of the file.
@@ -181,7 +175,10 @@ pub(crate) fn write_shard(
 ) -> Result<(), ModelError> {
     let io = |e| ModelError::io("write", path)(e);
     let mut out = BufWriter::with_capacity(1 << 20, DurableFile::create_new(path).map_err(io)?);
-    out.write_all(&header(path, tensors, dtype)?).map_err(io)?;
+    let entries: Option<Vec<_>> = tensors.iter().map(|tensor| tensor.entries(dtype)).collect();
+    let unsupported = || format!("weights cannot be saved as {dtype:?}; use F32, BF16 or F16");
+    let entries = entries.ok_or_else(|| ModelError::mismatch(path, unsupported()))?;
+    out.write_all(&encode_header(&[("format", "pt".to_owned())], entries.into_iter().flatten())).map_err(io)?;
     for tensor in tensors {
         let ShardTensor { param, .. } = tensor;
         let (value, name) = (fetch(param)?, &param.name);
@@ -204,25 +201,6 @@ pub(crate) fn write_shard(
         }
     }
     out.into_inner().map_err(|e| io(e.into_error()))?.sync().map_err(io)
-}
-
-/// Returns the length field and the JSON header, padded with spaces to align the data.
-fn header(path: &Path, tensors: &[ShardTensor], dtype: DType) -> Result<Vec<u8>, ModelError> {
-    if disk_dtype(dtype).is_none() {
-        return Err(ModelError::mismatch(path, format!("weights cannot be saved as {dtype:?}; use F32, BF16 or F16")));
-    }
-    let mut entries = Map::new();
-    entries.insert("__metadata__".to_string(), json!({"format": "pt"}));
-    let mut offset = 0;
-    for HeaderEntry { name, shape, dtype } in tensors.iter().flat_map(|tensor| tensor.entries(dtype)) {
-        let end = offset + (shape.iter().product::<usize>() * dtype.size_in_bytes()) as u64;
-        let name_on_disk = disk_dtype(dtype).map(|disk| format!("{disk:?}"));
-        entries.insert(name, json!({"dtype": name_on_disk, "shape": shape, "data_offsets": [offset, end]}));
-        offset = end;
-    }
-    let mut text = Value::Object(entries).to_string().into_bytes();
-    text.resize(text.len().next_multiple_of(8), b' ');
-    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
 
 pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {

@@ -6,7 +6,7 @@ use std::fmt;
 use candlewick_text::suggestion::did_you_mean;
 
 use super::names::suffixes;
-use crate::{Config, LayerSpec, MlpSpec};
+use crate::{Config, LayerSpec, LinearSpec, MlpSpec};
 
 /// Names of the modules and parameters of all layers.
 pub(crate) struct ModelNames {
@@ -28,10 +28,10 @@ impl ModelNames {
         let last = |module: &str| module.rsplit('.').next().unwrap_or_default().to_string();
         Self {
             n_layers: layers.len(),
-            linears: layers.iter().flat_map(LayerSpec::linears).map(|linear| linear.module.clone()).collect(),
+            linears: layers.iter().flat_map(linears).map(|linear| linear.module.clone()).collect(),
             of_experts: layers.iter().flat_map(modules_of_experts).collect(),
             parameters: layers.iter().flat_map(parameters).collect(),
-            short: layers[0].linears().map(|linear| last(&linear.module)).collect(),
+            short: linears(&layers[0]).map(|linear| last(&linear.module)).collect(),
             example_of_experts: layers.iter().find_map(example_of_experts),
         }
     }
@@ -79,6 +79,11 @@ impl fmt::Display for ModelNames {
     }
 }
 
+/// Returns the linear layers with the gate of the shared expert.
+fn linears(layer: &LayerSpec) -> impl Iterator<Item = &LinearSpec> {
+    layer.linears().chain(layer.shared_expert_gate())
+}
+
 fn modules_of_experts(layer: &LayerSpec) -> Vec<String> {
     let MlpSpec::Moe(moe) = &layer.mlp else { return Vec::new() };
     let experts = moe.hub.linears.iter().flat_map(|linear| moe.expert_modules(linear));
@@ -86,7 +91,7 @@ fn modules_of_experts(layer: &LayerSpec) -> Vec<String> {
 }
 
 fn parameters(layer: &LayerSpec) -> Vec<String> {
-    let mut names: Vec<String> = layer.linears().map(|linear| linear.weight_name()).collect();
+    let mut names: Vec<String> = linears(layer).map(|linear| linear.weight_name()).collect();
     if let MlpSpec::Moe(moe) = &layer.mlp {
         names.extend([moe.router_weight.weight_name(), moe.gate_up.name.clone(), moe.down.name.clone()]);
     }

@@ -56,12 +56,12 @@ impl<'a> LoraTargets<'a> {
         let mut params = Vec::new();
         let transforms = self.config.transforms(layer.layer_idx);
         for linear in layer.linears_mut() {
-            if let Some(adapter) = self.linear(linear, transforms)? {
-                params.extend(factors(&adapter, [linear.out, linear.input], ParamScope::Sublayer));
-                linear.adapter = Some(adapter);
-            }
+            params.extend(self.linear(linear, transforms, ParamScope::Sublayer)?);
         }
         if let MlpSpec::Moe(moe) = &mut layer.mlp {
+            if let Some(gate) = moe.shared_expert.as_mut().and_then(|shared| shared.gate.as_mut()) {
+                params.extend(self.linear(gate, transforms, ParamScope::ResidualStream)?);
+            }
             params.extend(self.router(moe, transforms)?);
             self.experts(moe, transforms)?;
             params.extend(moe.expert_matrices().flat_map(ExpertMatrixSpec::factors));
@@ -69,15 +69,25 @@ impl<'a> LoraTargets<'a> {
         Ok(params)
     }
 
-    fn linear(&self, linear: &LinearSpec, transforms: bool) -> Result<Option<AdapterSpec>, ModelError> {
+    /// Adds an adapter to a linear layer that matches. Returns its factors.
+    fn linear(
+        &self,
+        linear: &mut LinearSpec,
+        transforms: bool,
+        scope: ParamScope,
+    ) -> Result<Vec<ParamSpec>, ModelError> {
         let by_module = transforms && self.hits(&linear.module)?;
         let weight = linear.weight_name();
-        match (by_module, self.hits_parameter(&weight)) {
-            (true, true) => Err(targeted_twice(&weight)),
-            (true, false) => self.adapter(&linear.module, &linear.module).map(Some),
-            (false, true) => self.adapter(&linear.module, &weight).map(Some),
-            (false, false) => Ok(None),
-        }
+        let name = match (by_module, self.hits_parameter(&weight)) {
+            (true, true) => return Err(targeted_twice(&weight)),
+            (false, false) => return Ok(Vec::new()),
+            (true, false) => &linear.module,
+            (false, true) => &weight,
+        };
+        let adapter = self.adapter(&linear.module, name)?;
+        let params = factors(&adapter, [linear.out, linear.input], scope);
+        linear.adapter = Some(adapter);
+        Ok(params.into())
     }
 
     /// Adds an adapter to the router: module `mlp.gate` of transformers 4, or parameter `mlp.gate.weight`.

@@ -109,6 +109,17 @@ fn an_adapter_folder_without_experts_is_one_of_shared_experts_and_dense_layers()
     assert_eq!(modules("qwen2_moe", json!({"target_modules": ["gate_proj", "down_proj"]})).len(), 3 * 2 + 2 * 2);
 }
 
+#[test]
+fn an_adapter_of_the_shared_experts_gate_is_pefts() {
+    check("qwen2_moe", "qwen2_moe-gate-lora", 3 + 2);
+    let gates = [of_layer(0, &["shared_expert_gate"]), of_layer(2, &["shared_expert_gate"])].concat();
+    assert_eq!(modules("qwen2_moe", json!({"target_modules": ["shared_expert_gate"]})), gates);
+    assert_eq!(modules("qwen2_moe", json!({"target_parameters": ["mlp.shared_expert_gate.weight"]})), gates);
+    let all = modules("qwen2_moe", json!({"target_modules": "all-linear"}));
+    assert!(gates.iter().all(|gate| all.contains(gate)) && all.len() == 3 * (4 + 3) + gates.len());
+    assert!(modules("dots1", json!({"target_modules": "all-linear"})).iter().all(|name| !name.ends_with("gate")));
+}
+
 /// The adapter of a 3-D parameter has the same factors as one with two modules for each expert.
 #[test]
 fn both_layouts_of_one_adapter_have_equal_outputs() {

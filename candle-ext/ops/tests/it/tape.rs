@@ -1,4 +1,4 @@
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -177,6 +177,43 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
     let want = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
     assert_eq!(bits(&dx), bits(&want));
     assert_eq!(bits(&grad_of(&w)), bits(&grad_of(&plain)));
+}
+
+/// An op that needs a gradient in flight waits for it. Those of the tape's inputs are received in the end.
+#[test]
+fn gradients_in_flight_are_received_when_they_are_needed() {
+    let events = Rc::new(RefCell::new(Vec::new()));
+    let noted = |name: &'static str, x: &Tensor, factor: f64| {
+        let events = events.clone();
+        record("op", [x.into()], x.affine(factor, 0.0).unwrap(), move |dy, _| {
+            events.borrow_mut().push(name);
+            Ok([Some(dy.affine(factor, 0.0)?)])
+        })
+    };
+    let exchanged = |names: [&'static str; 2], x: &Tensor| {
+        let events = events.clone();
+        record("exchange", [x.into()], x.affine(1.0, 0.0).unwrap(), move |dy, context| {
+            events.borrow_mut().push(names[0]);
+            let dy = dy.clone();
+            let wait = move || {
+                events.borrow_mut().push(names[1]);
+                Ok(dy)
+            };
+            context.receive_later(0, Box::new(wait))?;
+            Ok([None])
+        })
+    };
+    let x = tensor(&[1.0, 2.0]);
+    let tape = Tape::record(&[&x], || {
+        let sent = noted("before", &x, 2.0);
+        let meanwhile = noted("meanwhile", &x, 3.0);
+        let received = exchanged(["start", "wait"], &sent);
+        let of_input = exchanged(["start of input", "wait of input"], &x);
+        add(&add(&received, &meanwhile)?, &of_input)
+    });
+    let dx = tape.unwrap().backward(&tensor(&[1.0, 10.0])).unwrap().remove(&x);
+    assert_eq!(*events.borrow(), ["start of input", "start", "meanwhile", "wait", "before", "wait of input"]);
+    assert_eq!(numbers(dx.as_ref()), [6.0, 60.0]);
 }
 
 /// Covers an input that is also the output, and one that is unused.

@@ -166,20 +166,23 @@ impl StepCost<'_> {
     fn layer(&self, layer_idx: usize, unsaved_input: u64, saved: &mut u64) -> Vec<StepBytes> {
         let cost = &self.layers[layer_idx];
         let input = cost.activation_bytes();
+        // A recomputed layer is recorded next to the gradient of its output, which has the size of an input.
+        let replay = input + cost.backward_bytes().max(cost.recorded_forward_bytes());
         let moment = |activations: u64, layer: u64| StepBytes { activations, layer, logits: 0 };
         if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
             // The input is in memory while the layer computes.
-            let moments = vec![moment(*saved, input + cost.forward_bytes().max(input + cost.backward_bytes()))];
+            let moments = vec![moment(*saved, input + cost.forward_bytes().max(replay))];
             *saved += if self.offloads_to_same_memory { input } else { 0 };
             return moments;
         }
         *saved += unsaved_input;
-        // The gradient of the output has the size of an input.
-        let backward = moment(*saved, input + cost.backward_bytes());
+        let backward = moment(*saved, replay);
         match self.checkpointing[layer_idx] {
             ActivationCheckpointing::None => {
+                let moments =
+                    vec![moment(*saved, input + cost.backward_bytes()), moment(*saved, cost.recorded_forward_bytes())];
                 *saved += cost.saved_bytes();
-                return vec![backward];
+                return moments;
             }
             ActivationCheckpointing::Selective => *saved += cost.attention_output_bytes(),
             ActivationCheckpointing::Full | ActivationCheckpointing::Offload => {}

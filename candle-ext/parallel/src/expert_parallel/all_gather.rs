@@ -42,12 +42,12 @@ impl ExpertParallel {
         let label = |expert| if own_experts.contains(&expert) { (expert - own_experts.start) as u32 } else { DROPPED };
         let labels: Vec<u32> = (0..call.routing.assignment.n_experts()).map(label).collect();
         let of_rank = ExpertAssignment::new(&relabel_experts(&experts_k, &labels, 1)?, n_local)?;
-        let by_expert = match call.padding {
-            Some(_) => call.padded(of_rank, self.ep.size())?,
+        let by_expert = match call.padded(&of_rank, self.ep.size())? {
+            Some(padded) => padded,
             None => of_rank.without_dropped_rows(sizes.n_rows)?,
         };
         let computed = call.compute_rows(
-            &ops::permute(&tokens_d, &by_expert)?,
+            ops::permute(&tokens_d, &by_expert)?,
             &ops::permute_weights(&weights_k, &by_expert)?,
             &by_expert.offsets,
             TokensPerCall::Many,

@@ -49,7 +49,8 @@ impl ExpertParallel {
         Self { dispatcher, ..self }
     }
 
-    /// Returns true if ranks exchange tokens. Without an exchange, a single token has a faster kernel.
+    /// Returns true if ranks exchange tokens. Without an exchange, rows are permuted once, the host does not wait for their
+    /// counts, and a single token has a faster kernel.
     pub(crate) fn exchanges_tokens(&self) -> bool {
         self.ep.size() > 1
     }
@@ -87,6 +88,10 @@ impl ParallelOps for ExpertParallelOps<'_> {
         self.inner.sequence_parallel_size()
     }
 
+    fn sequence_parallel_rank(&self) -> usize {
+        self.inner.sequence_parallel_rank()
+    }
+
     fn input_shard(&self) -> ColumnShard {
         self.inner.input_shard()
     }
@@ -100,7 +105,10 @@ impl ParallelOps for ExpertParallelOps<'_> {
     }
 
     fn experts(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
-        self.experts.compute(call, meanwhile)
+        match self.experts.exchanges_tokens() {
+            true => self.experts.compute(call, meanwhile),
+            false => self.inner.experts(call, meanwhile),
+        }
     }
 
     fn sum_over_micro_batch(&self, x: &Tensor) -> Result<Tensor> {

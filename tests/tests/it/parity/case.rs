@@ -65,6 +65,10 @@ pub(crate) const PARAMETERS: ModelCase =
 pub(crate) const EXPERT_MODULES: ModelCase =
     ModelCase { adapter: Some(0.0), targets: AdapterTargets::Experts, ..DOTS1 };
 
+/// Adapters with dropout on all linear layers, also on the gate of the shared expert. The base is a mixture of experts with a
+/// gated shared expert in every second layer.
+pub(crate) const SHARED_EXPERT_GATE: ModelCase = ModelCase { adapter: Some(0.3), ..ModelCase::of("qwen2_moe", false) };
+
 /// Two MTP layers, with an output layer of their own.
 pub(crate) const MTP: ModelCase = ModelCase { n_mtp_layers: 2, ..ModelCase::of("qwen2", false) };
 
@@ -141,7 +145,7 @@ impl ModelCase {
     }
 
     pub(crate) fn has_experts(self) -> bool {
-        ["qwen3_moe", "dots1", "glm4_moe"].contains(&self.family)
+        ["qwen2_moe", "qwen3_moe", "dots1", "glm4_moe"].contains(&self.family)
     }
 
     pub(crate) fn has_dropout(self) -> bool {
@@ -153,6 +157,7 @@ impl ModelCase {
             "llama" => "LlamaForCausalLM",
             "mistral" => "MistralForCausalLM",
             "qwen2" => "Qwen2ForCausalLM",
+            "qwen2_moe" => "Qwen2MoeForCausalLM",
             "qwen3_moe" => "Qwen3MoeForCausalLM",
             "dots1" => "Dots1ForCausalLM",
             "glm4_moe" => "Glm4MoeForCausalLM",
@@ -168,6 +173,10 @@ impl ModelCase {
             "qwen3_moe" => json!({
                 "num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": true,
                 "decoder_sparse_step": 2,
+            }),
+            "qwen2_moe" => json!({
+                "num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2,
             }),
             "dots1" => json!({
                 "n_routed_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12,

@@ -1,10 +1,10 @@
-//! Adapters of experts and routers train as on one rank, on every axis of the mesh.
+//! Adapters of experts, of routers and of shared experts' gates train as on one rank, on every axis of the mesh.
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{Batching, EXPERT_MODULES, PARAMETERS};
-use super::rank::Strategy;
+use super::case::{Batching, EXPERT_MODULES, PARAMETERS, SHARED_EXPERT_GATE};
+use super::rank::{STEPS, Strategy, compare, one_rank, run};
 use super::{ONE, check_all};
 
 /// Collectives of expert parallelism.
@@ -74,4 +74,23 @@ fn parity_of_adapters_of_experts_with_a_pipeline() {
         ..Strategy::ONE_RANK
     };
     check(pipeline, &[Batching::Accumulated(3)], &[DISPATCH]);
+}
+
+/// The gate reads the residual stream, so each rank masks its own tokens. These ranks share micro-batches.
+#[test]
+fn parity_of_adapters_of_shared_experts_gates_with_dropout() {
+    for (degrees, zero_stage) in [
+        (Degrees { tp: 2, ep: 2, ..ONE }, None),
+        (Degrees { tp: 4, ep: 4, ..ONE }, None),
+        (Degrees { cp: 2, ep: 2, ..ONE }, None),
+        (Degrees { sp: 2, ep: 2, ..ONE }, Some(ZeroStage::One)),
+        (Degrees { tp: 2, cp: 2, ep: 4, ..ONE }, Some(ZeroStage::Three)),
+        (Degrees { pp: 2, tp: 2, ep: 2, ..ONE }, None),
+    ] {
+        let strategy = Strategy { degrees, zero_stage, sequence_parallel: SequenceParallel::On, ..Strategy::ONE_RANK };
+        for batching in BATCHINGS {
+            let one_rank = one_rank(SHARED_EXPERT_GATE, batching, STEPS);
+            compare(&run(strategy, SHARED_EXPERT_GATE, batching), &one_rank).unwrap();
+        }
+    }
 }

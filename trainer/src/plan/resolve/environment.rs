@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_comm::{CommBackend, HostBackend};
 use candlewick_model::{Config, ModelError};
+use candlewick_ops::gpu_unavailable_reason;
 use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
 use candlewick_text::hub::{Hub, HubError, HubSettings, LocalModel, LocalModelKind, ModelFiles, local_model};
 use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
@@ -12,7 +13,7 @@ use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
 use super::TempDir;
 use crate::estimate::Capacity;
 use crate::metrics::Console;
-use crate::recipe::{ConfigSource, Fault, Loaded, MemoryMode, ModelType, RecipeError};
+use crate::recipe::{ConfigSource, ExpertsImplementation, Fault, Loaded, MemoryMode, ModelType, RecipeError};
 
 /// The facts from outside of the recipe.
 #[derive(Clone, Debug)]
@@ -35,6 +36,8 @@ pub struct Environment {
     pub console: Console,
     /// The free memory of the run's device, if the recipe's `memory: auto` needs it.
     pub capacity: Option<Capacity>,
+    /// The reason why this machine has no usable GPU, if a run here needs one.
+    pub missing_gpu: Option<String>,
 }
 
 /// The position of a process among those that train together.
@@ -134,7 +137,16 @@ impl Environment {
             tasks_generate: tasks_generate(loaded),
             console,
             capacity: wants_capacity.then(|| capacity(loaded).of_one(world.n_here)),
+            missing_gpu: None,
         })
+    }
+
+    /// Adds the facts that matter only to a run on this machine, not to an estimate or to a preparation of data. Looks for a
+    /// GPU if the recipe needs one. Processes that are not started yet may run on another machine.
+    pub fn of_run_here(self, loaded: &Loaded) -> Self {
+        let is_needed = loaded.recipe.model.experts_implementation == Some(ExpertsImplementation::Cublas);
+        let is_here = self.world.machines != Machines::Unknown;
+        Self { missing_gpu: (is_needed && is_here).then(gpu_unavailable_reason).flatten(), ..self }
     }
 }
 

@@ -39,6 +39,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
     let adapter = adapter(resolver, config.as_ref());
     let quantize_base = quantize_base(resolver, adapter.is_some());
+    let experts_implementation = experts(resolver, config.as_ref(), dtype);
     ModelPlan {
         name_or_path: model.name_or_path.as_ref().map(|name| folder_of(resolver, "model", name)),
         revision: model.revision.clone(),
@@ -55,7 +56,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         offloads_to_ram: resolver.env.temp_dir.is_memory,
         tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
-        experts_implementation: experts(resolver),
+        experts_implementation,
     }
 }
 
@@ -295,19 +296,26 @@ fn tiled_mlp(resolver: &mut Resolver, dtype: FloatDtype) -> bool {
 
 pub(super) const EXPERTS: &str = "model.experts_implementation";
 
-fn experts(resolver: &mut Resolver) -> GroupedGemmImpl {
-    let (model, device) = (&resolver.recipe().model, &resolver.recipe().device);
-    let implementation = match model.experts_implementation.unwrap_or_default() {
+/// Returns the implementation of the experts' matmuls. A dense model has no such setting.
+fn experts(resolver: &mut Resolver, config: Option<&Config>, dtype: FloatDtype) -> GroupedGemmImpl {
+    if config.is_some_and(|config| config.moe().is_none()) {
+        return GroupedGemmImpl::Fused;
+    }
+    let given = resolver.recipe().model.experts_implementation;
+    match resolver.pick(EXPERTS, given, ExpertsImplementation::default()) {
         ExpertsImplementation::Fused => return GroupedGemmImpl::Fused,
-        ExpertsImplementation::Cublas => GroupedGemmImpl::Cublas,
+        ExpertsImplementation::Cublas => {}
+    }
+    let why = match (resolver.recipe().device.as_deref(), dtype, &resolver.env.missing_gpu) {
+        (Some("cpu"), ..) => Some("needs a GPU, but device is cpu".to_owned()),
+        (_, FloatDtype::F32, _) => Some("supports 16-bit dtypes only, but model.dtype is f32".to_owned()),
+        (.., Some(reason)) => Some(format!("needs a GPU: {reason}")),
+        _ => None,
     };
-    let why = match (device.as_deref(), model.dtype) {
-        (Some("cpu"), _) => "needs a GPU, but device is cpu",
-        (_, Some(FloatDtype::F32)) => "supports 16-bit dtypes only, but model.dtype is f32",
-        _ => return implementation,
-    };
-    resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: cublas {why}"), "use fused, the default");
-    implementation
+    if let Some(why) = why {
+        resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: cublas {why}"), "use fused, the default");
+    }
+    GroupedGemmImpl::Cublas
 }
 
 pub(super) const ATTENTION: &str = "model.attn_implementation";

@@ -35,6 +35,7 @@ fn known() -> Environment {
         tasks_generate: false,
         console: Console::Full,
         capacity: None,
+        missing_gpu: None,
     }
 }
 

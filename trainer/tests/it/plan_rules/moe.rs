@@ -6,7 +6,7 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad, RouterDtype, RouterSettings};
 use candlewick_ops::{DropPolicy, GroupedGemmImpl};
 use serde_json::json;
-use trainer::plan::{Environment, Plan, RoutingReplayPlan, WorldInfo};
+use trainer::plan::{Environment, Plan, RoutingReplayPlan, SettingsFilter, WorldInfo};
 use trainer::recipe::{Loaded, TokenDispatcherType};
 
 use super::{BASE, known, refused};
@@ -23,22 +23,28 @@ fn dots1() -> serde_json::Value {
 
 /// Resolves the plan of rank 0 of `n_ranks` for a model with 6 experts.
 fn of_experts(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
-    let config = json!({
+    resolve(config_of_experts(), n_ranks, arguments)
+}
+
+fn config_of_experts() -> serde_json::Value {
+    json!({
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "hidden_act": "silu", "tie_word_embeddings": false, "initializer_range": 0.02, "num_experts": 6,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": true, "router_aux_loss_coef": 0.25
-    });
-    resolve(config, n_ranks, arguments)
+    })
 }
 
 fn resolve(config: serde_json::Value, n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
+    resolve_with(config, Environment { world: WorldInfo::first_of(n_ranks), ..known() }, arguments)
+}
+
+fn resolve_with(config: serde_json::Value, environment: Environment, arguments: &[&str]) -> Result<Plan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
     let config = Some(Config::from_json(config).unwrap());
-    let environment = Environment { config, world: WorldInfo::first_of(n_ranks), ..known() };
-    Plan::resolve(&loaded, &environment).map_err(|error| error.to_string())
+    Plan::resolve(&loaded, &Environment { config, ..environment }).map_err(|error| error.to_string())
 }
 
 /// Checks that the arguments are refused with a message that contains these strings.
@@ -311,6 +317,32 @@ fn experts_by_cublas_need_a_gpu_and_16_bits() {
     assert!(refused("model.dtype=f32").contains("cublas supports 16-bit dtypes only, but model.dtype is f32"));
     let narrow = of_experts(8, &[cublas, "model.dtype=bf16", "expert_tensor_parallel_size=8"]).unwrap_err();
     assert!(narrow.contains("cublas needs sizes of multiples of 8, but a rank's experts are 64 x 4"), "{narrow}");
+    let here = |missing_gpu: Option<&str>, arguments: &[&str]| {
+        let environment = Environment { missing_gpu: missing_gpu.map(str::to_owned), ..known() };
+        resolve_with(config_of_experts(), environment, arguments)
+    };
+    for device in [&[cublas][..], &[cublas, "device=auto"], &[cublas, "device=cuda"]] {
+        let error = here(Some("there is no driver"), device).unwrap_err();
+        assert!(error.contains(&format!("argument `{cublas}`")), "{error}");
+        assert!(error.contains("model.experts_implementation: cublas needs a GPU: there is no driver"), "{error}");
+        assert!(error.contains("use fused, the default"), "{error}");
+        here(None, device).unwrap();
+    }
+    here(Some("there is no driver"), &[]).unwrap();
+}
+
+#[test]
+fn the_implementation_of_experts_is_a_setting_of_models_with_experts() {
+    let shown = |plan: Plan| {
+        let table = plan.table(SettingsFilter::All);
+        table.lines().find(|line| line.contains("experts_implementation")).map(str::to_owned)
+    };
+    let row = |arguments: &[&str]| shown(of_experts(1, arguments).unwrap()).unwrap();
+    let fused = row(&[]);
+    assert!(fused.contains(" fused ") && fused.ends_with("default"), "{fused}");
+    let cublas = row(&["model.experts_implementation=cublas"]);
+    assert!(cublas.contains(" cublas ") && cublas.ends_with("argument"), "{cublas}");
+    assert_eq!(shown(super::resolve(BASE, &[]).unwrap()), None);
 }
 
 #[test]
