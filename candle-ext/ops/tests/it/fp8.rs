@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     AmaxCompute, Contraction, DelayedScaling, FP8_STORAGE, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers,
     Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax, fp8_quantize,
-    fp8_quantize_current, linear,
+    fp8_quantize_current, linear, record_exchange,
 };
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -448,5 +448,39 @@ fn fp8_storage_is_exact_in_bf16() {
     assert_eq!(stored, of(DType::BF16));
     for (x, stored) in values(&x).into_iter().zip(stored) {
         assert!((x - stored).abs() <= x.abs() / 16.0 + 2f64.powi(-16), "{x} is stored as {stored}");
+    }
+}
+
+/// If an exchange waits for dx, dw is computed after it: from the same codes, to the bit.
+#[test]
+fn a_deferred_weight_gradient_is_the_plain_one() {
+    for recipe in recipes() {
+        for test_device in devices() {
+            let layers = layers(recipe, &test_device);
+            let value = test_device.put(&randn((24, 32), 2));
+            let (x, dy) = (test_device.put(&randn((40, 32), 1)), test_device.put(&randn((40, 24), 3)));
+            let run = |exchanges: bool| {
+                let w = trainable(&value).with_fp8(layers.layer("a").unwrap());
+                let _on = layers.enable(0).unwrap();
+                let op = || {
+                    let y = match exchanges {
+                        false => x.clone(),
+                        true => record_exchange(
+                            "exchange",
+                            &x,
+                            |x| x.affine(1.0, 0.0),
+                            |dy| {
+                                let dy = dy.clone();
+                                Ok(Box::new(move || Ok(dy)))
+                            },
+                        )?,
+                    };
+                    linear(&y, &w, None, OutputDtype::SameAsInput)
+                };
+                let dx = tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap();
+                (bits(&dx), bits(&grad_of(&w)))
+            };
+            assert!(test_device.run(|| run(true)) == test_device.run(|| run(false)), "{recipe:?} {test_device:?}");
+        }
     }
 }
