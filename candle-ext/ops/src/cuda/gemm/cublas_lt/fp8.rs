@@ -32,8 +32,8 @@ fn check_for(scalings: [Scaling; 2], capability: [i32; 2], version: usize) -> Re
     let [major, minor] = capability;
     if capability < MIN_CAPABILITY {
         return Err(format!(
-            "FP8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), not {major}.{minor}; train \
-             without FP8"
+            "FP8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), not {major}.{minor}; \
+             remove the section `precision`"
         ));
     }
     if scalings == [Scaling::Tensor; 2] {
@@ -41,14 +41,14 @@ fn check_for(scalings: [Scaling; 2], capability: [i32; 2], version: usize) -> Re
     }
     if capability != BLOCK_CAPABILITY {
         return Err(format!(
-            "FP8 with blockwise scaling needs a Hopper GPU (compute capability 9.0), not {major}.{minor}; choose delayed or \
-             current scaling"
+            "FP8 with blockwise scaling needs a Hopper GPU (compute capability 9.0), not {major}.{minor}; \
+             choose `precision.recipe: delayed` or `current`"
         ));
     }
     if version < MIN_BLOCK_VERSION {
         return Err(format!(
-            "FP8 with blockwise scaling needs cuBLAS 12.9 or newer, not {}.{}; install a newer one, or choose delayed or \
-             current scaling",
+            "FP8 with blockwise scaling needs cuBLAS 12.9 or newer, not {}.{}; install a newer one, or choose \
+             `precision.recipe: delayed` or `current`",
             version / 10_000,
             version / 100 % 100
         ));
@@ -65,9 +65,9 @@ mod tests {
     fn devices_and_libraries_that_cannot_are_named_with_the_remedy() {
         let blocks = [Scaling::Vector128, Scaling::Block128];
         for (scalings, capability, version, want) in [
-            ([Scaling::Tensor; 2], [8, 0], 130_100, "not 8.0; train without FP8"),
-            (blocks, [8, 9], 130_100, "not 8.9; choose delayed or current scaling"),
-            (blocks, [10, 0], 130_100, "not 10.0; choose delayed or current scaling"),
+            ([Scaling::Tensor; 2], [8, 0], 130_100, "not 8.0; remove the section `precision`"),
+            (blocks, [8, 9], 130_100, "not 8.9; choose `precision.recipe: delayed` or `current`"),
+            (blocks, [10, 0], 130_100, "not 10.0; choose `precision.recipe: delayed` or `current`"),
             (blocks, [9, 0], 120_804, "not 12.8; install a newer one"),
         ] {
             let error = check_for(scalings, capability, version).unwrap_err();
