@@ -540,6 +540,35 @@ fn a_weight_that_cublas_cannot_multiply_is_an_error() {
     }
 }
 
+/// Statistics read codes in the order of rows, which on a GPU are not those that its matmuls read.
+#[test]
+fn statistics_of_a_step_are_those_of_the_cpu() {
+    for recipe in recipes() {
+        let (x, w, dy) = (randn((20, 144), 1), randn((32, 144), 2), (randn((20, 32), 3) * 1e-6).unwrap());
+        let of = |test_device: &TestDevice| {
+            let layers = layers(recipe, test_device);
+            let weight = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
+            let (x, dy) = (test_device.put(&x), test_device.put(&dy));
+            test_device.run(|| {
+                layers.request_stats();
+                let on = layers.enable(0).unwrap();
+                let run = || linear(&x, &weight, None, OutputDtype::SameAsInput);
+                tape(std::slice::from_ref(&x), run).backward(&dy).unwrap();
+                drop(on);
+                let stats = layers.take_stats().unwrap();
+                [stats.sums, stats.amaxes].map(|stats| stats.to_device(&Device::Cpu).unwrap())
+            })
+        };
+        let want = of(&TestDevice::Cpu);
+        assert!(values(&want[1])[..3].iter().all(|amax| *amax > 0.0), "all operands of the layer are quantized");
+        for test_device in devices_for([32, 144], recipe) {
+            for (got, want) in of(&test_device).iter().zip(&want) {
+                assert_close(&format!("{recipe:?} {test_device:?}"), got, want, SUMS);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_layer_is_dense_while_fp8_is_off() {
     let layers = layers(Fp8Recipe::Current(rule(false)), &TestDevice::Cpu);
