@@ -58,7 +58,7 @@ impl<'a> MatMut<'a> {
 }
 
 /// Treatment of the output's present values: BLAS's beta is 0 (overwrite) or 1 (add).
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Accumulate {
     Overwrite,
     Add,
