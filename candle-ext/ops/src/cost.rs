@@ -4,6 +4,8 @@
 
 use candle_core::DType;
 
+use crate::gemm::{has_bf16_unit, packs_bf16};
+
 /// Bytes of an f32.
 pub(crate) const F32_BYTES: u64 = size_of::<f32>() as u64;
 
@@ -21,7 +23,7 @@ pub struct Cost {
 /// Kind of the compute device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// CPU, whose kernels compute in f32.
+    /// CPU, whose kernels sum in f32.
     Cpu,
     /// An NVIDIA GPU.
     Gpu,
@@ -39,14 +41,14 @@ pub enum LinearInput {
 }
 
 impl DeviceKind {
-    /// Returns true if kernels convert tensors of this dtype to f32 and back.
+    /// Returns true if matmuls convert operands of this dtype to f32.
     pub(crate) fn widens(self, dtype: DType) -> bool {
-        self == Self::Cpu && dtype != DType::F32
+        self == Self::Cpu && dtype != DType::F32 && !(dtype == DType::BF16 && packs_bf16())
     }
 
-    /// Returns the scratch bytes of a weight gradient of `numel` elements. The CPU sums it in f32 and rounds once.
-    pub(crate) fn grad_scratch_bytes(self, grad: Option<DType>, numel: u64) -> u64 {
-        if grad.is_some_and(|dtype| self.widens(dtype)) { numel * F32_BYTES } else { 0 }
+    /// Returns true if kernels around matmuls, such as attention, convert tensors of this dtype to f32.
+    pub(crate) fn widens_without_unit(self, dtype: DType) -> bool {
+        self == Self::Cpu && dtype != DType::F32 && !(dtype == DType::BF16 && has_bf16_unit())
     }
 }
 

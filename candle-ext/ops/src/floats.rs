@@ -9,6 +9,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::gemm::matrix::Accumulate;
 use crate::simd::vectorised;
 
 /// Elements from which a conversion uses all threads.
@@ -145,6 +146,15 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
+    /// Borrows the slice again.
+    pub(crate) fn view(&mut self) -> FloatsMut<'_> {
+        match self {
+            Self::F32(data) => FloatsMut::F32(data),
+            Self::Bf16(data) => FloatsMut::Bf16(data),
+            Self::F16(data) => FloatsMut::F16(data),
+        }
+    }
+
     /// Writes `values` from `start` on, each rounded to nearest even.
     pub(crate) fn write(&mut self, start: usize, values: &[f32]) {
         let range = start..start + values.len();
@@ -153,6 +163,19 @@ impl<'a> FloatsMut<'a> {
             Self::Bf16(data) => round_to_bf16(values, &mut data[range]),
             Self::F16(data) => data[range].convert_from_f32_slice(values),
         }
+    }
+
+    /// Calls `change` with the values in f32, and rounds them once.
+    pub(crate) fn change_in_f32(mut self, accumulate: Accumulate, change: impl FnOnce(&mut [f32])) {
+        if let Self::F32(data) = self {
+            return change(data);
+        }
+        let mut values = vec![0.0; self.len()];
+        if accumulate == Accumulate::Add {
+            self.floats().read_into(&mut values);
+        }
+        change(&mut values);
+        self.write(0, &values);
     }
 
     /// Splits before element `middle`.
@@ -272,17 +295,33 @@ pub(crate) fn wide_bf16(value: bf16) -> f32 {
 }
 
 /// Converts a slice of bf16 to f32, vectorised, unlike half's loop.
-fn widen_bf16(values: &[bf16], out: &mut [f32]) {
+pub(crate) fn widen_bf16(values: &[bf16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
     vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = wide_bf16(*value)));
 }
 
-fn round_to_bf16(values: &[f32], out: &mut [bf16]) {
+/// Computes out = [out +] values, rounded once. Inlined, so that callers vectorise it.
+#[inline(always)]
+pub(crate) fn write_bf16(values: &[f32], out: &mut [bf16], accumulate: Accumulate) {
+    let each = out.iter_mut().zip(values);
+    match accumulate {
+        Accumulate::Overwrite => each.for_each(|(out, value)| *out = rounded_bf16(*value)),
+        Accumulate::Add => each.for_each(|(out, value)| *out = rounded_bf16(wide_bf16(*out) + value)),
+    }
+}
+
+/// Rounds each value to bf16, vectorised.
+pub(crate) fn round_to_bf16(values: &[f32], out: &mut [bf16]) {
     assert_eq!(values.len(), out.len(), "a block and its rounded copy have one length");
-    vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = bf16::from_bits(bf16_bits(*value))));
+    vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = rounded_bf16(*value)));
 }
 
 /// Rounds to the nearest bf16, ties to even; NaN stays NaN.
+#[inline(always)]
+fn rounded_bf16(value: f32) -> bf16 {
+    bf16::from_bits(bf16_bits(value))
+}
+
 #[inline(always)]
 fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();

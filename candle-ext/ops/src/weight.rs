@@ -252,47 +252,27 @@ impl GradSink {
         Some(Self { grad, is_stale: Arc::default(), parts })
     }
 
-    /// Calls `add` with the gradient's elements, which it must only add to.
+    /// Calls `add` with the gradient's elements in f32, which it must only add to.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
-        update(&self.grad()?, Accumulate::Add, op, add)
+        self.add_floats(op, |grad| grad.change_in_f32(Accumulate::Add, add))
     }
 
-    /// Calls `write` with the gradient's elements, which it adds to or overwrites.
-    pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(&mut [f32], Accumulate)) -> Result<()> {
-        let (grad, accumulate) = self.grad_to_write()?;
-        update(&grad, accumulate, op, |grad| write(grad, accumulate))
+    /// Calls `add` with the gradient's elements in their own dtype, which it must only add to.
+    pub(crate) fn add_floats(&self, op: &'static str, add: impl FnOnce(FloatsMut<'_>)) -> Result<()> {
+        storage::update(&self.grad()?, op, |grad| {
+            add(grad);
+            Ok(())
+        })
     }
 
     /// Calls `write` with the gradient's elements in their own dtype, which it adds to or overwrites.
-    pub(crate) fn add_or_write_floats(
-        &self,
-        op: &'static str,
-        write: impl FnOnce(FloatsMut<'_>, Accumulate),
-    ) -> Result<()> {
+    pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(FloatsMut<'_>, Accumulate)) -> Result<()> {
         let (grad, accumulate) = self.grad_to_write()?;
         storage::update(&grad, op, |grad| {
             write(grad, accumulate);
             Ok(())
         })
     }
-}
-
-/// Changes a gradient in f32, rounded once.
-fn update(grad: &Tensor, accumulate: Accumulate, op: &'static str, change: impl FnOnce(&mut [f32])) -> Result<()> {
-    storage::update(grad, op, |grad| {
-        match grad {
-            FloatsMut::F32(grad) => change(grad),
-            mut rounded => {
-                let mut grad = vec![0.0; rounded.len()];
-                if accumulate == Accumulate::Add {
-                    rounded.floats().read_into(&mut grad);
-                }
-                change(&mut grad);
-                rounded.write(0, &grad);
-            }
-        }
-        Ok(())
-    })
 }
 
 /// A parameter: its value, often a view of a flat buffer, and the sink of its gradient.

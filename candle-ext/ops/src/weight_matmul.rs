@@ -5,12 +5,13 @@
 
 use std::ops::Range;
 
+use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
 use crate::dot::{MatrixRows, dot, dots};
 use crate::floats::{Floats, first_of, wide_bf16};
-use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm, packs_bf16};
 use crate::quantized::cpu::QuantizedRows;
 use crate::simd::vectorised;
 
@@ -89,6 +90,14 @@ impl<'a> WeightOperand<'a> {
             Self::Dense(Floats::F32(_)) => n,
             _ => PANEL / k.max(1),
         }
+    }
+}
+
+/// Returns the operands of a matmul if both are bf16 and the process's kernel packs them as they are.
+pub(crate) fn bf16_operands<'a>(a: Floats<'a>, b: impl Into<WeightOperand<'a>>) -> Option<(&'a [bf16], &'a [bf16])> {
+    match (a, b.into()) {
+        (Floats::Bf16(a), WeightOperand::Dense(Floats::Bf16(b))) if packs_bf16() => Some((a, b)),
+        _ => None,
     }
 }
 

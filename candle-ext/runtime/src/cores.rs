@@ -67,7 +67,7 @@ fn module_loading(n_ranks: usize, of_user: Option<OsString>) -> Option<&'static 
     (n_ranks > 1 && of_user.is_none()).then_some("EAGER")
 }
 
-/// Selects the CPU kernel of f32 matmuls that CANDLEWICK_CPU_GEMM names, to reproduce the bits of another processor.
+/// Selects the CPU kernel of matmuls that CANDLEWICK_CPU_GEMM names, to reproduce the bits of another processor.
 ///
 /// Call it before any computation. CANDLEWICK_CPU_GEMM, the variable's former name, is still read.
 pub fn select_cpu_gemm_kernel() -> Result<()> {

@@ -8,6 +8,9 @@ SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_
                num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=49152, tie_word_embeddings=True)
 QWEN3 = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
              num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True)
+QWEN2 = dict(model_type="qwen2", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+             num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+QWEN3_2 = dict(QWEN3, hidden_size=2048, intermediate_size=6144)
 SMOLLM2_4 = dict(SMOLLM2, num_hidden_layers=4)
 # Qwen3-MoE with 39M active parameters of 215M, and the dense model of equal active FLOPs.
 DENSE_512 = dict(model_type="qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
@@ -17,7 +20,7 @@ MOE_512 = dict(DENSE_512, model_type="qwen3_moe", moe_intermediate_size=256, num
 TINY = dict(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16, vocab_size=2048)
 TINY_MOE = dict(MOE_512, hidden_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
                 num_hidden_layers=2, head_dim=16, vocab_size=2048)
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,11 @@ class Case:
     rows: int = 1
     accumulated: int = 1
     steps: int = 1
+    # f32; bf16 with f32 master weights and moments (torch: autocast); pure-bf16, where these are bf16 too. With LoRA the
+    # frozen weights are bf16, and the adapter's master weights f32, as PEFT's adapter.
     dtype: str = "f32"
+    # Trains a LoRA adapter of rank 16 on all linear layers.
+    lora: bool = False
     # Backward recomputes the layers, ours with this `activation_checkpoint` and tiled MLPs, too.
     recomputed: str = ""
     # The --peers that differ in this case.
@@ -61,6 +68,16 @@ def train(name: str, shape: dict, rows: int, length: int, accumulated: int, step
     return Case(f"train {name}", "tokens/s", shape, length, rows, accumulated, steps, peers=PEERS)
 
 
+def train_bf16(name: str, shape: dict, length: int, steps: int) -> list[Case]:
+    dtypes = ("bf16", "pure-bf16")
+    return [Case(f"train {name} 1x{length} {dtype}", "tokens/s", shape, length, steps=steps, dtype=dtype)
+            for dtype in dtypes]
+
+
+def lora(name: str, shape: dict, length: int, dtype: str, steps: int = 5) -> Case:
+    return Case(f"train lora {name} 1x{length} {dtype}", "tokens/s", shape, length, steps=steps, dtype=dtype, lora=True)
+
+
 def long(name: str, shape: dict, length: int, recomputed: str = "selective") -> Case:
     return Case(f"train {name} 1x{length} {recomputed}", "tokens/s", shape, length, recomputed=recomputed, peers=PEERS[:1])
 
@@ -71,6 +88,12 @@ CASES = [
     train("smollm2-135m 1x1024", SMOLLM2, 1, 1024, 1, 5),
     train("smollm2-135m 4x1024 accumulated", SMOLLM2, 1, 1024, 4, 4),
     train("qwen3-0.6b 1x512", QWEN3, 1, 512, 1, 4),
+    *train_bf16("smollm2-135m", SMOLLM2, 512, 8),
+    *train_bf16("smollm2-135m", SMOLLM2, 1024, 6),
+    *train_bf16("qwen3-0.6b", QWEN3, 512, 5),
+    lora("qwen2.5-1.5b", QWEN2, 512, "f32"),
+    lora("qwen2.5-1.5b", QWEN2, 512, "bf16"),
+    lora("qwen3-1.7b", QWEN3_2, 128, "bf16", 10),
     train("moe 64 experts 1x1024", MOE_512, 1, 1024, 1, 7),
     train("moe's dense twin 1x1024", DENSE_512, 1, 1024, 1, 7),
     *(long("4 layers", SMOLLM2_4, 1024 * k) for k in (4, 8, 16, 32, 64, 128)),
@@ -95,6 +118,8 @@ CASES = [
 QUICK = [
     train("tiny 2x64", TINY, 2, 64, 2, 4),
     train("tiny moe 2x64", TINY_MOE, 2, 64, 2, 4),
+    *train_bf16("tiny", TINY, 64, 4),
+    lora("tiny", TINY, 64, "bf16"),
     long("tiny", TINY, 128),
     Case("eval tiny 1x64", "tokens/s", TINY, 64, steps=4),
     Case("eval tiny moe 1x64", "tokens/s", TINY_MOE, 64, steps=4),

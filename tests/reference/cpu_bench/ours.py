@@ -9,6 +9,8 @@ from cases import Case, config
 from inputs import Inputs
 from process import run, seconds_until
 
+LORA = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+
 
 class Ours:
     def __init__(self, trainer: str, evaluator: str, inputs: Inputs):
@@ -92,8 +94,10 @@ class Ours:
         path = self.inputs.folder / "recipe.yaml"
         path.write_text(json.dumps({
             "type": "causal", "device": "cpu", "output_dir": str(self.run_folder),
-            "model": {"config": config(case), "dtype": "f32",
-                      "activation_checkpoint": case.recomputed or "none"},
+            "model": {"config": config(case), "dtype": "f32" if case.dtype == "f32" else "bf16",
+                      "activation_checkpoint": case.recomputed or "none", **({"peft_config": LORA} if case.lora else {})},
+            "deepspeed": {"bf16": {"bf16_master_weights_and_grads": case.dtype == "pure-bf16",
+                                   "bf16_optimizer_states": case.dtype == "pure-bf16"}},
             "tiled_mlp_compute": bool(case.recomputed),
             "tokenizer": {"name_or_path": str(self.inputs.tokenizer(case))},
             "data": {"sources": [str(rows)], "max_length": case.length, "cache_dir": str(self.inputs.folder / "cache")},

@@ -30,8 +30,15 @@ def model(training: bool = True, dtype: torch.dtype = torch.float32):
     else:
         settings = dict(job["config"])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        made = AutoModelForCausalLM.from_config(config, **ways)
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype, **ways)
     return made.train(training)
+
+
+def adapted(of):
+    """Adds a LoRA adapter to all linear layers."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(of, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def has_experts() -> bool:
@@ -43,7 +50,7 @@ def rows():
 
 
 def optimizer(of):
-    return torch.optim.AdamW(of.parameters(), lr=1e-4, weight_decay=0.1)
+    return torch.optim.AdamW((p for p in of.parameters() if p.requires_grad), lr=1e-4, weight_decay=0.1)
 
 
 def loss_of(of, ids):
@@ -61,14 +68,19 @@ def loss_of(of, ids):
 
 def step(of, loss, adamw, micro_batches):
     for ids in micro_batches:
-        (loss(of, ids) / len(micro_batches)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.get("dtype") == "bf16" and not job["lora"]):
+            value = loss(of, ids) / len(micro_batches)
+        value.backward()
     torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
     adamw.step()
     adamw.zero_grad(set_to_none=True)
 
 
 def train():
-    of = model()
+    has_bf16_weights = job["dtype"] == "pure-bf16" or (job["dtype"] == "bf16" and job["lora"])
+    of = model(dtype=torch.bfloat16 if has_bf16_weights else torch.float32)
+    if job["lora"]:
+        of = adapted(of)
     if job["recomputed"]:
         of.gradient_checkpointing_enable({"use_reentrant": False})
     adamw = optimizer(of)

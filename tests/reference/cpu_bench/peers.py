@@ -28,7 +28,7 @@ class Peers:
 
     def job(self, case: Case) -> dict:
         job = {"config": config(case), "rows": case.rows, "accumulated": case.accumulated, "warm": case.warm,
-               "recomputed": bool(case.recomputed), "steps": case.steps, "dtype": case.dtype}
+               "recomputed": bool(case.recomputed), "steps": case.steps, "dtype": case.dtype, "lora": case.lora}
         if case.what == "data":
             cache = self.inputs.folder / "peer-cache"
             shutil.rmtree(cache, ignore_errors=True)

@@ -40,7 +40,8 @@ fn qwen3_moes_curve_is_the_golden_one() {
 #[track_caller]
 fn check(name: &str) {
     let golden: Value = serde_json::from_str(&read(format!("tests/golden/{name}.json"))).unwrap();
-    let kernels = cpu_gemm_kernels();
+    // avx512_bf16 computes f32 as avx512 does.
+    let kernels: Vec<_> = cpu_gemm_kernels().into_iter().filter(|kernel| *kernel != "avx512_bf16").collect();
     let sections = golden.as_object().unwrap();
     for kernel in &kernels {
         let [one, two] = [1, 2].map(|n_threads| curve(name, kernel, n_threads));

@@ -25,10 +25,10 @@ struct DoctorReport {
     host: HostInfo,
     /// SIMD instruction sets that have kernels.
     cpu_features: Vec<&'static str>,
-    /// The f32 GEMM kernel in use on the CPU.
+    /// The GEMM kernel in use on the CPU.
     #[serde(rename = "cpu_product")]
     gemm_kernel: &'static str,
-    /// The f32 GEMM kernels that this CPU supports, fastest first. CANDLEWICK_CPU_GEMM selects one.
+    /// The GEMM kernels that this CPU supports, fastest first. CANDLEWICK_CPU_GEMM selects one.
     #[serde(rename = "cpu_products")]
     gemm_kernels: Vec<&'static str>,
     gpus: Vec<GpuInfo>,
@@ -94,7 +94,7 @@ impl DoctorReport {
             ("processor".to_owned(), self.host.cpu.clone().unwrap_or_else(|| "unknown".into())),
             ("threads".to_owned(), self.host.n_cpus.to_string()),
             ("instructions".to_owned(), self.cpu_features.join(" ")),
-            ("f32 GEMM".to_owned(), self.gemm_kernel.to_owned()),
+            ("GEMM".to_owned(), self.gemm_kernel.to_owned()),
             ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), format_bytes)),
         ];
         for gpu in &self.gpus {
@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn the_table_has_a_line_for_each_field() {
         let text = DoctorReport::now().table();
-        for what in ["version", "processor", "f32 GEMM", "threads", "memory", "attention", "Hub", "disk, here"] {
+        for what in ["version", "processor", "GEMM", "threads", "memory", "attention", "Hub", "disk, here"] {
             assert!(text.lines().any(|line| line.starts_with(what)), "no {what} in:\n{text}");
         }
     }

@@ -6,6 +6,7 @@ use candlewick_runtime::process_memory::program_bytes;
 use candlewick_text::tokenizer::Tokenizer;
 
 use super::{Setup, costs};
+use crate::plan::dtype;
 
 /// Returns the bytes in the memory of the device that computes.
 pub(super) fn bytes_on_device(setup: &Setup) -> u64 {
@@ -36,5 +37,5 @@ fn tokenizer(setup: &Setup) -> u64 {
 fn matmul_buffers(setup: &Setup) -> u64 {
     let (layer, head) = (costs::layer(setup, 0), costs::head(setup));
     let matmuls: Vec<_> = layer.mlp_matmuls().into_iter().chain(head.matmuls()).collect();
-    cpu_gemm_buffer_bytes(&matmuls)
+    cpu_gemm_buffer_bytes(&matmuls, dtype(setup.compute))
 }

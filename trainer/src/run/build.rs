@@ -42,7 +42,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
     let supported = ranks.groups.dp.check_device(&device);
     supported.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
     // Measure before the model is allocated, so that the allocator reuses this memory.
-    let peak = peak(&device);
+    let peak = peak(&device, dtype(plan.model.dtype));
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
@@ -126,10 +126,10 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     Ok(load_weights(engine, base, adapter.as_ref().map_or(random, |it| WeightSource::Checkpoint(&it.weights)))?)
 }
 
-/// Returns the peak rate of matmuls: of a GPU in bf16, by its name; of the CPU, as measured now.
-fn peak(device: &Device) -> Option<f64> {
+/// Returns the peak rate of matmuls: of a GPU in bf16, by its name; of the CPU in `dtype`, as measured now.
+fn peak(device: &Device, dtype: DType) -> Option<f64> {
     match device.location() {
         DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)),
-        _ => Some(measure_cpu_gemm_rate()),
+        _ => Some(measure_cpu_gemm_rate(dtype)),
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct TrainingRun<'a> {
     pub(super) engine: &'a Engine,
     /// Notes about the engine for the user.
     pub(super) notes: &'a [String],
-    /// Peak FLOPs per second of the device, if known.
+    /// Peak FLOPs per second of the device at the start, if known.
     pub(super) peak: Option<f64>,
     pub(super) prepared: &'a PreparedData,
     pub(super) tasks: Option<&'a Tasks<'a>>,

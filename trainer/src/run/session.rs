@@ -44,6 +44,8 @@ pub(super) struct Session<'a> {
     /// The time at which the last drained step was done.
     last_step_done: Instant,
     monitor: Option<GpuMonitor>,
+    /// Peak FLOPs per second of the device, if known.
+    peak: Option<f64>,
     started: Instant,
 }
 
@@ -92,6 +94,7 @@ impl<'a> Session<'a> {
             None => GradScaler::new(policy, stream.cursor().step - progress.n_skipped, device)?,
         };
         let mut session = Self {
+            peak: run.peak,
             run,
             run_json,
             stream,
@@ -207,6 +210,7 @@ impl<'a> Session<'a> {
         let n_ranks = self.run.plan.ranks.n_ranks();
         let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
         let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
+        let useful_flops = self.flops(step, Work::Useful) / n_ranks as f64;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
         let record = StepRecord {
             epoch: step.epoch,
@@ -226,10 +230,7 @@ impl<'a> Session<'a> {
             tokens: step.n_tokens() as u64,
             n_targets: step.n_targets as u64,
             tokens_per_second: step.n_tokens() as f64 / step_time,
-            mfu: self
-                .run
-                .peak
-                .map(|peak| model_flops_utilization(self.flops(step, Work::Useful) / n_ranks as f64, step_time, peak)),
+            mfu: self.peak.as_mut().map(|peak| model_flops_utilization(useful_flops, step_time, peak)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
             gpu_energy_joules: self.monitor.as_ref().and_then(GpuMonitor::energy),

@@ -10,6 +10,8 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
+#[cfg(target_os = "linux")]
+use memmap2::UncheckedAdvice;
 
 use super::{
     element::{self, Element},
@@ -32,6 +34,19 @@ pub struct Checkpoint {
 struct MappedFile {
     path: PathBuf,
     bytes: Mmap,
+}
+
+impl MappedFile {
+    /// Removes the pages of bytes that were read from the process's memory. The page cache keeps them.
+    fn release(&self, bytes: &Range<usize>) {
+        #[cfg(target_os = "linux")]
+        // SAFETY: the map is shared and read-only, so a later access reads the same bytes from the file again.
+        let released =
+            unsafe { self.bytes.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
+        // The advice only saves memory.
+        #[cfg(target_os = "linux")]
+        drop(released);
+    }
 }
 
 impl Checkpoint {
@@ -234,10 +249,13 @@ impl Checkpoint {
     }
 
     /// Reads tensor `name` of the given shape into `out`, converting its dtype.
+    ///
+    /// The mapped pages leave the process's memory, so that a model is not in it twice while it is loaded.
     pub fn read_into<T: Element>(&self, name: &str, shape: &[usize], out: &mut [T]) -> Result<(), ModelError> {
         let (file, entry) = self.entry(name, shape)?;
         assert_eq!(out.len(), shape.iter().product::<usize>(), "the buffer of {name} has its shape");
         element::decode(entry.dtype, &file.bytes[entry.bytes.clone()], out);
+        file.release(&entry.bytes);
         Ok(())
     }
 

@@ -39,6 +39,30 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     exact.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
+/// Returns the kilobytes of a mapped file that are in this process's memory.
+#[cfg(target_os = "linux")]
+fn resident_kilobytes(file: &Path) -> usize {
+    let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+    let of_file = maps.lines().skip_while(|line| !line.ends_with(file.to_str().unwrap()));
+    let rss = of_file.skip(1).find_map(|line| line.strip_prefix("Rss:")).unwrap();
+    rss.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn pages_of_a_tensor_leave_the_memory_once_it_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let large = Tensor::zeros((1 << 20, 4), DType::F32, &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("large", large)].into(), &path).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    for _ in 0..2 {
+        let read = checkpoint.tensor("large", &[1 << 20, 4], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(read.elem_count(), 4 << 20);
+        assert!(resident_kilobytes(&path) < 1024, "{} KiB", resident_kilobytes(&path));
+    }
+}
+
 #[test]
 fn a_sharded_checkpoint_is_read_back_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();

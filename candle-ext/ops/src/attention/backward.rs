@@ -2,6 +2,8 @@
 //!
 //! Each task sums dk and dv of its own head. Query heads that share a KV head (GQA) are summed afterwards, in order.
 //!
+//! With instructions for bf16, matmuls of bf16 tensors read bf16; p and ds are rounded for them, as on a GPU.
+//!
 //! With `p = e^(score - lse)` and `delta = sum(do o)`:
 //! `dv = p^T do`, `ds = p (do v^T - delta)`, `dq = scale ds k`, `dk = scale ds^T q`.
 
@@ -12,10 +14,10 @@ use rayon::prelude::*;
 use super::cu_seqlens::{CuSeqlens, SequenceRange};
 use super::layout::{HeadCounts, HeadView, split_by_lens};
 use super::spec::AttentionSpec;
-use super::tile::{QUERIES, Queries, of_span};
+use super::tile::{MatmulElement, QUERIES, Queries, of_span};
 use crate::dot::dot;
-use crate::floats::Floats;
-use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
+use crate::floats::{Floats, first_of};
+use crate::gemm::{Accumulate, Mat, MatMut, has_bf16_unit};
 use crate::simd::vectorised;
 
 /// Tensors saved by the forward, and the gradient of its output.
@@ -35,12 +37,27 @@ pub(super) fn run(
     spec: &AttentionSpec,
     heads: HeadCounts,
 ) -> [Vec<f32>; 3] {
-    let HeadCounts { n_kv, group, dim } = heads;
-    let (n_heads, t, s) = (heads.n_query_heads(), seqs.n_tokens(), seqs.n_keys());
+    let CpuBackwardInputs { q, k, v, o, d_o, lse } = *inputs;
+    if let ([Floats::Bf16(q), Floats::Bf16(k), Floats::Bf16(v), Floats::Bf16(o), Floats::Bf16(d_o)], true) =
+        ([q, k, v, o, d_o], has_bf16_unit())
+    {
+        return run_as([q, k, v, o, d_o], lse, seqs, spec, heads);
+    }
     let mut wide = [const { Vec::new() }; 5];
     let [q_wide, k_wide, v_wide, o_wide, d_o_wide] = &mut wide;
-    let (q, k, v) = (inputs.q.widened(q_wide), inputs.k.widened(k_wide), inputs.v.widened(v_wide));
-    let (o, d_o) = (inputs.o.widened(o_wide), inputs.d_o.widened(d_o_wide));
+    let (q, k, v) = (q.widened(q_wide), k.widened(k_wide), v.widened(v_wide));
+    run_as([q, k, v, o.widened(o_wide), d_o.widened(d_o_wide)], lse, seqs, spec, heads)
+}
+
+fn run_as<T: MatmulElement>(
+    [q, k, v, o, d_o]: [&[T]; 5],
+    lse: &[f32],
+    seqs: &CuSeqlens,
+    spec: &AttentionSpec,
+    heads: HeadCounts,
+) -> [Vec<f32>; 3] {
+    let HeadCounts { n_kv, group, dim } = heads;
+    let (n_heads, t, s) = (heads.n_query_heads(), seqs.n_tokens(), seqs.n_keys());
     let [mut dq, mut dk, mut dv] = [t, s, s].map(|rows| vec![0.0; n_heads * rows * dim]);
     let tasks: Vec<(usize, SequenceRange)> =
         (0..n_heads).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
@@ -57,7 +74,7 @@ pub(super) fn run(
             v: of_keys(v),
             o: of_queries(o),
             d_o: of_queries(d_o),
-            lse: &inputs.lse[head * t..(head + 1) * t],
+            lse: &lse[head * t..(head + 1) * t],
             span: span.clone(),
             dim,
             spec,
@@ -85,19 +102,19 @@ fn add_groups(x: &mut Vec<f32>, group: usize, len: usize) {
 }
 
 /// One sequence and one query head.
-struct Sequence<'a> {
-    q: HeadView<'a>,
-    k: HeadView<'a>,
-    v: HeadView<'a>,
-    o: HeadView<'a>,
-    d_o: HeadView<'a>,
+struct Sequence<'a, T> {
+    q: HeadView<'a, T>,
+    k: HeadView<'a, T>,
+    v: HeadView<'a, T>,
+    o: HeadView<'a, T>,
+    d_o: HeadView<'a, T>,
     lse: &'a [f32],
     span: SequenceRange,
     dim: usize,
     spec: &'a AttentionSpec,
 }
 
-impl Sequence<'_> {
+impl<T: MatmulElement> Sequence<'_, T> {
     fn backward(&self, dq: &mut [f32], dk: &mut [f32], dv: &mut [f32]) {
         let SequenceRange { q, k, first } = &self.span;
         let mut scratch = Scratch::default();
@@ -117,32 +134,35 @@ impl Sequence<'_> {
     /// Adds the contribution of one tile of queries.
     fn tile(
         &self,
-        queries: &Queries<'_>,
+        queries: &Queries<'_, T>,
         rows: Range<usize>,
-        scratch: &mut Scratch,
+        scratch: &mut Scratch<T>,
         dq: &mut [f32],
         dk: &mut [f32],
         dv: &mut [f32],
     ) {
         let (dim, scale, n_rows) = (self.dim, self.spec.scale, rows.len());
         let (d_o, lse) = (self.d_o.rows(rows.clone()), &self.lse[rows.clone()]);
-        let delta: Vec<f32> = rows.map(|row| dot(self.o.row(row), self.d_o.row(row))).collect();
+        let Scratch { p, ds, rounded } = scratch;
+        let (o_row, d_o_row) = (&mut Vec::new(), &mut Vec::new());
+        let of_row = |row| dot(T::widened(self.o.row(row), o_row), T::widened(self.d_o.row(row), d_o_row));
+        let delta: Vec<f32> = rows.map(of_row).collect();
         for tile in queries.key_tiles() {
             let (k, v) = (of_span(self.k, &self.span.k, &tile), of_span(self.v, &self.span.k, &tile));
-            let [p, ds] = scratch.matrices(n_rows * tile.len());
+            let (p, ds) = (first_of(p, n_rows * tile.len()), first_of(ds, n_rows * tile.len()));
             queries.scores(k, tile.len(), p);
             queries.probabilities(p, &tile, lse);
             let out = MatMut::new(ds, n_rows, tile.len());
-            gemm(out, Accumulate::Overwrite, d_o, v.t(), 1.0, Threads::One);
+            T::gemm(out, Accumulate::Overwrite, d_o, v.t(), 1.0);
             softmax_backward(p, ds, &delta, tile.len());
             let keys = tile.start * dim..tile.end * dim;
-            let p = Mat::new(p, n_rows, tile.len());
+            let p = Mat::new(T::of(p, rounded), n_rows, tile.len());
             let out = MatMut::new(&mut dv[keys.clone()], tile.len(), dim);
-            gemm(out, Accumulate::Add, p.t(), d_o, 1.0, Threads::One);
-            let ds = Mat::new(ds, n_rows, tile.len());
+            T::gemm(out, Accumulate::Add, p.t(), d_o, 1.0);
+            let ds = Mat::new(T::of(ds, rounded), n_rows, tile.len());
             let out = MatMut::new(&mut dk[keys], tile.len(), dim);
-            gemm(out, Accumulate::Add, ds.t(), queries.q, scale, Threads::One);
-            gemm(MatMut::new(dq, n_rows, dim), Accumulate::Add, ds, k, scale, Threads::One);
+            T::gemm(out, Accumulate::Add, ds.t(), queries.q, scale);
+            T::gemm(MatMut::new(dq, n_rows, dim), Accumulate::Add, ds, k, scale);
         }
     }
 }
@@ -154,17 +174,15 @@ fn softmax_backward(p: &[f32], dp: &mut [f32], delta: &[f32], n_keys: usize) {
     }
 }
 
-/// Two matrices of the size of a score tile, reused for each tile.
-#[derive(Default)]
-struct Scratch {
-    matrices: [Vec<f32>; 2],
+/// Matrices of the size of a score tile, reused for each tile.
+struct Scratch<T> {
+    p: Vec<f32>,
+    ds: Vec<f32>,
+    rounded: Vec<T>,
 }
 
-impl Scratch {
-    fn matrices(&mut self, len: usize) -> [&mut [f32]; 2] {
-        self.matrices.each_mut().map(|matrix| {
-            matrix.resize(matrix.len().max(len), 0.0);
-            &mut matrix[..len]
-        })
+impl<T> Default for Scratch<T> {
+    fn default() -> Self {
+        Self { p: Vec::new(), ds: Vec::new(), rounded: Vec::new() }
     }
 }

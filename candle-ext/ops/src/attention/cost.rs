@@ -88,10 +88,10 @@ impl AttentionCost {
 
     /// Returns the bytes of the kernel's f32 copies, for elements written and read per token.
     ///
-    /// The CPU converts inputs that are not f32 and writes outputs head by head in f32. On a GPU cuDNN sums dq in f32.
+    /// The CPU converts inputs that its matmuls do not read, and writes outputs head by head in f32. On a GPU cuDNN sums dq in f32.
     fn kernel_scratch_bytes(&self, written: u64, read: u64) -> u64 {
         let n_elements = match self.device {
-            DeviceKind::Cpu if self.device.widens(self.dtype) => written + read,
+            DeviceKind::Cpu if self.device.widens_without_unit(self.dtype) => written + read,
             DeviceKind::Cpu => written,
             DeviceKind::Gpu => self.q(),
         };
@@ -113,6 +113,7 @@ impl AttentionCost {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gemm::has_bf16_unit;
 
     fn cost(dtype: DType, implementation: AttentionImpl, device: DeviceKind) -> AttentionCost {
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 8 };
@@ -124,9 +125,11 @@ mod tests {
         let of = |dtype| cost(dtype, AttentionImpl::Fused, DeviceKind::Cpu);
         let (q, kv) = (32, 16);
         assert_eq!(of(DType::F32).forward().scratch_bytes, 10 * q * 4);
-        assert_eq!(of(DType::BF16).forward().scratch_bytes, 10 * (2 * q + 2 * kv) * 4);
+        assert_eq!(of(DType::F16).forward().scratch_bytes, 10 * (2 * q + 2 * kv) * 4);
         assert_eq!(of(DType::F32).backward().scratch_bytes, 10 * 3 * q * 4);
-        assert_eq!(of(DType::BF16).backward().scratch_bytes, 10 * (6 * q + 2 * kv) * 4);
+        assert_eq!(of(DType::F16).backward().scratch_bytes, 10 * (6 * q + 2 * kv) * 4);
+        let read = if has_bf16_unit() { 0 } else { q + 2 * kv };
+        assert_eq!(of(DType::BF16).forward().scratch_bytes, 10 * (q + read) * 4);
     }
 
     #[test]

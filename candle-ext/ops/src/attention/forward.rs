@@ -1,14 +1,16 @@
 //! CPU kernel of the attention forward: a task for each head and tile of queries.
+//!
+//! With instructions for bf16, matmuls of bf16 tensors read bf16, and probabilities are rounded for them, as on a GPU.
 
 use rayon::prelude::*;
 
 use super::cu_seqlens::{CuSeqlens, SequenceRange};
 use super::layout::{HeadCounts, HeadView, by_row, split_by_lens};
 use super::spec::AttentionSpec;
-use super::tile::{QUERIES, Queries, clear_outside, of_span};
+use super::tile::{MatmulElement, QUERIES, Queries, clear_outside, of_span};
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};
-use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, has_bf16_unit};
 use crate::simd::vectorised;
 
 /// Writes the output and returns the log-sum-exp of each row, f32 [heads, t].
@@ -19,11 +21,23 @@ pub(super) fn run(
     spec: &AttentionSpec,
     heads: HeadCounts,
 ) -> Vec<f32> {
-    let HeadCounts { n_kv, group, dim } = heads;
-    let n_heads = heads.n_query_heads();
+    if let (Floats::Bf16(q), Floats::Bf16(k), Floats::Bf16(v), true) = (q, k, v, has_bf16_unit()) {
+        return run_as([q, k, v], out, seqs, spec, heads);
+    }
     let mut wide = [const { Vec::new() }; 3];
     let [q_wide, k_wide, v_wide] = &mut wide;
-    let (q, k, v) = (q.widened(q_wide), k.widened(k_wide), v.widened(v_wide));
+    run_as([q.widened(q_wide), k.widened(k_wide), v.widened(v_wide)], out, seqs, spec, heads)
+}
+
+fn run_as<T: MatmulElement>(
+    [q, k, v]: [&[T]; 3],
+    out: FloatsMut<'_>,
+    seqs: &CuSeqlens,
+    spec: &AttentionSpec,
+    heads: HeadCounts,
+) -> Vec<f32> {
+    let HeadCounts { n_kv, group, dim } = heads;
+    let n_heads = heads.n_query_heads();
     let mut o = vec![0.0; q.len()];
     let mut lse = vec![0.0; n_heads * seqs.n_tokens()];
     let tiles = tiles(seqs, n_heads);
@@ -74,9 +88,9 @@ fn tiles(seqs: &CuSeqlens, n_heads: usize) -> Vec<Tile> {
 ///
 /// A row that is masked in a whole tile stays unchanged. A fully masked row gives zeros and a log-sum-exp of -inf; that
 /// occurs in an [`AttentionChunk`](super::AttentionChunk).
-fn attend(
-    queries: &Queries<'_>,
-    (k, v): (HeadView<'_>, HeadView<'_>),
+fn attend<T: MatmulElement>(
+    queries: &Queries<'_, T>,
+    (k, v): (HeadView<'_, T>, HeadView<'_, T>),
     span: &SequenceRange,
     o: &mut [f32],
     lse: &mut [f32],
@@ -84,7 +98,7 @@ fn attend(
     let (rows, dim) = (queries.n, o.len() / queries.n);
     let mut maxima = vec![f32::NEG_INFINITY; rows];
     let mut sums = vec![0.0f32; rows];
-    let mut scores = Vec::new();
+    let (mut scores, mut rounded) = (Vec::new(), Vec::new());
     for tile in queries.key_tiles() {
         scores.resize(rows * tile.len(), 0.0);
         queries.scores(of_span(k, &span.k, &tile), tile.len(), &mut scores);
@@ -102,8 +116,8 @@ fn attend(
             let o = &mut o[row * dim..(row + 1) * dim];
             vectorised!(o.iter_mut().for_each(|o| *o *= shrink));
         }
-        let p = Mat::new(&scores, rows, tile.len());
-        gemm(MatMut::new(o, rows, dim), Accumulate::Add, p, of_span(v, &span.k, &tile), 1.0, Threads::One);
+        let p = Mat::new(T::of(&scores, &mut rounded), rows, tile.len());
+        T::gemm(MatMut::new(o, rows, dim), Accumulate::Add, p, of_span(v, &span.k, &tile), 1.0);
     }
     for (row, o) in o.chunks_exact_mut(dim).enumerate() {
         if sums[row] != 0.0 {

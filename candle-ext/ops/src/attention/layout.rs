@@ -64,25 +64,25 @@ impl HeadCounts {
     }
 }
 
-/// One head of an f32 buffer [rows, n_heads, dim].
+/// One head of a buffer [rows, n_heads, dim].
 #[derive(Clone, Copy)]
-pub(super) struct HeadView<'a> {
-    data: &'a [f32],
+pub(super) struct HeadView<'a, T> {
+    data: &'a [T],
     stride: usize,
     dim: usize,
 }
 
-impl<'a> HeadView<'a> {
-    pub(super) fn new(data: &'a [f32], n_heads: usize, dim: usize, head: usize) -> Self {
+impl<'a, T> HeadView<'a, T> {
+    pub(super) fn new(data: &'a [T], n_heads: usize, dim: usize, head: usize) -> Self {
         Self { data: data.get(head * dim..).unwrap_or_default(), stride: n_heads * dim, dim }
     }
 
     /// Returns some rows, at least one, as a matrix.
-    pub(super) fn rows(self, rows: Range<usize>) -> Mat<'a> {
+    pub(super) fn rows(self, rows: Range<usize>) -> Mat<'a, T> {
         Mat::with_stride(&self.data[rows.start * self.stride..], rows.len(), self.dim, self.stride)
     }
 
-    pub(super) fn row(self, row: usize) -> &'a [f32] {
+    pub(super) fn row(self, row: usize) -> &'a [T] {
         &self.data[row * self.stride..][..self.dim]
     }
 }

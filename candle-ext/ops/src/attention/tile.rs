@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 
+use half::bf16;
+
 use super::layout::HeadView;
 use super::spec::AttentionSpec;
 use crate::exp::exp;
-use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
+use crate::floats::{Floats, round_to_bf16};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm, gemm_bf16};
 use crate::simd::vectorised;
 
 /// Keys of a tile.
@@ -22,10 +25,52 @@ pub(super) fn visible(spec: &AttentionSpec, n_keys: usize, position: isize) -> R
     start.min(end)..end
 }
 
+/// Elements that attention's matmuls read. Softmax and sums are f32.
+pub(super) trait MatmulElement: Copy + Send + Sync {
+    /// Computes out = [out +] scale a b on the calling thread.
+    fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_, Self>, b: Mat<'_, Self>, scale: f32);
+
+    /// Returns the values as operands: themselves, or rounded into `scratch`.
+    fn of<'s>(values: &'s [f32], scratch: &'s mut Vec<Self>) -> &'s [Self];
+
+    /// Returns the elements as f32: themselves, or converted into `scratch`.
+    fn widened<'s>(elements: &'s [Self], scratch: &'s mut Vec<f32>) -> &'s [f32];
+}
+
+impl MatmulElement for f32 {
+    fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32) {
+        gemm(out, accumulate, a, b, scale, Threads::One);
+    }
+
+    fn of<'s>(values: &'s [f32], _: &'s mut Vec<f32>) -> &'s [f32] {
+        values
+    }
+
+    fn widened<'s>(elements: &'s [f32], _: &'s mut Vec<f32>) -> &'s [f32] {
+        elements
+    }
+}
+
+impl MatmulElement for bf16 {
+    fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_, bf16>, b: Mat<'_, bf16>, scale: f32) {
+        gemm_bf16(out, accumulate, a, b, scale, Threads::One);
+    }
+
+    fn of<'s>(values: &'s [f32], scratch: &'s mut Vec<bf16>) -> &'s [bf16] {
+        scratch.resize(values.len(), bf16::ZERO);
+        round_to_bf16(values, scratch);
+        scratch
+    }
+
+    fn widened<'s>(elements: &'s [bf16], scratch: &'s mut Vec<f32>) -> &'s [f32] {
+        Floats::Bf16(elements).widened_here(scratch)
+    }
+}
+
 /// A tile of queries of one sequence and head.
-pub(super) struct Queries<'a> {
-    /// Query rows, f32 [n, dim].
-    pub(super) q: Mat<'a>,
+pub(super) struct Queries<'a, T> {
+    /// Query rows [n, dim].
+    pub(super) q: Mat<'a, T>,
     /// Number of queries.
     pub(super) n: usize,
     /// Position of the first query among its sequence's keys.
@@ -34,14 +79,14 @@ pub(super) struct Queries<'a> {
     pub(super) spec: &'a AttentionSpec,
 }
 
-impl Queries<'_> {
+impl<T: MatmulElement> Queries<'_, T> {
     /// Returns the keys that a query sees.
     fn visible(&self, query: usize) -> Range<usize> {
         visible(self.spec, self.n_keys, self.first + query as isize)
     }
 
     /// Returns the tiles of keys that some query sees.
-    pub(super) fn key_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    pub(super) fn key_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<T> {
         let (start, end) = (self.visible(0).start, self.visible(self.n - 1).end);
         (start..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
     }
@@ -55,9 +100,9 @@ impl Queries<'_> {
     }
 
     /// Computes scores [n, keys of the tile] = scale q k^T, without the mask.
-    pub(super) fn scores(&self, k: Mat<'_>, n_keys: usize, scores: &mut [f32]) {
+    pub(super) fn scores(&self, k: Mat<'_, T>, n_keys: usize, scores: &mut [f32]) {
         let out = MatMut::new(scores, self.n, n_keys);
-        gemm(out, Accumulate::Overwrite, self.q, k.t(), self.spec.scale, Threads::One);
+        T::gemm(out, Accumulate::Overwrite, self.q, k.t(), self.spec.scale);
     }
 
     /// Turns scores into probabilities e^(score - lse), zero for masked keys.
@@ -72,7 +117,7 @@ impl Queries<'_> {
 }
 
 /// Returns the rows `tile` of a sequence whose keys are `span`.
-pub(super) fn of_span<'a>(head: HeadView<'a>, span: &Range<usize>, tile: &Range<usize>) -> Mat<'a> {
+pub(super) fn of_span<'a, T>(head: HeadView<'a, T>, span: &Range<usize>, tile: &Range<usize>) -> Mat<'a, T> {
     head.rows(span.start + tile.start..span.start + tile.end)
 }
 

@@ -22,21 +22,26 @@ pub(super) fn gather(ids: &[u32], table: Floats<'_>, y: FloatsMut<'_>, d: usize)
     });
 }
 
-/// Adds dy_i to dw[ids_i], except for `padding`. One task sums each row, in the order of positions.
-pub(super) fn scatter_add(ids: &[u32], dy: Floats<'_>, dw: &mut [f32], d: usize, padding: Option<u32>) {
+/// Adds dy_i to dw[ids_i], except for `padding`. One task sums each row, in the order of positions, and rounds it once.
+pub(super) fn scatter_add(ids: &[u32], dy: Floats<'_>, dw: FloatsMut<'_>, d: usize, padding: Option<u32>) {
     if d == 0 {
         return;
     }
     let mut uses: Vec<(u32, u32)> = ids.iter().copied().zip(0..).filter(|(id, _)| Some(*id) != padding).collect();
     uses.par_sort_unstable();
-    dw.par_chunks_mut(ROWS * d).enumerate().for_each(|(i, rows)| {
+    dw.chunks(ROWS * d).into_par_iter().enumerate().for_each(|(i, mut rows)| {
         let first = uses.partition_point(|&(id, _)| (id as usize) < i * ROWS);
-        let mut wide = Vec::new();
-        for &(id, position) in uses[first..].iter().take_while(|u| (u.0 as usize) < (i + 1) * ROWS) {
-            let start = position as usize * d;
-            let dy = dy.slice(start..start + d).widened(&mut wide);
-            let row = (id as usize - i * ROWS) * d;
-            rows[row..row + d].iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
+        let n_uses = uses[first..].partition_point(|&(id, _)| (id as usize) < (i + 1) * ROWS);
+        let (mut wide, mut sum) = (Vec::new(), vec![0.0; d]);
+        for of_row in uses[first..first + n_uses].chunk_by(|a, b| a.0 == b.0) {
+            let row = (of_row[0].0 as usize - i * ROWS) * d;
+            rows.floats().slice(row..row + d).read_into(&mut sum);
+            for &(_, position) in of_row {
+                let start = position as usize * d;
+                let dy = dy.slice(start..start + d).widened(&mut wide);
+                sum.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += dy);
+            }
+            rows.write(row, &sum);
         }
     });
 }

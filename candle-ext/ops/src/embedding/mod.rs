@@ -72,7 +72,7 @@ fn scatter_add(ids: &Tensor, dy: &Tensor, w: &Weight, padding: Option<u32>) -> R
         cpu => {
             let (dy, ids) = (host("embedding", dy)?, host("embedding", ids)?);
             let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
-            sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, w.dims()[1], padding))
+            sink.add_floats("embedding", |dw| cpu::scatter_add(ids, dy, dw, w.dims()[1], padding))
         },
         cuda => cuda::scatter_add(ids, dy, &sink.grad()?, w.dims()[0], padding),
     })

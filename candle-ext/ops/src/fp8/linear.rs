@@ -172,11 +172,13 @@ fn grad_w_cpu(dy: &Fp8Matrix, x: &Fp8Matrix, sink: &GradSink, dims: Dims) -> Res
     let ((dy, dy_factor), (x, x_factor)) = (dy.operand()?, x.operand()?);
     let (mut dy_f32, mut x_f32) = (Vec::new(), Vec::new());
     sink.add_or_write("linear", |dw, accumulate| {
-        for (rows, dims) in token_blocks(dims) {
-            let accumulate = if rows.start == 0 { accumulate } else { Accumulate::Add };
-            let (dy, x) = (dy.rows(rows.clone()).widened(&mut dy_f32), x.rows(rows).widened(&mut x_f32));
-            weight_matmul::grad_w(dy, x, dw, accumulate, dy_factor * x_factor, dims);
-        }
+        dw.change_in_f32(accumulate, |dw| {
+            for (rows, dims) in token_blocks(dims) {
+                let accumulate = if rows.start == 0 { accumulate } else { Accumulate::Add };
+                let (dy, x) = (dy.rows(rows.clone()).widened(&mut dy_f32), x.rows(rows).widened(&mut x_f32));
+                weight_matmul::grad_w(dy, x, dw, accumulate, dy_factor * x_factor, dims);
+            }
+        });
     })
 }
 

@@ -7,21 +7,21 @@
 
 use std::arch::asm;
 use std::arch::x86_64::{
-    __cpuid_count, __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512,
-    _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps,
-    _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_set_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_srli_epi32, _mm512_store_si512, _mm512_sub_ps,
+    __cpuid_count, __m512, __m512i, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
+    _mm512_loadu_ps, _mm512_maskz_loadu_ps, _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_set_epi16,
+    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_srli_epi32, _mm512_store_si512, _mm512_sub_ps,
 };
+use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
-use super::avx512::{LANES, load_strided, mask};
+use super::avx512::{LANES, load_strided, mask, write_lanes};
 use super::blocks::{CacheLine, Kernel, Tile};
 use super::matrix::{Accumulate, Mat};
 use super::packed;
 use super::transpose::transpose;
 
 /// Rows and columns of a tile: two by two AMX tiles.
-const SIDE: usize = 32;
+pub(super) const SIDE: usize = 32;
 /// Terms of one AMX multiplication.
 const DEPTH: usize = 32;
 /// bf16 summands of an f32.
@@ -82,6 +82,7 @@ static CONFIG: Config = Config {
 };
 
 impl Kernel for Amx {
+    type Operand = f32;
     const MR: usize = SIDE;
     const NR: usize = SIDE;
     const KC: usize = 512;
@@ -115,8 +116,12 @@ impl Kernel for Amx {
         scale: f32,
         accumulate: Accumulate,
     ) {
+        let mut sums = Sums::unwritten();
         // SAFETY: the processor has AMX and AVX-512; the rest is the caller's contract.
-        unsafe { multiply(kc.div_ceil(DEPTH), a, b, tile, scale, accumulate) };
+        unsafe {
+            multiply(kc.div_ceil(DEPTH), a, b, &tile, &mut sums);
+            sums.write(tile, scale, accumulate);
+        }
     }
 
     fn begin(self) {
@@ -296,24 +301,52 @@ fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [CacheLine
     }
 }
 
-/// Multiplies two packed slivers into a tile.
+/// Sums of a tile, which `tilestored` writes.
+#[repr(C, align(64))]
+pub(super) struct Sums(MaybeUninit<[[f32; SIDE]; SIDE]>);
+
+impl Sums {
+    #[inline]
+    pub(super) fn unwritten() -> Self {
+        Self(MaybeUninit::uninit())
+    }
+
+    #[inline]
+    pub(super) fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr().cast()
+    }
+
+    /// Computes tile = [tile +] scale sums.
+    ///
+    /// # Safety
+    ///
+    /// The processor must have AVX-512, and all sums must be written. The tile must be valid and owned by this thread.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn write(&self, tile: Tile, scale: f32, accumulate: Accumulate) {
+        let sums = self.0.as_ptr().cast::<f32>();
+        for i in 0..tile.n_rows {
+            for half in 0..SIDE / LANES {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    let sum = _mm512_loadu_ps(sums.add(i * SIDE + half * LANES));
+                    write_lanes(tile, i, half, sum, scale, accumulate);
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies two packed slivers, and prefetches the tile.
 ///
 /// # Safety
 ///
 /// As for [`Kernel::multiply`].
-#[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn multiply(n_steps: usize, a: &[CacheLine], b: &[CacheLine], tile: Tile, scale: f32, accumulate: Accumulate) {
+#[inline]
+unsafe fn multiply(n_steps: usize, a: &[CacheLine], b: &[CacheLine], tile: &Tile, sums: &mut Sums) {
     assert!(n_steps > 0 && a.len() >= n_steps * STEP && b.len() >= n_steps * STEP, "the slivers have all steps");
-    #[repr(C, align(64))]
-    struct Sums([[f32; SIDE]; SIDE]);
-    let mut sums = Sums([[0.0; SIDE]; SIDE]);
-    // SAFETY: slivers and sums are as long as the tiles that are read and written. Prefetches do not fault.
+    tile.prefetch();
+    // SAFETY: slivers and sums are as long as the tiles that are read and written.
     unsafe {
-        for row in 0..tile.n_rows {
-            let row = tile.data.add(row * tile.stride).cast_const().cast();
-            _mm_prefetch::<_MM_HINT_T0>(row);
-            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(64));
-        }
         asm!(
             "tilezero tmm0",
             "tilezero tmm1",
@@ -377,26 +410,10 @@ unsafe fn multiply(n_steps: usize, a: &[CacheLine], b: &[CacheLine], tile: Tile,
             n = inout(reg) n_steps => _,
             line = in(reg) 64usize,
             row = in(reg) 4 * SIDE,
-            sums = in(reg) sums.0.as_mut_ptr(),
+            sums = in(reg) sums.as_mut_ptr(),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
-    }
-    let scale = _mm512_set1_ps(scale);
-    for (i, row) in sums.0.iter().enumerate().take(tile.n_rows) {
-        for (half, sum) in row.chunks_exact(LANES).enumerate() {
-            let lanes = mask(tile.n_cols.saturating_sub(half * LANES));
-            let to = tile.data.wrapping_add(i * tile.stride + half * LANES);
-            // SAFETY: the caller's contract, within the lanes.
-            unsafe {
-                let sum = _mm512_loadu_ps(sum.as_ptr());
-                let value = match accumulate {
-                    Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
-                    Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
-                };
-                _mm512_mask_storeu_ps(to, lanes, value);
-            }
-        }
     }
 }

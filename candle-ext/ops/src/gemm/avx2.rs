@@ -3,10 +3,10 @@
 //! It sums terms in the order of the AVX-512 kernel, so that both give the same bits.
 
 use std::arch::x86_64::{
-    __m256, _MM_HINT_T0, _mm_castps_si128, _mm_castsi128_ps, _mm_loadl_epi64, _mm_loadu_ps, _mm_prefetch,
-    _mm_storel_epi64, _mm_storeu_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
-    _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set_m128, _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_ps,
-    _mm256_storeu_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    __m256, _mm_castps_si128, _mm_castsi128_ps, _mm_loadl_epi64, _mm_loadu_ps, _mm_storel_epi64, _mm_storeu_ps,
+    _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_mul_ps,
+    _mm256_permute2f128_ps, _mm256_set_m128, _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_storeu_ps,
+    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use super::avx512::Avx512;
@@ -33,6 +33,7 @@ impl Avx2 {
 }
 
 impl Kernel for Avx2 {
+    type Operand = f32;
     const MR: usize = MR;
     const NR: usize = NR;
     /// Terms per partial sum, equal to AVX-512's: otherwise the bits would differ.
@@ -197,11 +198,9 @@ fn transpose(rows: [__m256; LANES]) -> [__m256; LANES] {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
     let mut sums = [[_mm256_setzero_ps(); 2]; MR];
-    // SAFETY: the caller's contract. Prefetches do not fault.
+    tile.prefetch();
+    // SAFETY: the caller's contract.
     unsafe {
-        for row in 0..tile.n_rows {
-            _mm_prefetch::<_MM_HINT_T0>(tile.data.add(row * tile.stride).cast_const().cast());
-        }
         let (mut a, mut b) = (a, b);
         for _ in 0..kc {
             let (left, right) = (_mm256_loadu_ps(b), _mm256_loadu_ps(b.add(LANES)));

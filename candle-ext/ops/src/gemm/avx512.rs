@@ -1,8 +1,8 @@
 //! Kernel for processors with AVX-512: f32 by FMA.
 
 use std::arch::x86_64::{
-    __m512, _MM_HINT_T0, _mm_prefetch, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
-    _mm512_mul_ps, _mm512_set1_ps, _mm512_setzero_ps,
+    __m512, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps,
+    _mm512_set1_ps, _mm512_setzero_ps,
 };
 
 use super::blocks::{CacheLine, Kernel, Tile};
@@ -11,9 +11,9 @@ use super::packed;
 use super::transpose::transpose;
 
 /// Rows of a tile. Its sums fill 28 of the 32 registers, two per row.
-const MR: usize = 14;
+pub(super) const MR: usize = 14;
 /// Columns of a tile.
-const NR: usize = 32;
+pub(super) const NR: usize = 32;
 /// Floats per register.
 pub(super) const LANES: usize = 16;
 
@@ -28,6 +28,7 @@ impl Avx512 {
 }
 
 impl Kernel for Avx512 {
+    type Operand = f32;
     const MR: usize = MR;
     const NR: usize = NR;
     const KC: usize = 384;
@@ -146,13 +147,9 @@ pub(super) fn mask(n: usize) -> u16 {
 #[target_feature(enable = "avx512f")]
 unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
     let mut sums = [[_mm512_setzero_ps(); 2]; MR];
-    // SAFETY: the caller's contract. Prefetches do not fault.
+    tile.prefetch();
+    // SAFETY: the caller's contract.
     unsafe {
-        for row in 0..tile.n_rows {
-            let row = tile.data.add(row * tile.stride).cast_const().cast();
-            _mm_prefetch::<_MM_HINT_T0>(row);
-            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(64));
-        }
         let (mut a, mut b) = (a, b);
         for _ in 0..kc {
             let (left, right) = (_mm512_loadu_ps(b), _mm512_loadu_ps(b.add(LANES)));
@@ -164,17 +161,31 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
             a = a.add(MR);
             b = b.add(NR);
         }
-        let scale = _mm512_set1_ps(scale);
         for (i, halves) in sums.into_iter().enumerate().take(tile.n_rows) {
             for (half, sum) in halves.into_iter().enumerate() {
-                let lanes = mask(tile.n_cols.saturating_sub(half * LANES));
-                let to = tile.data.wrapping_add(i * tile.stride + half * LANES);
-                let value = match accumulate {
-                    Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
-                    Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
-                };
-                _mm512_mask_storeu_ps(to, lanes, value);
+                write_lanes(tile, i, half, sum, scale, accumulate);
             }
         }
+    }
+}
+
+/// Computes tile = [tile +] scale sum for register `half` of row `i`.
+///
+/// # Safety
+///
+/// The tile must be valid and owned by this thread, and have the row.
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(super) unsafe fn write_lanes(tile: Tile, i: usize, half: usize, sum: __m512, scale: f32, accumulate: Accumulate) {
+    let lanes = mask(tile.n_cols.saturating_sub(half * LANES));
+    let to = tile.data.wrapping_add(i * tile.stride + half * LANES);
+    let scale = _mm512_set1_ps(scale);
+    // SAFETY: the caller's contract, within the lanes.
+    unsafe {
+        let value = match accumulate {
+            Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
+            Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
+        };
+        _mm512_mask_storeu_ps(to, lanes, value);
     }
 }

@@ -1,23 +1,27 @@
-//! Operands of an f32 matmul on the CPU.
+//! Operands and outputs of a matmul on the CPU.
 
-/// Matrix operand; element (i, j) is `data[i * row_stride + j * col_stride]`.
+use half::bf16;
+
+use crate::floats::{FloatsMut, wide_bf16};
+
+/// Matrix operand, f32 or bf16; element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy)]
-pub(crate) struct Mat<'a> {
-    pub(super) data: &'a [f32],
+pub(crate) struct Mat<'a, T = f32> {
+    pub(super) data: &'a [T],
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) row_stride: usize,
     pub(super) col_stride: usize,
 }
 
-impl<'a> Mat<'a> {
+impl<'a, T> Mat<'a, T> {
     /// Wraps contiguous rows of `cols` elements.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         Self::with_stride(data, rows, cols, cols)
     }
 
     /// Wraps rows of `cols` elements that start `row_stride` apart.
-    pub(crate) fn with_stride(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn with_stride(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_bounds(data.len(), rows, cols, row_stride);
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
@@ -36,24 +40,85 @@ impl<'a> Mat<'a> {
     }
 }
 
+impl Mat<'_, bf16> {
+    /// Returns the elements as f32, row by row.
+    pub(super) fn widened(self) -> Vec<f32> {
+        let of_row = |i: usize| (0..self.cols).map(move |j| i * self.row_stride + j * self.col_stride);
+        (0..self.rows).flat_map(of_row).map(|at| wide_bf16(self.data[at])).collect()
+    }
+}
+
 /// Row-major output of a matmul.
-pub(crate) struct MatMut<'a> {
-    pub(super) data: &'a mut [f32],
+pub(crate) struct MatMut<'a, T = f32> {
+    pub(super) data: &'a mut [T],
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) row_stride: usize,
 }
 
-impl<'a> MatMut<'a> {
+impl<'a, T> MatMut<'a, T> {
     /// Wraps contiguous rows of `cols` elements.
-    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+    pub(crate) fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
         Self::with_stride(data, rows, cols, cols)
     }
 
     /// Wraps rows of `cols` elements that start `row_stride` apart.
-    pub(crate) fn with_stride(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn with_stride(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_bounds(data.len(), rows, cols, row_stride);
         Self { data, rows, cols, row_stride }
+    }
+}
+
+/// Output of a matmul: the f32 sums, or these rounded once.
+pub(crate) enum Output<'a> {
+    F32(MatMut<'a>),
+    Bf16(MatMut<'a, bf16>),
+}
+
+impl<'a> From<MatMut<'a>> for Output<'a> {
+    fn from(out: MatMut<'a>) -> Self {
+        Self::F32(out)
+    }
+}
+
+impl<'a> From<MatMut<'a, bf16>> for Output<'a> {
+    fn from(out: MatMut<'a, bf16>) -> Self {
+        Self::Bf16(out)
+    }
+}
+
+impl<'a> Output<'a> {
+    /// Wraps contiguous rows of `cols` elements, f32 or bf16.
+    pub(crate) fn new(data: FloatsMut<'a>, rows: usize, cols: usize) -> Self {
+        match data {
+            FloatsMut::F32(data) => Self::F32(MatMut::new(data, rows, cols)),
+            FloatsMut::Bf16(data) => Self::Bf16(MatMut::new(data, rows, cols)),
+            FloatsMut::F16(_) => unreachable!("a matmul of bf16 is f32 or bf16"),
+        }
+    }
+
+    /// Returns the numbers of rows and columns.
+    pub(super) fn dims(&self) -> (usize, usize) {
+        match self {
+            Self::F32(out) => (out.rows, out.cols),
+            Self::Bf16(out) => (out.rows, out.cols),
+        }
+    }
+
+    /// Writes zeros.
+    pub(super) fn clear(self) {
+        match self {
+            Self::F32(out) => out.fill(0.0),
+            Self::Bf16(out) => out.fill(bf16::ZERO),
+        }
+    }
+}
+
+impl<T: Copy> MatMut<'_, T> {
+    fn fill(self, value: T) {
+        for row in self.data.chunks_mut(self.row_stride.max(1)).take(self.rows) {
+            row[..self.cols].fill(value);
+        }
     }
 }
 

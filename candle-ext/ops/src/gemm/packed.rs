@@ -1,9 +1,13 @@
 //! Packing buffers of CPU matmuls. Threads keep them for the next matmul.
 
-/// Elements of the shared operand that are packed at once with AVX-512 or AMX, approximately.
+use candle_core::DType;
+
+/// Elements of the shared f32 operand that are packed at once with AVX-512 or AMX, approximately.
 pub(super) const MAX_PACKED: usize = 1 << 21;
 /// Cache lines of a thread's block on these processors: 768 KiB of an L2 cache of 1 or 2 MiB.
 pub(super) const BLOCK_LINES: usize = 12 << 10;
+/// f32 sums of a thread's block that are rounded later, approximately: 512 KiB.
+pub(super) const SUMS: usize = 1 << 17;
 /// Bytes of a cache line.
 pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// bf16 summands of a packed f32 with AMX.
@@ -20,13 +24,19 @@ pub struct GemmSize {
     pub k: u64,
 }
 
-/// Returns the bytes of packing buffers that stay allocated after these f32 matmuls, on the processor that needs most.
+/// Returns the bytes of packing buffers that stay allocated after these matmuls with operands in `dtype`, on the
+/// processor that needs most.
 ///
-/// All threads share the packed smaller operand; each packs blocks of the other.
-pub fn cpu_gemm_buffer_bytes(matmuls: &[GemmSize]) -> u64 {
+/// All threads share the packed smaller operand; each packs blocks of the other, and keeps sums that are rounded later.
+pub fn cpu_gemm_buffer_bytes(matmuls: &[GemmSize], dtype: DType) -> u64 {
     let shared = matmuls.iter().map(|size| size.m.min(size.n) * size.k).max().unwrap_or(0);
-    let (element, block) = ((AMX_PARTS * size_of::<u16>()) as u64, (BLOCK_LINES * CACHE_LINE_BYTES) as u64);
-    element * shared.min(MAX_PACKED as u64) + block * rayon::current_num_threads() as u64
+    let packed = |element: usize, most: usize| element as u64 * shared.min(most as u64);
+    let (shared, sums) = match dtype {
+        // Widened to f32, or as they are.
+        DType::BF16 => (packed(4, MAX_PACKED).max(packed(2, AMX_PARTS * MAX_PACKED)), SUMS * size_of::<f32>()),
+        _ => (packed(AMX_PARTS * size_of::<u16>(), MAX_PACKED), 0),
+    };
+    shared + (BLOCK_LINES * CACHE_LINE_BYTES + sums) as u64 * rayon::current_num_threads() as u64
 }
 
 #[cfg(test)]
@@ -35,11 +45,12 @@ mod tests {
 
     #[test]
     fn the_larger_shared_factor_counts_up_to_a_bound() {
-        let blocks = cpu_gemm_buffer_bytes(&[]);
-        let shared = |sizes: &[(u64, u64, u64)]| {
+        let of = |sizes: &[(u64, u64, u64)], dtype| {
             let sizes: Vec<_> = sizes.iter().map(|&(m, n, k)| GemmSize { m, n, k }).collect();
-            cpu_gemm_buffer_bytes(&sizes) - blocks
+            cpu_gemm_buffer_bytes(&sizes, dtype) - cpu_gemm_buffer_bytes(&[], dtype)
         };
+        let shared = |sizes: &[(u64, u64, u64)]| of(sizes, DType::F32);
+        assert_eq!(of(&[(10, 20, 3)], DType::BF16), 4 * 30);
         assert_eq!(shared(&[(10, 20, 3)]), 6 * 30);
         assert_eq!(shared(&[(10, 20, 3), (9, 8, 7)]), 6 * 56);
         assert_eq!(shared(&[(1 << 20, 1 << 20, 5)]), 6 << 21);

@@ -57,7 +57,7 @@ impl LinearCost {
                 + self.widened_bytes()
                 // Blockwise scaling quantizes dy for each matmul.
                 + self.codes(self.n_in + 2 * self.n_out)
-                + self.device.grad_scratch_bytes(self.grad, self.n_weights()),
+                + self.rounded_grad_bytes(),
             flops: (Self::GRAD_INPUT_FLOPS + of_weight) * self.n_tokens * self.n_weights(),
         }
     }
@@ -75,11 +75,22 @@ impl LinearCost {
         bytes(self.n_tokens * self.n_in, self.dtype)
     }
 
+    /// Returns true if the CPU kernel converts operands to f32. bf16 is read as it is if all operands are bf16.
+    fn widens(&self) -> bool {
+        let is_mixed = self.storage != WeightStorage::Dense && self.dtype != DType::F32;
+        self.device.widens(self.dtype) || (self.device == DeviceKind::Cpu && (is_mixed || self.fp8))
+    }
+
+    /// Returns the bytes of a weight gradient's f32 sums that are rounded later.
+    fn rounded_grad_bytes(&self) -> u64 {
+        if self.widens() && self.grad == Some(DType::BF16) { self.n_weights() * F32_BYTES } else { 0 }
+    }
+
     /// Returns the bytes of a token block and of a weight panel in f32, where the CPU kernel converts them.
     ///
     /// On a GPU a quantized weight is dequantized as a whole.
     fn widened_bytes(&self) -> u64 {
-        let widens = self.device.widens(self.dtype) || (self.fp8 && self.device == DeviceKind::Cpu);
+        let widens = self.widens();
         let n_rows = (block_rows(self.n_out as usize, self.n_in as usize) as u64).min(self.n_tokens);
         let of_tokens = if widens { n_rows * (self.n_in + self.n_out) * F32_BYTES } else { 0 };
         let panel = self.n_weights().min(PANEL as u64) * F32_BYTES;
@@ -101,6 +112,7 @@ impl LinearCost {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gemm::packs_bf16;
 
     fn layer(dtype: DType, device: DeviceKind, input: LinearInput, grad: Option<DType>) -> LinearCost {
         let storage = WeightStorage::Dense;
@@ -117,7 +129,18 @@ mod tests {
         assert_eq!(scratch(DType::F32, DeviceKind::Cpu), 0);
         assert_eq!(scratch(DType::BF16, DeviceKind::Gpu), 0);
         // Ten rows of input and output, and the weight.
-        assert_eq!(scratch(DType::BF16, DeviceKind::Cpu), (10 * (3 + 4) + 12) * 4);
+        let widened = (10 * (3 + 4) + 12) * 4;
+        assert_eq!(scratch(DType::F16, DeviceKind::Cpu), widened);
+        assert_eq!(scratch(DType::BF16, DeviceKind::Cpu), if packs_bf16() { 0 } else { widened });
+    }
+
+    #[test]
+    fn a_bf16_input_of_an_f32_weight_is_widened() {
+        let cost = LinearCost {
+            storage: WeightStorage::F32,
+            ..layer(DType::BF16, DeviceKind::Cpu, LinearInput::Unused, None)
+        };
+        assert_eq!(cost.forward().scratch_bytes, (10 * (3 + 4) + 12) * 4);
     }
 
     #[test]
@@ -134,22 +157,23 @@ mod tests {
     #[test]
     fn fp8_costs_codes_and_on_a_cpu_widened_blocks() {
         let of = |device| {
-            let dense = layer(DType::BF16, device, LinearInput::Unused, None);
+            let dense = layer(DType::F16, device, LinearInput::Unused, None);
             let fp8 = LinearCost { fp8: true, ..dense };
             [(fp8.forward(), dense.forward()), (fp8.backward(), dense.backward())]
                 .map(|(fp8, dense)| fp8.scratch_bytes - dense.scratch_bytes)
         };
         assert_eq!(of(DeviceKind::Gpu), [30, 110]);
-        assert_eq!(of(DeviceKind::Cpu), [30, 110], "bf16 is widened with and without FP8");
+        assert_eq!(of(DeviceKind::Cpu), [30, 110], "fp16 is widened with and without FP8");
         let f32 = layer(DType::F32, DeviceKind::Cpu, LinearInput::Unused, None);
         assert_eq!(LinearCost { fp8: true, ..f32 }.forward().scratch_bytes, 30 + (10 * (3 + 4) + 12) * 4);
     }
 
     #[test]
     fn a_trained_weight_costs_another_matmul_and_a_rounded_gradient_a_sum() {
-        let of = |grad| layer(DType::F32, DeviceKind::Cpu, LinearInput::Unused, grad).backward();
-        assert_eq!(of(None), Cost { flops: 240, ..Cost::default() });
-        assert_eq!(of(Some(DType::F32)), Cost { flops: 480, ..Cost::default() });
-        assert_eq!(of(Some(DType::BF16)), Cost { flops: 480, scratch_bytes: 48, ..Cost::default() });
+        let of = |grad| layer(DType::F16, DeviceKind::Cpu, LinearInput::Unused, grad).backward();
+        let widened = of(None).scratch_bytes;
+        assert_eq!(of(None), Cost { flops: 240, scratch_bytes: widened, ..Cost::default() });
+        assert_eq!(of(Some(DType::F32)), Cost { flops: 480, scratch_bytes: widened, ..Cost::default() });
+        assert_eq!(of(Some(DType::BF16)), Cost { flops: 480, scratch_bytes: widened + 48, ..Cost::default() });
     }
 }

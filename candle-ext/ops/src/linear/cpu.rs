@@ -1,12 +1,15 @@
-//! CPU kernel of `linear`: tokens in blocks, which bounds the f32 copies.
+//! CPU kernel of `linear`. bf16 operands are multiplied as they are, except for a single token, whose kernel reads each
+//! weight once. Others are converted to f32, tokens in blocks, which bounds the copies.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
+use half::bf16;
+
 use crate::floats::{Floats, FloatsMut};
-use crate::gemm::Accumulate;
-use crate::weight_matmul::{self, Dims, WeightOperand};
+use crate::gemm::{Accumulate, Mat, Output, Threads, gemm_bf16};
+use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
 
 /// Elements of a converted block of activations: 32 MiB. Weight panels are converted once per block.
 const BLOCK: usize = 1 << 23;
@@ -16,6 +19,9 @@ const COLUMNS: usize = 256;
 
 /// Computes y = x w^T + b.
 pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
+    if let (Some((x, w)), true) = (bf16_operands(x, w), dims.t > 1) {
+        return forward_bf16(x, w, bias, y, dims);
+    }
     let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());
     let bias = bias.map(|b| b.widened(&mut b_wide));
     for (rows, dims) in token_blocks(dims) {
@@ -31,6 +37,20 @@ pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'
     }
 }
 
+fn forward_bf16(x: &[bf16], w: &[bf16], bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
+    let Dims { t, n, k } = dims;
+    let mut bias_wide = Vec::new();
+    let accumulate = match bias.map(|bias| bias.widened_here(&mut bias_wide)) {
+        // A bias in y's dtype is copied exactly.
+        Some(bias) => {
+            (0..t).for_each(|row| y.write(row * n, bias));
+            Accumulate::Add
+        }
+        None => Accumulate::Overwrite,
+    };
+    gemm_bf16(Output::new(y, t, n), accumulate, Mat::new(x, t, k), Mat::new(w, n, k).t(), 1.0, Threads::All);
+}
+
 fn block(x: &[f32], w: WeightOperand<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Dims) {
     let accumulate = match bias {
         Some(bias) => {
@@ -42,8 +62,13 @@ fn block(x: &[f32], w: WeightOperand<'_>, bias: Option<&[f32]>, y: &mut [f32], d
     weight_matmul::forward(x, w, y, accumulate, 1.0, dims);
 }
 
-/// Computes dx = dy w, as a sum over the parts of w.
+/// Computes dx = dy w. In f32 it is a sum over the parts of w, with the bits of separate layers.
 pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut dx: FloatsMut<'_>, dims: Dims) {
+    let Dims { t, n, k } = dims;
+    if let Some((dy, w)) = bf16_operands(dy, w) {
+        let (dy, w) = (Mat::new(dy, t, n), Mat::new(w, n, k));
+        return gemm_bf16(Output::new(dx, t, k), Accumulate::Overwrite, dy, w, 1.0, Threads::All);
+    }
     let (mut dy_wide, mut dx_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in token_blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
@@ -59,13 +84,20 @@ pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut 
 }
 
 /// Computes dw = [dw +] dy^T x for at least one token.
-pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], accumulate: Accumulate, dims: Dims) {
-    let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
-    for (rows, dims) in token_blocks(dims) {
-        let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
-        let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
-        weight_matmul::grad_w(dy, x, dw, if rows.start == 0 { accumulate } else { Accumulate::Add }, 1.0, dims);
+pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: FloatsMut<'_>, accumulate: Accumulate, dims: Dims) {
+    let Dims { t, n, k } = dims;
+    if let Some((dy, x)) = bf16_operands(dy, x) {
+        let (dy, x) = (Mat::new(dy, t, n), Mat::new(x, t, k));
+        return gemm_bf16(Output::new(dw, n, k), accumulate, dy.t(), x, 1.0, Threads::All);
     }
+    let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
+    dw.change_in_f32(accumulate, |dw| {
+        for (rows, dims) in token_blocks(dims) {
+            let dy = dy.slice(rows.start * n..rows.end * n).widened(&mut dy_wide);
+            let x = x.slice(rows.start * k..rows.end * k).widened(&mut x_wide);
+            weight_matmul::grad_w(dy, x, dw, if rows.start == 0 { accumulate } else { Accumulate::Add }, 1.0, dims);
+        }
+    });
 }
 
 /// Adds the sum of dy over tokens to db, in f64 and in token order.

@@ -64,7 +64,8 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDt
     }
     let saved = SavedLinear {
         input: w.sink().map(|_| save(&input)),
-        wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
+        x_dtype: x.dtype(),
+        wants_dx: requires_grad(x).then(|| x.dims().to_vec()),
         w: w.clone(),
         bias: bias.cloned(),
         dims,
@@ -89,8 +90,9 @@ fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, 
 struct SavedLinear {
     /// Input, saved for the gradient of a trainable weight.
     input: Option<Saved>,
-    /// Dtype and shape of the input; `None` if its gradient is not needed.
-    wants_dx: Option<(DType, Vec<usize>)>,
+    x_dtype: DType,
+    /// Shape of the input; `None` if its gradient is not needed.
+    wants_dx: Option<Vec<usize>>,
     w: Weight,
     bias: Option<Weight>,
     dims: Dims,
@@ -98,7 +100,11 @@ struct SavedLinear {
 
 impl SavedLinear {
     /// Adds dw and db to their sinks and returns dx = dy w. Computes dx first if an exchange waits for it.
+    ///
+    /// The f32 gradient of an f32 output is rounded if the operands are bf16, so that all are.
     fn backward(self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
+        let are_bf16 = self.x_dtype == DType::BF16 && self.w.dtype() == DType::BF16;
+        let dy = &if are_bf16 { dy.to_dtype(DType::BF16)? } else { dy.clone() };
         if !context.defers() {
             self.add_grads(dy)?;
             return self.grad_x(dy, context);
@@ -142,18 +148,19 @@ impl SavedLinear {
         expect(unused_variables, reason = "only CUDA adds to the accumulated gradient")
     )]
     fn grad_x(&self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
-        let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
+        let Some(shape) = &self.wants_dx else { return Ok(None) };
+        let dtype = self.x_dtype;
         on_device!("linear", dy, {
             cpu => {
                 let dy = host("linear", dy)?;
-                let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
+                let mut dx = FloatBuf::unwritten(dtype, self.dims.t * self.dims.k)?;
                 let (dy, part_rows) = (dy.floats()?, self.w.part_rows());
                 self.w.stored()?.with_operand("linear", |w| cpu::grad_x(dy, w, &part_rows, dx.view(), self.dims))?;
                 Ok(Some(storage::tensor(dx, shape.as_slice())))
             },
             cuda => {
-                let sum = context.accumulated(0, *dtype, shape)?;
-                let dx = cuda::grad_x(dy, &self.w.stored()?.dense(*dtype)?, sum.as_ref(), *dtype, self.dims)?;
+                let sum = context.accumulated(0, dtype, shape)?;
+                let dx = cuda::grad_x(dy, &self.w.stored()?.dense(dtype)?, sum.as_ref(), dtype, self.dims)?;
                 Ok(Some(dx.into_tensor(shape.as_slice())))
             },
         })

@@ -37,10 +37,9 @@ impl CrossEntropyCost {
     /// Returns the cost of losses without gradients: logits and inputs of a chunk.
     pub fn forward(&self) -> Cost {
         let n = self.rows_per_chunk();
-        let width = if self.device == DeviceKind::Cpu { DType::F32 } else { self.dtype };
         Cost {
             saved_bytes: 0,
-            scratch_bytes: n * self.n_vocab * F32_BYTES + bytes(n * self.n_in, width),
+            scratch_bytes: n * self.n_vocab * F32_BYTES + bytes(n * self.n_in, self.operands()),
             flops: 2 * self.n_products(),
         }
     }
@@ -50,14 +49,17 @@ impl CrossEntropyCost {
         let Self { n_vocab: v, n_in: d, dtype, device, .. } = *self;
         let n = self.rows_per_chunk();
         let d_logits = if device == DeviceKind::Gpu && dtype != DType::F32 { bytes(n * v, dtype) } else { 0 };
-        let width = if device == DeviceKind::Cpu { DType::F32 } else { dtype };
-        let rows = n * v * F32_BYTES + d_logits + bytes(2 * n * d, width);
+        let dx = if device == DeviceKind::Cpu { DType::F32 } else { dtype };
+        let rows = n * v * F32_BYTES + d_logits + bytes(n * d, self.operands()) + bytes(n * d, dx);
+        let sums_grad = self.device == DeviceKind::Cpu && self.operands() == DType::F32;
+        let rounded_grad = if sums_grad && self.grad == Some(DType::BF16) { v * d * F32_BYTES } else { 0 };
         let n_matmuls = if self.grad.is_some() { 3 } else { 2 };
-        Cost {
-            saved_bytes: 0,
-            scratch_bytes: rows + device.grad_scratch_bytes(self.grad, v * d),
-            flops: 2 * n_matmuls * self.n_products(),
-        }
+        Cost { saved_bytes: 0, scratch_bytes: rows + rounded_grad, flops: 2 * n_matmuls * self.n_products() }
+    }
+
+    /// Returns the dtype of the matmuls' operands.
+    fn operands(&self) -> DType {
+        if self.device.widens_without_unit(self.dtype) { DType::F32 } else { self.dtype }
     }
 
     fn n_products(&self) -> u64 {
@@ -68,6 +70,7 @@ impl CrossEntropyCost {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gemm::has_bf16_unit;
 
     fn cost(n_tokens: u64, dtype: DType, device: DeviceKind) -> CrossEntropyCost {
         CrossEntropyCost { n_tokens, n_vocab: 100, n_in: 8, logits_bytes: 400 * 300, dtype, device, grad: None }
@@ -84,11 +87,13 @@ mod tests {
     fn gradients_of_sixteen_bit_logits_have_memory_of_their_own_on_a_gpu() {
         let bytes = |dtype, device| cost(10, dtype, device).forward_backward().scratch_bytes;
         for (dtype, device) in
-            [(DType::F32, DeviceKind::Cpu), (DType::BF16, DeviceKind::Cpu), (DType::F32, DeviceKind::Gpu)]
+            [(DType::F32, DeviceKind::Cpu), (DType::F16, DeviceKind::Cpu), (DType::F32, DeviceKind::Gpu)]
         {
             assert_eq!(bytes(dtype, device), 10 * (100 + 2 * 8) * 4);
         }
         assert_eq!(bytes(DType::BF16, DeviceKind::Gpu), 10 * (100 * (4 + 2) + 2 * 8 * 2));
+        let x = if has_bf16_unit() { 2 } else { 4 };
+        assert_eq!(bytes(DType::BF16, DeviceKind::Cpu), 10 * (100 * 4 + 8 * (x + 4)));
     }
 
     #[test]

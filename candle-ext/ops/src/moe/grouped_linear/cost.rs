@@ -56,7 +56,8 @@ impl GroupedLinearCost {
         bytes(self.n_rows * self.n_in, self.dtype)
     }
 
-    /// Returns the bytes of the f32 copies of all threads on a CPU: a panel of weights, and a task's rows.
+    /// Returns the bytes of the f32 copies of all threads on a CPU: a panel of weights, and a task's rows. bf16 is read as
+    /// it is.
     ///
     /// On a GPU a quantized weight is dequantized as a whole.
     fn copied_bytes(&self) -> u64 {
@@ -64,9 +65,12 @@ impl GroupedLinearCost {
         match (self.device, self.storage) {
             (DeviceKind::Gpu, WeightStorage::Dense | WeightStorage::F32) => 0,
             (DeviceKind::Gpu, WeightStorage::Quantized(_)) => bytes(self.n_groups * n_weights, self.dtype),
+            (DeviceKind::Cpu, WeightStorage::Dense) if self.dtype == DType::BF16 && !self.device.widens(self.dtype) => {
+                0
+            }
             (DeviceKind::Cpu, _) => {
                 let n_rows = self.n_rows.min(MAX_ROWS as u64);
-                let of_rows = if self.device.widens(self.dtype) { n_rows * (self.n_in + self.n_out) } else { 0 };
+                let of_rows = if self.dtype != DType::F32 { n_rows * (self.n_in + self.n_out) } else { 0 };
                 let panel = n_weights.min(PANEL as u64);
                 rayon::current_num_threads() as u64 * (of_rows + panel) * F32_BYTES
             }
@@ -101,7 +105,9 @@ mod tests {
 
     #[test]
     fn a_cpu_copies_a_panel_and_a_tasks_rows_per_thread() {
-        let cost = GroupedLinearCost { device: DeviceKind::Cpu, ..layer(2, LinearInput::Unused, None) };
+        let bf16 = GroupedLinearCost { device: DeviceKind::Cpu, ..layer(2, LinearInput::Unused, None) };
+        assert!(bf16.device.widens(bf16.dtype) || bf16.forward().scratch_bytes == 0);
+        let cost = GroupedLinearCost { dtype: DType::F16, ..bf16 };
         let n_threads = rayon::current_num_threads() as u64;
         assert_eq!(cost.forward().scratch_bytes, n_threads * (10 * 7 + 12) * 4);
         let dense = GroupedLinearCost { dtype: DType::F32, ..cost };

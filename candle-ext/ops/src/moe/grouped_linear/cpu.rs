@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use super::tasks::{Division, GemmTask, MAX_ROWS, run_largest_first};
 use crate::floats::{Floats, FloatsMut, first_of};
-use crate::gemm::{Accumulate, Mat, MatMut, gemm_by_rows};
-use crate::weight_matmul::{self, Dims, WeightOperand};
+use crate::gemm::{self, Accumulate, Mat, MatMut, Threads, gemm_bf16, gemm_by_rows};
+use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
 
 /// Rows of x and dy per f32 copy in the weight gradient.
 const BLOCK_ROWS: usize = MAX_ROWS;
@@ -83,6 +83,11 @@ fn multiply(x: Floats<'_>, w: WeightOperand<'_>, y: Output<'_>, dims: Dims) {
     let Dims { t, n, k } = dims;
     let mut scratch = SCRATCH.take();
     let Scratch { rows, weights, output } = &mut scratch;
+    if let Some((x, w)) = bf16_operands(x, w) {
+        let (x, w) = (Mat::new(x, t, k), Mat::new(w, n, k));
+        write_bf16_matmul(y, (t, n), output, |y| gemm_bf16(y, Accumulate::Overwrite, x, w.t(), 1.0, Threads::One));
+        return SCRATCH.set(scratch);
+    }
     let x = Mat::new(x.widened_here(rows), t, k);
     write_whole(y, n, output, |y| {
         let height = w.panel_rows(n, k).max(1);
@@ -93,6 +98,19 @@ fn multiply(x: Floats<'_>, w: WeightOperand<'_>, y: Output<'_>, dims: Dims) {
         }
     });
     SCRATCH.set(scratch);
+}
+
+/// Calls `compute` with an output of `n` columns: that of the task if it is one matrix, else f32 sums.
+fn write_bf16_matmul(
+    y: Output<'_>,
+    (t, n): (usize, usize),
+    scratch: &mut Vec<f32>,
+    compute: impl FnOnce(gemm::Output<'_>),
+) {
+    match y {
+        Output::Rows(y @ (FloatsMut::F32(_) | FloatsMut::Bf16(_))) => compute(gemm::Output::new(y, t, n)),
+        y => write_whole(y, n, scratch, |y| compute(MatMut::new(y, t, n).into())),
+    }
 }
 
 /// Calls `compute` with f32 rows of `n` elements, all of which it overwrites, and rounds them once.
@@ -137,6 +155,11 @@ fn multiply_transposed(dy: Floats<'_>, w: WeightOperand<'_>, dx: FloatsMut<'_>, 
     }
     let mut scratch = SCRATCH.take();
     let Scratch { rows, weights, output } = &mut scratch;
+    if let Some((dy, w)) = bf16_operands(dy, w) {
+        let (dy, w, dx) = (Mat::new(dy, t, n), Mat::new(w, n, k), Output::Rows(dx));
+        write_bf16_matmul(dx, (t, k), output, |dx| gemm_bf16(dx, Accumulate::Overwrite, dy, w, 1.0, Threads::One));
+        return SCRATCH.set(scratch);
+    }
     let dy = dy.widened_here(rows);
     write_whole(Output::Rows(dx), k, output, |dx| {
         let height = w.panel_rows(n, k).max(1);
@@ -191,6 +214,11 @@ fn add_outer(
 ) {
     let Scratch { rows: dy_wide, weights: x_wide, output } = scratch;
     let m = outputs.len();
+    if let (Some((dy, x)), FloatsMut::F32(_) | FloatsMut::Bf16(_)) = (bf16_operands(dy, x), &dw) {
+        let dy = Mat::with_stride(&dy[rows.start * n + outputs.start..], rows.len(), m, n);
+        let x = Mat::new(&x[rows.start * k..rows.end * k], rows.len(), k);
+        return gemm_bf16(gemm::Output::new(dw, m, k), accumulate, dy.t(), x, 1.0, Threads::One);
+    }
     let mut sum_into = |dw: &mut [f32]| {
         for start in rows.clone().step_by(BLOCK_ROWS) {
             let block = start..(start + BLOCK_ROWS).min(rows.end);

@@ -145,7 +145,7 @@ impl Layer {
                 let (x, dy) = (host(OP, &x)?, host(OP, dy)?);
                 let (x, dy) = (x.floats()?, dy.floats()?);
                 self.with_groups(|grouped| {
-                    sink.add_or_write_floats(OP, |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, grouped))
+                    sink.add_or_write(OP, |dw, accumulate| cpu::grad_w(dy, x, dw, accumulate, grouped))
                 })
             },
             cuda => {
