@@ -134,8 +134,7 @@ fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: D
     let mut y = FloatBuf::unwritten(out_dtype, dims.t * dims.n)?;
     let (x, w) = (Fp8Host::lock(x)?, Fp8Host::lock(w)?);
     let bias_dtype = bias.map_or(out_dtype, Weight::dtype);
-    if let Some((x, w, factor)) = bf16_operands(&x, &w)?.filter(|_| out_dtype != DType::F16 && bias_dtype == out_dtype)
-    {
+    if let Some(exact) = Bf16Operands::exact(&x, &w)?.filter(|_| out_dtype != DType::F16 && bias_dtype == out_dtype) {
         let accumulate = match bias.map(Weight::value).transpose()? {
             Some(bias) => {
                 let bias = host("linear", &bias)?;
@@ -144,8 +143,8 @@ fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: D
             }
             None => Accumulate::Overwrite,
         };
-        let (x, w) = (Mat::new(&x, dims.t, dims.k), Mat::new(&w, dims.n, dims.k));
-        gemm_bf16(Output::new(y.view(), dims.t, dims.n), accumulate, x, w.t(), factor, Threads::All);
+        let (x, w) = (Mat::new(&exact.a, dims.t, dims.k), Mat::new(&exact.b, dims.n, dims.k));
+        gemm_bf16(Output::new(y.view(), dims.t, dims.n), accumulate, x, w.t(), exact.factor, Threads::All);
         return Ok(y);
     }
     let ((x, x_factor), (w, w_factor)) = (x.operand()?, w.operand()?);
@@ -174,9 +173,9 @@ fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: D
 fn grad_x_cpu(dy: &Fp8Matrix, w: &Fp8Matrix, dtype: DType, dims: Dims) -> Result<FloatBuf> {
     let mut dx = FloatBuf::unwritten(dtype, dims.t * dims.k)?;
     let (dy, w) = (Fp8Host::lock(dy)?, Fp8Host::lock(w)?);
-    if let Some((dy, w, factor)) = bf16_operands(&dy, &w)?.filter(|_| dtype != DType::F16) {
-        let (dy, w) = (Mat::new(&dy, dims.t, dims.n), Mat::new(&w, dims.n, dims.k));
-        gemm_bf16(Output::new(dx.view(), dims.t, dims.k), Accumulate::Overwrite, dy, w, factor, Threads::All);
+    if let Some(exact) = Bf16Operands::exact(&dy, &w)?.filter(|_| dtype != DType::F16) {
+        let (dy, w) = (Mat::new(&exact.a, dims.t, dims.n), Mat::new(&exact.b, dims.n, dims.k));
+        gemm_bf16(Output::new(dx.view(), dims.t, dims.k), Accumulate::Overwrite, dy, w, exact.factor, Threads::All);
         return Ok(dx);
     }
     let ((dy, dy_factor), (w, w_factor)) = (dy.operand()?, w.operand()?);
@@ -190,10 +189,10 @@ fn grad_x_cpu(dy: &Fp8Matrix, w: &Fp8Matrix, dtype: DType, dims: Dims) -> Result
 
 fn grad_w_cpu(dy: &Fp8Matrix, x: &Fp8Matrix, sink: &GradSink, dims: Dims) -> Result<()> {
     let (dy, x) = (Fp8Host::lock(dy)?, Fp8Host::lock(x)?);
-    if let Some((dy, x, factor)) = bf16_operands(&dy, &x)? {
-        let (dy, x) = (Mat::new(&dy, dims.t, dims.n), Mat::new(&x, dims.t, dims.k));
+    if let Some(exact) = Bf16Operands::exact(&dy, &x)? {
+        let (dy, x) = (Mat::new(&exact.a, dims.t, dims.n), Mat::new(&exact.b, dims.t, dims.k));
         return sink.add_or_write("linear", |dw, accumulate| {
-            gemm_bf16(Output::new(dw, dims.n, dims.k), accumulate, dy.t(), x, factor, Threads::All);
+            gemm_bf16(Output::new(dw, dims.n, dims.k), accumulate, dy.t(), x, exact.factor, Threads::All);
         });
     }
     let ((dy, dy_factor), (x, x_factor)) = (dy.operand()?, x.operand()?);
@@ -209,14 +208,23 @@ fn grad_w_cpu(dy: &Fp8Matrix, x: &Fp8Matrix, sink: &GradSink, dims: Dims) -> Res
     })
 }
 
-/// Returns both matrices in bf16 and the factor of their matmul, if every element is exact in bf16.
-///
-/// The values of codes are exact, also times a power of two. The sums are then those of bf16 units, where a processor has
-/// them.
-fn bf16_operands(a: &Fp8Host<'_>, b: &Fp8Host<'_>) -> Result<Option<(Vec<bf16>, Vec<bf16>, f32)>> {
-    let ((a, a_factor), (b, b_factor)) = (a.operand()?, b.operand()?);
-    let both = a.to_exact_bf16().zip(b.to_exact_bf16());
-    Ok(both.map(|(a, b)| (a, b, a_factor * b_factor)))
+/// Both operands of a matmul in bf16, and the factor of the sums.
+struct Bf16Operands {
+    a: Vec<bf16>,
+    b: Vec<bf16>,
+    factor: f32,
+}
+
+impl Bf16Operands {
+    /// Returns the operands if every element is exact in bf16.
+    ///
+    /// The values of codes are exact, also times a power of two. The sums are then those of bf16 units, where a processor
+    /// has them.
+    fn exact(a: &Fp8Host<'_>, b: &Fp8Host<'_>) -> Result<Option<Self>> {
+        let ((a, a_factor), (b, b_factor)) = (a.operand()?, b.operand()?);
+        let both = a.to_exact_bf16().zip(b.to_exact_bf16());
+        Ok(both.map(|(a, b)| Self { a, b, factor: a_factor * b_factor }))
+    }
 }
 
 /// Copies a row into each row of a matrix of the same dtype.
