@@ -120,7 +120,7 @@ fn measure(shape: LayerShape, config: Fp8Config, device: &Device) -> Result<[f64
     let layer = layers.layer("").context("the layer has its name")?;
     let fp8_weight = weight.clone().with_fp8(layer);
     let run = |weight: &Weight| -> Result<f64> {
-        buffer.contents_changed();
+        buffer.drop_fp8_copies();
         device.synchronize()?;
         let started = Instant::now();
         let tape = Tape::record(&[&x], || linear(&x, weight, None, OutputDtype::SameAsInput))?;
@@ -163,7 +163,7 @@ impl fmt::Display for Fp8Advice {
         match n_faster {
             0 => write!(f, "no layer is faster in FP8 here: leave out the section precision"),
             n if n == sizes.len() => write!(f, "all layers are faster in FP8"),
-            _ => write!(f, "precision.auto_filter: true keeps the slower layers in {dtype}"),
+            _ => write!(f, "precision.exclude_slower_modules: true keeps the slower layers in {dtype}"),
         }
     }
 }

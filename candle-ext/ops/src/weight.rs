@@ -58,19 +58,19 @@ impl FlatBuffer {
                 flat.dtype()
             )
         }
-        self.contents_changed();
+        self.drop_fp8_copies();
         *self.lock() = Some(flat);
         Ok(())
     }
 
     /// Releases the contents and returns them, if there are any.
     pub fn release(&self) -> Option<Tensor> {
-        self.contents_changed();
+        self.drop_fp8_copies();
         self.lock().take()
     }
 
     /// Drops the FP8 copies of matrices. Call it after a write into the buffer's tensor.
-    pub fn contents_changed(&self) {
+    pub fn drop_fp8_copies(&self) {
         self.lock_fp8_copies().clear();
     }
 

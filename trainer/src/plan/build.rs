@@ -1,7 +1,7 @@
 //! Construction of a plan's model.
 
 use candlewick_model::{Config, Model, ModelError};
-use candlewick_ops::{FP8_STORAGE, WeightStorage};
+use candlewick_ops::{FP8_WEIGHT_FORMAT, WeightStorage};
 
 use super::run::Plan;
 use crate::recipe::BaseStorage;
@@ -11,7 +11,7 @@ impl Plan {
     pub fn build_model(&self, config: Config) -> Result<Model, ModelError> {
         let model = Model::new(config, self.model.adapter.clone())?;
         let model = match self.model.quantize_base {
-            Some(BaseStorage::Fp8) => model.with_frozen_storage(WeightStorage::Quantized(&FP8_STORAGE)),
+            Some(BaseStorage::Fp8) => model.with_frozen_storage(WeightStorage::Quantized(&FP8_WEIGHT_FORMAT)),
             None => model,
         };
         Ok(match &self.fp8 {

@@ -2,7 +2,7 @@
 
 use candlewick_model::Config;
 use candlewick_ops::{
-    AmaxCompute, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, derive_key,
+    AmaxHistoryPolicy, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, derive_key,
 };
 use serde::Serialize;
 
@@ -23,9 +23,9 @@ pub struct Fp8Plan {
     #[serde(skip)]
     pub stats_interval: usize,
     /// True if layers that are slower in FP8 on the run's device stay in the compute dtype.
-    pub auto_filter: bool,
+    pub exclude_slower_modules: bool,
     /// Texts in the names of linear layers that stay in the compute dtype.
-    pub filter_fqns: Vec<String>,
+    pub exclude_modules: Vec<String>,
 }
 
 /// Recipe of the scales.
@@ -76,8 +76,8 @@ impl Fp8Plan {
         let recipe = match self.recipe {
             Fp8RecipePlan::Delayed { margin, amax_history_len, amax_compute_algo } => {
                 let amax_compute = match amax_compute_algo {
-                    AmaxComputeAlgo::Max => AmaxCompute::Max,
-                    AmaxComputeAlgo::MostRecent => AmaxCompute::MostRecent,
+                    AmaxComputeAlgo::Max => AmaxHistoryPolicy::Max,
+                    AmaxComputeAlgo::MostRecent => AmaxHistoryPolicy::MostRecent,
                 };
                 Fp8Recipe::Delayed(DelayedScaling { margin, amax_history_len, amax_compute })
             }
@@ -99,7 +99,7 @@ impl Fp8Plan {
     pub(super) fn modules(&self, config: &Config) -> Vec<String> {
         let [at_start, at_end] = self.layers_in_bf16;
         let layers = at_start..config.n_layers().saturating_sub(at_end);
-        let is_filtered = |name: &String| self.filter_fqns.iter().any(|text| name.contains(text.as_str()));
+        let is_filtered = |name: &String| self.exclude_modules.iter().any(|text| name.contains(text.as_str()));
         let names = layers.flat_map(|layer_idx| {
             let layer = config.layer(layer_idx);
             layer.linears().map(|linear| linear.module.clone()).collect::<Vec<_>>()

@@ -13,7 +13,7 @@ pub(crate) struct ForeignKey {
 const ROWS: &str = "rows of a micro-batch, on each data-parallel rank";
 const STEPS: &str = "in steps";
 const QUANTISED: &str =
-    "4-bit and 8-bit weights are not supported; LoRA on bf16 weights needs 2 bytes for each frozen weight";
+    "a run with an adapter stores frozen weights in a byte with `fp8`; 4-bit weights are not supported";
 const TRACKERS: &str = "experiment trackers are not supported; metrics.jsonl in output_dir has every step";
 const TEMPLATE: &str = "a Jinja file that replaces the tokenizer's own template";
 const ATTENTION: &str = "fused attention is the default";
@@ -55,6 +55,14 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("dataloader_num_workers", "", MEMORY),
     key("dataloader_pin_memory", "", MEMORY),
     key("dataloader_prefetch_factor", "", MEMORY),
+    // FP8.
+    key("fp8", "precision.recipe", "delayed, current or blockwise"),
+    key("filter_fqns", "precision.exclude_modules", "texts in the names of modules"),
+    key("fp8_format", "precision.format", ""),
+    key("fp8_recipe", "precision.recipe", ""),
+    key("fp8_margin", "precision.margin", ""),
+    key("fp8_amax_history_len", "precision.amax_history_len", ""),
+    key("fp8_amax_compute_algo", "precision.amax_compute_algo", ""),
     // The model.
     key("base_model", "model.name_or_path", ""),
     key("model_name_or_path", "model.name_or_path", ""),
@@ -75,11 +83,11 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("fp32", "model.dtype", "`model.dtype: f32`"),
     key("tf32", "", "remove the key: f32 matmuls are computed in f32"),
     key("bf16_full_eval", "", "evaluation computes in model.dtype"),
-    key("load_in_4bit", "", QUANTISED),
-    key("load_in_8bit", "", QUANTISED),
-    key("quantization", "", QUANTISED),
-    key("quantization_bit", "", QUANTISED),
-    key("quantization_config", "", QUANTISED),
+    key("load_in_4bit", "model.quantize_base", QUANTISED),
+    key("load_in_8bit", "model.quantize_base", QUANTISED),
+    key("quantization", "model.quantize_base", QUANTISED),
+    key("quantization_bit", "model.quantize_base", QUANTISED),
+    key("quantization_config", "model.quantize_base", QUANTISED),
     key("bnb_4bit_quant_type", "", QUANTISED),
     key("bnb_4bit_compute_dtype", "", QUANTISED),
     key("gptq", "", QUANTISED),

@@ -39,10 +39,10 @@ pub struct PrecisionSection {
     pub stats_interval: Option<HumanInt>,
     /// Measures at the start of the run which linear layers are faster in FP8 on rank 0's device, with the time of
     /// quantization, and keeps the others in `model.dtype`. `trainer fp8-advise` prints the measurement. Default false.
-    pub auto_filter: Option<bool>,
-    /// Keeps the linear layers whose names contain one of these texts in `model.dtype`, with torchtitan's name:
-    /// `[o_proj, layers.3.mlp]`. Default: none.
-    pub filter_fqns: Option<Vec<String>>,
+    pub exclude_slower_modules: Option<bool>,
+    /// Keeps the linear layers whose names contain one of these texts in `model.dtype`: `[o_proj, layers.3.mlp]`. torchtitan's
+    /// name is `filter_fqns`. Default: none.
+    pub exclude_modules: Option<Vec<String>>,
 }
 
 /// A recipe of FP8 scales.

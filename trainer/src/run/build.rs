@@ -60,7 +60,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         true => OffloadTarget::Folder(plan.model.activation_offload_dir.clone()),
         false => OffloadTarget::HostMemory,
     };
-    let model = auto_filtered(plan, model, ranks, &mut notes)?;
+    let model = without_slower_modules(plan, model, ranks, &mut notes)?;
     let dtypes = ParamDtypes { compute, masters, moments };
     let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
@@ -77,8 +77,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
 
 /// With the plan's automatic filter, keeps layers in the compute dtype that FP8 does not make faster on the first rank's
 /// device.
-fn auto_filtered(plan: &Plan, model: Model, ranks: &RankContext, notes: &mut Vec<String>) -> Result<Model> {
-    let Some(fp8) = plan.fp8.as_ref().filter(|fp8| fp8.auto_filter) else { return Ok(model) };
+fn without_slower_modules(plan: &Plan, model: Model, ranks: &RankContext, notes: &mut Vec<String>) -> Result<Model> {
+    let Some(fp8) = plan.fp8.as_ref().filter(|fp8| fp8.exclude_slower_modules) else { return Ok(model) };
     let own = || {
         let advice = advise(plan, &model, fp8.config(plan.seed), &ranks.device)?;
         Ok(serde_json::to_vec(&advice.slower_modules().collect::<Vec<_>>())?)
@@ -88,7 +88,7 @@ fn auto_filtered(plan: &Plan, model: Model, ranks: &RankContext, notes: &mut Vec
     let faster: Vec<String> =
         model.fp8_modules().filter(|name| !slower.iter().any(|slow| slow == name)).map(str::to_owned).collect();
     notes.push(format!(
-        "precision.auto_filter: {} linear layers multiply in FP8, {} are faster in model.dtype",
+        "precision.exclude_slower_modules: {} linear layers multiply in FP8, {} are faster in model.dtype",
         faster.len(),
         slower.len()
     ));

@@ -57,7 +57,7 @@ fn filtered_layers_stay_in_the_dtype_of_the_model() {
     };
     let (dense, all) = (loss(&[]), loss(DELAYED));
     let one =
-        loss(&[DELAYED, &["precision.filter_fqns=[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"]].concat());
+        loss(&[DELAYED, &["precision.exclude_modules=[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"]].concat());
     let middle =
         loss(&[DELAYED, &["precision.first_last_layers_bf16=true", "precision.num_layers_at_end_in_bf16=0"]].concat());
     let losses = [dense, all, one, middle];
@@ -90,7 +90,7 @@ fn statistics_of_quantized_tensors_are_in_the_metrics() {
     let silent = Run::new();
     silent.train_ok(DELAYED);
     let run = Run::new();
-    run.train_ok(&[DELAYED, &["precision.stats_interval=5", "precision.filter_fqns=[layers.1.]"]].concat());
+    run.train_ok(&[DELAYED, &["precision.stats_interval=5", "precision.exclude_modules=[layers.1.]"]].concat());
     let records: Vec<Value> = run.metrics().into_iter().filter(|record| record["fp8"].is_object()).collect();
     let steps: Vec<u64> = records.iter().map(|record| record["iter"].as_u64().unwrap()).collect();
     assert_eq!(steps, [5, 10, 15, 20]);
@@ -133,7 +133,7 @@ fn advice_measures_every_size() {
             assert!(size["dense_ms"].as_f64().unwrap() > 0.0 && size["fp8_ms"].as_f64().unwrap() > 0.0, "{size}");
         }
     }
-    let one = advice(&["precision.recipe=blockwise", "precision.filter_fqns=[layers.0.]"]);
+    let one = advice(&["precision.recipe=blockwise", "precision.exclude_modules=[layers.0.]"]);
     let modules = one[0]["sizes"].as_array().unwrap().iter().flat_map(|size| size["modules"].as_array().unwrap());
     assert!(one.len() == 1 && modules.clone().count() == 7);
     assert!(modules.into_iter().all(|module| module.as_str().unwrap().starts_with("model.layers.1.")));
@@ -146,11 +146,12 @@ fn advice_measures_every_size() {
 #[test]
 fn an_automatic_filter_reports_its_choice() {
     let run = Run::new();
-    let arguments = ["precision.recipe=current", "precision.auto_filter=true", "train_iters=1", "checkpoint=null"];
+    let arguments =
+        ["precision.recipe=current", "precision.exclude_slower_modules=true", "train_iters=1", "checkpoint=null"];
     let output = run.train(&arguments);
     let log = stderr(&output);
     assert!(output.status.success(), "{log}");
-    let (_, rest) = log.split_once("precision.auto_filter: ").expect("a note");
+    let (_, rest) = log.split_once("precision.exclude_slower_modules: ").expect("a note");
     let numbers: Vec<usize> = rest.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect();
     assert_eq!(numbers[0] + numbers[2], 2 * 7, "{rest}");
 }

@@ -83,7 +83,7 @@ fn a_key_of_another_section_or_another_trainer_is_recognized() {
         ("lora_r", "`model.peft_config.r`"),
         ("sequence_len", "`data.max_length`"),
         ("zero_stage", "`deepspeed.zero_optimization.stage`"),
-        ("load_in_4bit", "4-bit and 8-bit weights are not supported"),
+        ("load_in_4bit", "4-bit weights are not supported"),
         ("report_to", "metrics.jsonl"),
     ] {
         check(&format!("{key}: 1\n"), &[&format!("unknown key `{key}`"), want]);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{
-    AmaxCompute, DelayedScaling, FlatBuffer, Fp8Config, Fp8Formats, Fp8Layers, Fp8Operand, Fp8Recipe, Fp8Rounding,
-    OutputDtype, ScaleRule, Weight, linear,
+    AmaxHistoryPolicy, DelayedScaling, FlatBuffer, Fp8Config, Fp8Formats, Fp8Layers, Fp8Operand, Fp8Recipe,
+    Fp8Rounding, OutputDtype, ScaleRule, Weight, linear,
 };
 
 use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, bytes, keep, linears, once, randn, trainable};
@@ -42,7 +42,7 @@ const RECIPES: [Recipe; 3] = [
         recipe: Fp8Recipe::Delayed(DelayedScaling {
             margin: 0,
             amax_history_len: 1024,
-            amax_compute: AmaxCompute::Max,
+            amax_compute: AmaxHistoryPolicy::Max,
         }),
         layer: ["fp8 delayed", "fp8 delayed dx", "fp8 delayed dw"],
         matmul: "fp8 tensor matmul",

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::operands::update_f32;
-use super::recipe::{AmaxCompute, DelayedScaling, Fp8Formats, Fp8Operand};
+use super::recipe::{AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand};
 use crate::device::on_device;
 use crate::in_place::zero_;
 use crate::storage::host;
@@ -62,8 +62,10 @@ impl DelayedState {
             let of_slots = history.chunks_exact(scaling.amax_history_len).zip(&amaxes).enumerate();
             for (slot, (history, _)) in of_slots.filter(|(_, (_, amax))| is_amax(**amax)) {
                 let amax = match scaling.amax_compute {
-                    AmaxCompute::MostRecent => history[0],
-                    AmaxCompute::Max => history.iter().fold(0.0, |max, amax| if *amax > max { *amax } else { max }),
+                    AmaxHistoryPolicy::MostRecent => history[0],
+                    AmaxHistoryPolicy::Max => {
+                        history.iter().fold(0.0, |max, amax| if *amax > max { *amax } else { max })
+                    }
                 };
                 scales[slot] = scaling.scale(amax, formats.of(Fp8Operand::ALL[slot % SLOTS]));
             }

@@ -31,7 +31,7 @@ const E5M2: Layout = Layout { mantissa_bits: 2, exponent_bias: 15, max: 57344.0 
 ///
 /// Scales are powers of two, so that a dequantized weight is exact in bf16. Other scales gain no precision, because E4M3
 /// is a floating-point format.
-pub static FP8_STORAGE: QuantFormat = QuantFormat {
+pub static FP8_WEIGHT_FORMAT: QuantFormat = QuantFormat {
     name: "fp8",
     codes: &E4M3_VALUES,
     block: ScaleBlock::Tile { rows: FP8_BLOCK, columns: FP8_BLOCK },

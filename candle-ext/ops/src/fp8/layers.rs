@@ -7,9 +7,9 @@ use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
 use super::delayed::{DelayedState, SLOTS};
 use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
-use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe, Fp8Usage, ScaleRule};
+use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
-use super::stats::{self, Fp8StatSums, N_SUMS};
+use super::stats::{self, Fp8StepStats, N_SUMS};
 use crate::derive_key;
 use crate::transfer::to_host;
 
@@ -38,7 +38,7 @@ enum StepStats {
     /// Collected in the next step.
     Requested,
     /// Collected.
-    Collected(Fp8StatSums),
+    Collected(Fp8StepStats),
 }
 
 /// State that layers share while they multiply in FP8.
@@ -52,7 +52,7 @@ struct Active {
     /// Number of gradients that each layer has quantized in this step.
     n_gradients: Vec<u64>,
     /// Statistics of the step, if they are collected.
-    stats: Option<Fp8StatSums>,
+    stats: Option<Fp8StepStats>,
 }
 
 /// An input that was quantized last.
@@ -129,7 +129,7 @@ impl Fp8Layers {
         let is_first_step = self.is_first_step()?;
         let n_layers = self.modules.len();
         let stats = match *self.lock_stats() {
-            StepStats::Requested => Some(Fp8StatSums {
+            StepStats::Requested => Some(Fp8StepStats {
                 sums: Tensor::zeros((SLOTS * n_layers, N_SUMS), DType::F64, &self.device)?,
                 amaxes: Tensor::zeros(SLOTS * n_layers, DType::F32, &self.device)?,
             }),
@@ -145,7 +145,7 @@ impl Fp8Layers {
     }
 
     /// Returns the statistics of the last step, once; `None` if they were not requested.
-    pub fn take_stats(&self) -> Option<Fp8StatSums> {
+    pub fn take_stats(&self) -> Option<Fp8StepStats> {
         match std::mem::take(&mut *self.lock_stats()) {
             StepStats::Collected(stats) => Some(stats),
             StepStats::Off | StepStats::Requested => None,
@@ -224,11 +224,11 @@ impl Fp8Linear {
 
     /// Quantizes a matrix, or the last two dims of a tensor, for both matmuls that read this operand.
     pub fn quantize_operand(&self, operand: Fp8Operand, x: &Tensor) -> Result<Fp8Operands> {
-        Ok(self.quantize(operand, &x.contiguous()?, Fp8Usage::Both, Fp8Rounding::Nearest)?.0)
+        Ok(self.quantize(operand, &x.contiguous()?, Fp8Orientation::Both, Fp8Rounding::Nearest)?.0)
     }
 
     /// Quantizes the input, or returns what another layer has made of the same tensor.
-    pub(super) fn input(&self, x: &Tensor, usage: Fp8Usage) -> Result<Fp8Operands> {
+    pub(super) fn input(&self, x: &Tensor, usage: Fp8Orientation) -> Result<Fp8Operands> {
         let is_same = |input: &&QuantizedInput| input.id == x.id() && input.operands.serve(usage);
         let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
         if let Some(QuantizedInput { operands, amax, .. }) = known {
@@ -244,12 +244,12 @@ impl Fp8Linear {
     }
 
     /// Quantizes the weight.
-    pub(super) fn quantized_weight(&self, value: &Tensor, usage: Fp8Usage) -> Result<Fp8Operands> {
+    pub(super) fn quantized_weight(&self, value: &Tensor, usage: Fp8Orientation) -> Result<Fp8Operands> {
         Ok(self.quantize(Fp8Operand::Weight, value, usage, Fp8Rounding::Nearest)?.0)
     }
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
-    pub(super) fn grad_output(&self, dy: &Tensor, usage: Fp8Usage) -> Result<Fp8Operands> {
+    pub(super) fn grad_output(&self, dy: &Tensor, usage: Fp8Orientation) -> Result<Fp8Operands> {
         let rounding = match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
             (Fp8Rounding::Stochastic { key }, Some(active)) => {
                 let n = &mut active.n_gradients[self.layer_idx];
@@ -267,7 +267,7 @@ impl Fp8Linear {
         &self,
         operand: Fp8Operand,
         x: &Tensor,
-        usage: Fp8Usage,
+        usage: Fp8Orientation,
         rounding: Fp8Rounding,
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.add_stats(operand, x, usage, rounding)?;
@@ -302,9 +302,9 @@ impl Fp8Linear {
     }
 
     /// Adds the statistics of a tensor that is quantized, if they are collected.
-    fn add_stats(&self, operand: Fp8Operand, x: &Tensor, usage: Fp8Usage, rounding: Fp8Rounding) -> Result<()> {
+    fn add_stats(&self, operand: Fp8Operand, x: &Tensor, usage: Fp8Orientation, rounding: Fp8Rounding) -> Result<()> {
         let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
-        let Some(Fp8StatSums { sums, amaxes }) = stats else { return Ok(()) };
+        let Some(Fp8StepStats { sums, amaxes }) = stats else { return Ok(()) };
         let slot = self.slot(operand);
         let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
         let format = self.layers.config.formats.of(operand);

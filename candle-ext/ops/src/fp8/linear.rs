@@ -10,7 +10,7 @@ use super::cuda;
 use super::layers::Fp8Linear;
 use super::matrix::{Fp8Host, Fp8Matrix};
 use super::operands::Fp8Operands;
-use super::recipe::Fp8Usage;
+use super::recipe::Fp8Orientation;
 use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, Floats, FloatsMut};
@@ -48,8 +48,9 @@ pub(crate) fn fp8_linear(
         cuda => cuda::check_sizes(layer.module(), dims)?,
     });
     let is_read_in_backward = w.sink().is_some() || requires_grad(x);
-    let quantized = layer.input(x, Fp8Usage::Rowwise)?;
-    let weight = quantized_weight(layer, w, if is_read_in_backward { Fp8Usage::Both } else { Fp8Usage::Rowwise })?;
+    let quantized = layer.input(x, Fp8Orientation::Rowwise)?;
+    let weight =
+        quantized_weight(layer, w, if is_read_in_backward { Fp8Orientation::Both } else { Fp8Orientation::Rowwise })?;
     let (x_rows, w_rows) = (quantized.rowwise()?, weight.rowwise()?);
     let mut shape = x.dims().to_vec();
     if let Some(last) = shape.last_mut() {
@@ -82,9 +83,9 @@ impl SavedFp8Linear {
             return self.wants_dx.map(|(dtype, shape)| Tensor::zeros(shape, dtype, dy.device())).transpose();
         }
         let usage = match (&self.wants_dx, &self.input) {
-            (Some(_), Some(_)) => Fp8Usage::Both,
-            (None, Some(_)) => Fp8Usage::Columnwise,
-            (_, None) => Fp8Usage::Rowwise,
+            (Some(_), Some(_)) => Fp8Orientation::Both,
+            (None, Some(_)) => Fp8Orientation::Columnwise,
+            (_, None) => Fp8Orientation::Rowwise,
         };
         let quantized = self.layer.grad_output(dy, usage)?;
         if !context.defers() {
@@ -98,7 +99,7 @@ impl SavedFp8Linear {
 
     fn add_grads(&self, dy: &Tensor, quantized: &Fp8Operands) -> Result<()> {
         if let (Some(sink), Some(input)) = (self.w.sink(), &self.input) {
-            let x = self.layer.input(&input.get()?, Fp8Usage::Columnwise)?;
+            let x = self.layer.input(&input.get()?, Fp8Orientation::Columnwise)?;
             let (x, dy) = (x.columnwise()?, quantized.columnwise()?);
             on_device!("linear", dy.codes, {
                 cpu => grad_w_cpu(dy, x, sink, self.dims)?,
@@ -116,7 +117,7 @@ impl SavedFp8Linear {
 
     fn grad_x(&self, dy: &Fp8Operands) -> Result<Option<Tensor>> {
         let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
-        let w = quantized_weight(&self.layer, &self.w, Fp8Usage::Columnwise)?;
+        let w = quantized_weight(&self.layer, &self.w, Fp8Orientation::Columnwise)?;
         let (dy, w) = (dy.rowwise()?, w.columnwise()?);
         on_device!("linear", dy.codes, {
             cpu => Ok(Some(storage::tensor(grad_x_cpu(dy, w, *dtype, self.dims)?, shape.as_slice()))),
@@ -126,7 +127,7 @@ impl SavedFp8Linear {
 }
 
 /// Returns the quantized weight, from the copy in its buffer if there is one.
-fn quantized_weight(layer: &Fp8Linear, w: &Weight, usage: Fp8Usage) -> Result<Fp8Operands> {
+fn quantized_weight(layer: &Fp8Linear, w: &Weight, usage: Fp8Orientation) -> Result<Fp8Operands> {
     w.fp8_copy(|copy| copy.serve(usage), |value| layer.quantized_weight(value, usage))
 }
 
@@ -222,7 +223,7 @@ impl Bf16Operands {
     /// has them.
     fn exact(a: &Fp8Host<'_>, b: &Fp8Host<'_>) -> Result<Option<Self>> {
         let ((a, a_factor), (b, b_factor)) = (a.operand()?, b.operand()?);
-        let both = a.to_exact_bf16().zip(b.to_exact_bf16());
+        let both = a.try_to_bf16().zip(b.try_to_bf16());
         Ok(both.map(|(a, b)| Self { a, b, factor: a_factor * b_factor }))
     }
 }

@@ -18,11 +18,13 @@ mod recipe;
 mod rounding;
 mod stats;
 
-pub use format::{FP8_BLOCK, FP8_STORAGE, Fp8Format};
+pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
 pub use operands::Fp8Operands;
-pub use recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule};
+pub use recipe::{
+    AmaxHistoryPolicy, Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule,
+};
 pub use rounding::Fp8Rounding;
-pub use stats::{Fp8StatSums, Fp8TensorStats};
+pub use stats::{Fp8StepStats, Fp8TensorStats};

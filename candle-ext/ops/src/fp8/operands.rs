@@ -12,7 +12,7 @@ use candle_core::{Result, Tensor, bail};
 use super::cuda;
 use super::format::Fp8Format;
 use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
-use super::recipe::{Contraction, Fp8Operand, Fp8Recipe, Fp8Usage, ScaleRule};
+use super::recipe::{Contraction, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
 use crate::device::on_device;
 use crate::floats::FloatsMut;
@@ -44,12 +44,12 @@ pub(super) enum ScaleSource<'a> {
 pub(super) struct Quantization {
     pub(super) format: Fp8Format,
     pub(super) rounding: Fp8Rounding,
-    pub(super) usage: Fp8Usage,
+    pub(super) usage: Fp8Orientation,
 }
 
 impl Fp8Operands {
     /// Returns true if all matmuls of `usage` can read the matrix.
-    pub(super) fn serve(&self, usage: Fp8Usage) -> bool {
+    pub(super) fn serve(&self, usage: Fp8Orientation) -> bool {
         (!usage.is_rowwise() || self.rowwise.is_some()) && (!usage.is_columnwise() || self.columnwise.is_some())
     }
 
@@ -142,14 +142,14 @@ pub(super) fn plain_matrices(
     x: &Tensor,
     source: ScaleSource<'_>,
     Quantization { format, rounding, usage }: Quantization,
-) -> Result<Vec<(Fp8Usage, Fp8Matrix)>> {
+) -> Result<Vec<(Fp8Orientation, Fp8Matrix)>> {
     let (rule, operand) = match source {
         ScaleSource::Delayed { scale, .. } => {
-            return Ok(vec![(Fp8Usage::Both, fp8_quantize(x, scale, format, rounding)?)]);
+            return Ok(vec![(Fp8Orientation::Both, fp8_quantize(x, scale, format, rounding)?)]);
         }
         ScaleSource::First { rule, .. } | ScaleSource::Current(rule) => {
             let matrix = fp8_quantize_current(x, ScaleBlock::Tensor, rule, format, rounding)?;
-            return Ok(vec![(Fp8Usage::Both, matrix)]);
+            return Ok(vec![(Fp8Orientation::Both, matrix)]);
         }
         ScaleSource::Blockwise(rule, operand) => (rule, operand),
     };
@@ -157,10 +157,10 @@ pub(super) fn plain_matrices(
     let [rowwise, columnwise] = [Contraction::Columns, Contraction::Rows].map(block);
     let mut wanted = Vec::new();
     if rowwise == columnwise {
-        wanted.push((Fp8Usage::Both, rowwise));
+        wanted.push((Fp8Orientation::Both, rowwise));
     } else {
-        wanted.extend(usage.is_rowwise().then_some((Fp8Usage::Rowwise, rowwise)));
-        wanted.extend(usage.is_columnwise().then_some((Fp8Usage::Columnwise, columnwise)));
+        wanted.extend(usage.is_rowwise().then_some((Fp8Orientation::Rowwise, rowwise)));
+        wanted.extend(usage.is_columnwise().then_some((Fp8Orientation::Columnwise, columnwise)));
     }
     let quantize = |(usage, block)| Ok((usage, fp8_quantize_current(x, block, rule, format, rounding)?));
     wanted.into_iter().map(quantize).collect()

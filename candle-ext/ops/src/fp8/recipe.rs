@@ -36,12 +36,12 @@ pub struct DelayedScaling {
     /// Number of steps whose amaxes are kept.
     pub amax_history_len: usize,
     /// Choice of the amax from the history.
-    pub amax_compute: AmaxCompute,
+    pub amax_compute: AmaxHistoryPolicy,
 }
 
 /// Choice of the amax that decides a delayed scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AmaxCompute {
+pub enum AmaxHistoryPolicy {
     /// The largest of the history.
     Max,
     /// That of the last step.
@@ -88,7 +88,7 @@ pub enum Contraction {
 
 /// Matmuls that read a quantized matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fp8Usage {
+pub(super) enum Fp8Orientation {
     /// Matmuls that sum over its columns.
     Rowwise,
     /// Matmuls that sum over its rows.
@@ -102,7 +102,7 @@ impl Fp8Operand {
     pub const ALL: [Self; 3] = [Self::Input, Self::Weight, Self::GradOutput];
 }
 
-impl Fp8Usage {
+impl Fp8Orientation {
     pub(super) fn is_rowwise(self) -> bool {
         self != Self::Columnwise
     }
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn a_delayed_scale_is_finite() {
-        let scaling = DelayedScaling { margin: 1, amax_history_len: 1, amax_compute: AmaxCompute::Max };
+        let scaling = DelayedScaling { margin: 1, amax_history_len: 1, amax_compute: AmaxHistoryPolicy::Max };
         let scale = |amax| scaling.scale(amax, Fp8Format::E5m2);
         assert_eq!([scale(4.0), scale(1e-40)], [7168.0, f32::MAX]);
     }

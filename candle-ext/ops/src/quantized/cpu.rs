@@ -92,7 +92,7 @@ impl<'a> QuantizedRows<'a> {
 
     /// Returns all elements in bf16 if each is exact: if all scales are powers of two, or 1. The values of codes have at most
     /// eight significant bits.
-    pub(crate) fn to_exact_bf16(self) -> Option<Vec<bf16>> {
+    pub(crate) fn try_to_bf16(self) -> Option<Vec<bf16>> {
         let is_exact = match self.scales {
             Scales::One => true,
             Scales::Floats(scales) => {

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    AmaxCompute, Contraction, DelayedScaling, FP8_STORAGE, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers,
-    Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax, fp8_quantize,
-    fp8_quantize_current, linear, record_exchange,
+    AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_WEIGHT_FORMAT, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats,
+    Fp8Layers, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax,
+    fp8_quantize, fp8_quantize_current, linear, record_exchange,
 };
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -164,7 +164,7 @@ fn codes_and_scales_are_those_of_the_reference() {
 fn delayed_scales_are_those_of_the_reference() {
     let Delayed { amaxes, cases } = fixture().delayed;
     check_each(cases, |case| {
-        let amax_compute = if case.algorithm == "max" { AmaxCompute::Max } else { AmaxCompute::MostRecent };
+        let amax_compute = if case.algorithm == "max" { AmaxHistoryPolicy::Max } else { AmaxHistoryPolicy::MostRecent };
         let scaling = DelayedScaling { margin: case.margin, amax_history_len: case.length, amax_compute };
         // Slot 0, the input, is E4M3 and slot 2, the gradient, E5M2.
         let slot = if case.format == "e4m3" { 0 } else { 2 };
@@ -280,7 +280,7 @@ fn rule(power_of_two: bool) -> ScaleRule {
 }
 
 const DELAYED: Fp8Recipe =
-    Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 16, amax_compute: AmaxCompute::Max });
+    Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 16, amax_compute: AmaxHistoryPolicy::Max });
 
 fn recipes() -> [Fp8Recipe; 4] {
     [DELAYED, Fp8Recipe::Current(rule(false)), Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))]
@@ -479,7 +479,7 @@ fn a_quantized_weight_is_cached_until_its_buffer_changes() {
         let first = y();
         test_device.run(|| candlewick_ops::zero_(&buffer.data().unwrap())).unwrap();
         assert!(y() == first, "the copy is used");
-        buffer.contents_changed();
+        buffer.drop_fp8_copies();
         assert!(y().iter().all(|bits| f64::from_bits(*bits) == 0.0), "the new contents are used");
         buffer.release();
         assert!(run().is_err());
@@ -506,7 +506,7 @@ fn a_cached_weight_serves_a_later_backward() {
             })
         };
         let want = dx();
-        buffer.contents_changed();
+        buffer.drop_fp8_copies();
         test_device.run(|| {
             let _on = layers.enable(0).unwrap();
             linear(&x, &weight, None, OutputDtype::SameAsInput).unwrap()
@@ -616,9 +616,9 @@ fn a_recomputed_input_gives_the_same_gradient() {
 #[test]
 fn fp8_storage_is_exact_in_bf16() {
     let x = randn((200, 300), 1);
-    let bytes = candlewick_ops::quantize(&x, &FP8_STORAGE).unwrap();
+    let bytes = candlewick_ops::quantize(&x, &FP8_WEIGHT_FORMAT).unwrap();
     assert_eq!(bytes.elem_count(), 200 * 300 + 4 * 6);
-    let of = |dtype| values(&candlewick_ops::dequantize(&bytes, &FP8_STORAGE, &[200, 300], dtype).unwrap());
+    let of = |dtype| values(&candlewick_ops::dequantize(&bytes, &FP8_WEIGHT_FORMAT, &[200, 300], dtype).unwrap());
     let stored = of(DType::F32);
     assert_eq!(stored, of(DType::BF16));
     for (x, stored) in values(&x).into_iter().zip(stored) {

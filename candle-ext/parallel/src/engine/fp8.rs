@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Reduce;
-use candlewick_ops::{Fp8Operand, Fp8StatSums, Fp8TensorStats, to_host};
+use candlewick_ops::{Fp8Operand, Fp8StepStats, Fp8TensorStats, to_host};
 
 use super::Engine;
 
@@ -29,7 +29,7 @@ impl Engine {
     /// [`Fp8Layers::request_stats`](candlewick_ops::Fp8Layers::request_stats). Waits for the device. Collective.
     pub fn fp8_stats(&self) -> Result<Option<Vec<Fp8LayerStats>>> {
         let Some(fp8) = self.store.fp8() else { return Ok(None) };
-        let Some(Fp8StatSums { sums, amaxes }) = fp8.take_stats() else { return Ok(None) };
+        let Some(Fp8StepStats { sums, amaxes }) = fp8.take_stats() else { return Ok(None) };
         let sums = to_host(&self.over_all_ranks(&sums, Reduce::Sum)?)?.to_vec2::<f64>()?;
         let amaxes = self.over_all_ranks(&amaxes, Reduce::Max)?.to_dtype(DType::F64)?;
         let amaxes = to_host(&amaxes)?.to_vec1::<f64>()?;

@@ -67,7 +67,7 @@ impl ShardedBuffers {
 
     /// Drops the FP8 copies of all weights.
     pub(crate) fn drop_fp8_copies(&self) {
-        self.groups.iter().for_each(|group| group.all.contents_changed());
+        self.groups.iter().for_each(|group| group.all.drop_fp8_copies());
     }
 
     /// Returns the buffer of a group.
@@ -157,7 +157,7 @@ impl GroupWeights {
             self.all.release();
             return Ok(());
         }
-        self.all.contents_changed();
+        self.all.drop_fp8_copies();
         let gathered = self.shard.all_gather(&self.own)?;
         // A group of one returns its input.
         if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&self.all.data()?, &gathered) }

@@ -13,7 +13,7 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
-use candlewick_ops::{AmaxCompute, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule};
+use candlewick_ops::{AmaxHistoryPolicy, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule};
 use candlewick_parallel::{LossScale, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
 use super::case::{ADAPTER, Batching, MODELS, ModelCase, micros};
@@ -32,7 +32,7 @@ const fn rule(power_of_two: bool) -> ScaleRule {
 }
 
 const DELAYED: Fp8Config =
-    config(Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 4, amax_compute: AmaxCompute::Max }));
+    config(Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 4, amax_compute: AmaxHistoryPolicy::Max }));
 const CURRENT: Fp8Config = config(Fp8Recipe::Current(rule(false)));
 const CURRENT_POWER_OF_TWO: Fp8Config = config(Fp8Recipe::Current(rule(true)));
 const BLOCKWISE: Fp8Config = config(Fp8Recipe::Blockwise(rule(true)));

@@ -17,8 +17,8 @@ const ROUNDING: &str = "precision.gradient_rounding";
 const FIRST_LAST: &str = "precision.first_last_layers_bf16";
 const AT_START: &str = "precision.num_layers_at_start_in_bf16";
 const AT_END: &str = "precision.num_layers_at_end_in_bf16";
-const FILTER: &str = "precision.filter_fqns";
-const AUTO: &str = "precision.auto_filter";
+const EXCLUDE: &str = "precision.exclude_modules";
+const EXCLUDE_SLOWER: &str = "precision.exclude_slower_modules";
 const STATS: &str = "precision.stats_interval";
 
 /// Returns the settings of FP8; `None` without a recipe. Reports keys that the recipe does not read.
@@ -42,11 +42,18 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8P
         PrecisionRecipe::Blockwise => Fp8RecipePlan::Blockwise(scale_rule(resolver, true)),
     };
     let layers_in_bf16 = layers_in_bf16(resolver);
-    let filter_fqns = resolver.pick(FILTER, section.filter_fqns.clone(), Vec::new());
-    let auto_filter = resolver.pick(AUTO, section.auto_filter, false);
+    let exclude_modules = resolver.pick(EXCLUDE, section.exclude_modules.clone(), Vec::new());
+    let exclude_slower_modules = resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false);
     let stats_interval = resolver.count(STATS, section.stats_interval, 0);
-    let plan =
-        Fp8Plan { stats_interval, auto_filter, recipe: scales, format, gradient_rounding, layers_in_bf16, filter_fqns };
+    let plan = Fp8Plan {
+        stats_interval,
+        exclude_slower_modules,
+        recipe: scales,
+        format,
+        gradient_rounding,
+        layers_in_bf16,
+        exclude_modules,
+    };
     if let Some(config) = &model.config {
         check_modules(resolver, &plan, config);
     }
@@ -55,15 +62,19 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8P
 
 /// Fails if no linear layer is left, or a filter matches none.
 fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
-    let all = Fp8Plan { filter_fqns: Vec::new(), ..plan.clone() }.modules(config);
-    for text in plan.filter_fqns.iter().filter(|text| !all.iter().any(|name| name.contains(text.as_str()))) {
-        let message = format!("{FILTER}: no linear layer has a name with {text:?}");
+    let all = Fp8Plan { exclude_modules: Vec::new(), ..plan.clone() }.modules(config);
+    for text in plan.exclude_modules.iter().filter(|text| !all.iter().any(|name| name.contains(text.as_str()))) {
+        let message = format!("{EXCLUDE}: no linear layer has a name with {text:?}");
         let advice = format!("the names are like {}", all.first().map_or("none", String::as_str));
-        resolver.report_with_advice(&[FILTER], message, advice);
+        resolver.report_with_advice(&[EXCLUDE], message, advice);
     }
     if plan.modules(config).is_empty() {
         let message = format!("{RECIPE}: no linear layer is left to multiply in FP8");
-        resolver.report_with_advice(&[RECIPE, FILTER, FIRST_LAST], message, format!("shorten {FILTER} or {AT_START}"));
+        resolver.report_with_advice(
+            &[RECIPE, EXCLUDE, FIRST_LAST],
+            message,
+            format!("shorten {EXCLUDE} or {AT_START}"),
+        );
     }
     if config.moe().is_some() {
         resolver.note("precision: the experts multiply in model.dtype; attention and shared experts in FP8");
@@ -119,9 +130,9 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (FIRST_LAST, section.first_last_layers_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (AT_START, section.num_layers_at_start_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (AT_END, section.num_layers_at_end_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
-        (AUTO, section.auto_filter.is_some(), is_on, "delayed, current or blockwise"),
+        (EXCLUDE_SLOWER, section.exclude_slower_modules.is_some(), is_on, "delayed, current or blockwise"),
         (STATS, section.stats_interval.is_some(), is_on, "delayed, current or blockwise"),
-        (FILTER, section.filter_fqns.is_some(), is_on, "delayed, current or blockwise"),
+        (EXCLUDE, section.exclude_modules.is_some(), is_on, "delayed, current or blockwise"),
     ];
     for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {
         let message = format!("{key}: it has an effect only with {RECIPE}: {recipes}");

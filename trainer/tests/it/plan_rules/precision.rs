@@ -1,7 +1,8 @@
 //! FP8 training.
 
 use candlewick_ops::{
-    AmaxCompute, DelayedScaling, FP8_STORAGE, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, WeightStorage,
+    AmaxHistoryPolicy, DelayedScaling, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule,
+    WeightStorage,
 };
 use trainer::plan::Plan;
 
@@ -15,7 +16,7 @@ fn config(arguments: &[&str]) -> Option<Fp8Config> {
 fn recipes_have_the_defaults_of_transformer_engine() {
     assert_eq!(config(&[]), None);
     assert_eq!(config(&["precision.recipe=none"]), None);
-    let delayed = DelayedScaling { margin: 0, amax_history_len: 1024, amax_compute: AmaxCompute::Max };
+    let delayed = DelayedScaling { margin: 0, amax_history_len: 1024, amax_compute: AmaxHistoryPolicy::Max };
     let nearest = Fp8Rounding::Nearest;
     let fp8 = |recipe, formats| Some(Fp8Config { recipe, formats, gradient_rounding: nearest });
     assert_eq!(config(&["precision.recipe=delayed"]), fp8(Fp8Recipe::Delayed(delayed), Fp8Formats::Hybrid));
@@ -32,7 +33,7 @@ fn every_key_reaches_the_engine() {
     let keys = keys.map(|key| format!("precision.{key}"));
     let arguments: Vec<&str> =
         ["precision.recipe=delayed"].into_iter().chain(keys.iter().map(String::as_str)).collect();
-    let delayed = DelayedScaling { margin: 2, amax_history_len: 16, amax_compute: AmaxCompute::MostRecent };
+    let delayed = DelayedScaling { margin: 2, amax_history_len: 16, amax_compute: AmaxHistoryPolicy::MostRecent };
     let want = Fp8Config {
         recipe: Fp8Recipe::Delayed(delayed),
         formats: Fp8Formats::E4m3,
@@ -58,7 +59,7 @@ fn layers_and_names_are_left_out() {
     let all = of(&[]);
     assert_eq!(all.len() % 7, 0);
     assert_eq!(all[0], "model.layers.0.self_attn.q_proj");
-    let filtered = of(&["precision.filter_fqns=[o_proj, layers.0.mlp]"]);
+    let filtered = of(&["precision.exclude_modules=[o_proj, layers.0.mlp]"]);
     assert_eq!(filtered.len(), all.len() - all.len() / 7 - 3);
     let first = of(&["precision.first_last_layers_bf16=true", "precision.num_layers_at_end_in_bf16=0"]);
     assert_eq!(first[..], all[7..]);
@@ -73,7 +74,7 @@ fn only_the_base_of_an_adapter_is_quantized() {
         let plan = plan(arguments);
         let model = plan.build_model(plan.model.config.clone().unwrap()).unwrap();
         let units = model.units().iter().flat_map(|unit| &unit.params);
-        units.filter(|param| param.storage == WeightStorage::Quantized(&FP8_STORAGE)).count()
+        units.filter(|param| param.storage == WeightStorage::Quantized(&FP8_WEIGHT_FORMAT)).count()
     };
     assert_eq!(storages(&[lora]), 0);
     assert_eq!(storages(&[lora, fp8]), 2 * 7);
@@ -94,9 +95,9 @@ fn keys_without_effect_are_refused() {
     let at_start = ["precision.recipe=current", "precision.num_layers_at_start_in_bf16=2"];
     refused(&at_start, &["no effect without precision.first_last_layers_bf16"]);
     refused(&["precision.num_layers_at_start_in_bf16=2"], &["precision.num_layers_at_start_in_bf16"]);
-    let unknown = ["precision.recipe=current", "precision.filter_fqns=[qproj]"];
+    let unknown = ["precision.recipe=current", "precision.exclude_modules=[qproj]"];
     refused(&unknown, &["no linear layer has a name with \"qproj\"", "model.layers.0.self_attn.q_proj"]);
-    refused(&["precision.recipe=current", "precision.filter_fqns=[layers]"], &["no linear layer is left"]);
+    refused(&["precision.recipe=current", "precision.exclude_modules=[layers]"], &["no linear layer is left"]);
     refused(&["precision.recipe=delayed", "precision.amax_history_len=0"], &["expected at least 1, found 0"]);
     refused(&["precision.recipe=delayed", "precision.margin=99"], &["expected at most 64, found 99"]);
 }

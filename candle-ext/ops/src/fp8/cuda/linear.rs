@@ -20,7 +20,7 @@ pub(crate) fn check_sizes(module: &str, Dims { n, k, .. }: Dims) -> Result<()> {
     if !n.is_multiple_of(MULTIPLE) || !k.is_multiple_of(MULTIPLE) {
         bail!(
             "{module}: FP8 on a GPU needs a weight whose rows and columns are multiples of {MULTIPLE}, not [{n}, {k}]; \
-               exclude this layer from FP8 (precision.filter_fqns)"
+               exclude this layer from FP8 (precision.exclude_modules)"
         )
     }
     Ok(())

@@ -5,7 +5,9 @@ mod linear;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::format::{FP8_BLOCK, Fp8Format};
-use super::recipe::{AmaxCompute, DelayedScaling, Fp8Formats, Fp8Operand, Fp8Usage, ScaleRule, largest_number};
+use super::recipe::{
+    AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand, Fp8Orientation, ScaleRule, largest_number,
+};
 use super::rounding::Fp8Rounding;
 use crate::cuda::gemm::Scaling;
 use crate::cuda::{Arg, Blocks, DeviceAddress, FLAT_THREADS, Out, address, columns, gpu, kernels, suffix};
@@ -106,7 +108,7 @@ pub(super) fn update_delayed(
         Arg::Address(address(OP, scales)?),
         Arg::I32(n_slots as i32),
         Arg::I32(scaling.amax_history_len as i32),
-        Arg::I32(i32::from(scaling.amax_compute == AmaxCompute::Max)),
+        Arg::I32(i32::from(scaling.amax_compute == AmaxHistoryPolicy::Max)),
         Arg::F32(2f32.powi(scaling.margin)),
         input,
         weight,
@@ -214,7 +216,7 @@ pub(super) fn cast_operands(
     x: &Tensor,
     scale: &Tensor,
     record: Option<[&Tensor; 2]>,
-    usage: Fp8Usage,
+    usage: Fp8Orientation,
     encoding: (Fp8Format, Fp8Rounding),
 ) -> Result<[Option<GemmCodes>; 2]> {
     let (columns, padded) = (x.dims()[1], x.dims()[0].next_multiple_of(MULTIPLE));
@@ -335,7 +337,7 @@ pub(super) fn block_operands(
     x: &Tensor,
     rule: ScaleRule,
     operand: Fp8Operand,
-    usage: Fp8Usage,
+    usage: Fp8Orientation,
     encoding: (Fp8Format, Fp8Rounding),
 ) -> Result<[Option<GemmCodes>; 2]> {
     let [rows, columns] = [x.dims()[0], x.dims()[1]];
