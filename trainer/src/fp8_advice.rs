@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candlewick_model::{LayerSpec, LinearSpec, Model};
 use candlewick_ops::{FlatBuffer, Fp8Config, Fp8Layers, GradSink, OutputDtype, Tape, Weight, linear};
 use serde::Serialize;
@@ -76,7 +76,10 @@ pub fn advise(plan: &Plan, model: &Model, config: Fp8Config, device: &Device) ->
         Ok(SizeAdvice { modules, n_out, n_in, dense_ms, fp8_ms })
     });
     Ok(Fp8Advice {
-        device: if device.is_cpu() { "cpu".to_owned() } else { format!("{:?}", device.location()) },
+        device: match device.location() {
+            DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+            _ => "cpu".to_owned(),
+        },
         recipe: plan.fp8.as_ref().map_or("none", |fp8| fp8.recipe.name()).to_owned(),
         dtype: format!("{:?}", plan.model.dtype).to_lowercase(),
         n_tokens,

@@ -96,6 +96,25 @@ template <typename T> T atomicAdd(T* at, T value) {
     return old;
 }
 
+template <typename T> T atomicMax(T* at, T value) {
+    const T old = *at;
+    if (value > old) *at = value;
+    return old;
+}
+
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
-use crate::fp8::{Fp8Linear, Fp8Matrix};
+use crate::fp8::{Fp8Linear, Fp8Operands};
 use crate::gemm::Accumulate;
 use crate::in_place::zero_;
 use crate::quantized::{QuantFormat, cpu::QuantizedRows, dequantize};
@@ -25,7 +25,7 @@ pub struct FlatBuffer {
     dtype: DType,
     tensor: Arc<Mutex<Option<Tensor>>>,
     /// FP8 copies of matrices in the buffer, by their first element; dropped when the contents change.
-    fp8_copies: Arc<Mutex<BTreeMap<usize, Fp8Matrix>>>,
+    fp8_copies: Arc<Mutex<BTreeMap<usize, Fp8Operands>>>,
 }
 
 impl FlatBuffer {
@@ -74,7 +74,7 @@ impl FlatBuffer {
         self.lock_fp8_copies().clear();
     }
 
-    fn lock_fp8_copies(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Fp8Matrix>> {
+    fn lock_fp8_copies(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Fp8Operands>> {
         self.fp8_copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -362,14 +362,19 @@ impl Weight {
         self.fp8.as_ref().filter(|layer| layer.is_enabled())
     }
 
-    /// Returns the weight in FP8: the copy in its buffer, or what `quantize` makes of the value, which is then the copy.
+    /// Returns the weight in FP8: the copy in its buffer if it `serves`, or what `quantize` makes of the value, which is then
+    /// the copy.
     ///
     /// A weight that is no view of a buffer is quantized at each use.
-    pub(crate) fn fp8_copy(&self, quantize: impl FnOnce(&Tensor) -> Result<Fp8Matrix>) -> Result<Fp8Matrix> {
+    pub(crate) fn fp8_copy(
+        &self,
+        serves: impl FnOnce(&Fp8Operands) -> bool,
+        quantize: impl FnOnce(&Tensor) -> Result<Fp8Operands>,
+    ) -> Result<Fp8Operands> {
         // FP8 storage is exact in bf16.
         let copy_of = || quantize(&self.stored()?.dense(DType::BF16)?);
         let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of() };
-        if let Some(copy) = buffer.lock_fp8_copies().get(start) {
+        if let Some(copy) = buffer.lock_fp8_copies().get(start).filter(|copy| serves(copy)) {
             return Ok(copy.clone());
         }
         let copy = copy_of()?;

@@ -131,10 +131,8 @@ fn check_compatible(
 }
 
 fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String> {
-    let is_needed = |(name, _): &(&str, _)| !TensorMeta::is_optional(name);
-    let saved = manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)).filter(is_needed);
-    let now = tensors.iter().map(|t| (t.name.as_str(), &t.shape)).filter(is_needed);
-    let (saved, now): (BTreeMap<&str, &Vec<usize>>, BTreeMap<&str, &Vec<usize>>) = (saved.collect(), now.collect());
+    let saved = needed(manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)));
+    let now = needed(tensors.iter().map(|t| (t.name.as_str(), &t.shape)));
     let removed = saved.keys().filter(|name| !now.contains_key(*name));
     let removed = removed.map(|name| format!("tensor {name}: in the checkpoint, not in the model"));
     let changed = now.iter().filter_map(|(name, shape)| match saved.get(name) {
@@ -143,6 +141,11 @@ fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String
         Some(_) => None,
     });
     removed.chain(changed).collect()
+}
+
+/// Collects the shapes of tensors by name, without the optional ones.
+fn needed<'t>(tensors: impl Iterator<Item = (&'t str, &'t Vec<usize>)>) -> BTreeMap<&'t str, &'t Vec<usize>> {
+    tensors.filter(|(name, _)| !TensorMeta::is_optional(name)).collect()
 }
 
 /// Truncates a list of differences to one screen.

@@ -1,6 +1,7 @@
 //! The bytes of parameters and training state, in the layout of `parallel`'s `ParamStore`.
 
 use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
+use candlewick_ops::DeviceKind;
 
 use super::Setup;
 use super::memory_breakdown::{Category, MemoryBreakdown};
@@ -56,8 +57,9 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
         .with(Category::Moments, 2 * shard_of(setup, 1, here) * moments)
 }
 
-/// Returns the bytes of the FP8 copies of weights, a byte per element, which exist from a step's first forward to its
-/// end. At ZeRO stage 3 those of the current and the next unit exist. Scales are not counted.
+/// Returns the bytes of the FP8 copies of weights, which exist from a step's first forward to its end: a byte per element,
+/// and on a GPU another for the transpose that backward reads. At ZeRO stage 3 those of the current and the next unit exist.
+/// Scales are not counted.
 pub(super) fn fp8_copies(setup: &Setup) -> u64 {
     let of_unit = |unit: &FsdpUnit| {
         let linears = unit.layer().into_iter().flat_map(|layer| layer.linears().filter(|linear| linear.fp8));
@@ -65,10 +67,11 @@ pub(super) fn fp8_copies(setup: &Setup) -> u64 {
         let params = unit.params.iter().filter(|param| names.contains(&param.name));
         params.map(|param| setup.numel_here(param)).sum::<u64>()
     };
-    match setup.ranks.zero_stage {
+    let n_elements: u64 = match setup.ranks.zero_stage {
         3 => 2 * setup.units().map(of_unit).max().unwrap_or(0),
         _ => setup.units().map(of_unit).sum(),
-    }
+    };
+    n_elements * if setup.compute_device == DeviceKind::Gpu { 2 } else { 1 }
 }
 
 /// Returns a rank's shard of elements or bytes, which ZeRO stages from `from_stage` on divide over ranks.

@@ -19,7 +19,7 @@ use crate::moe;
 
 /// Bytes of an element.
 pub(crate) const BF16: f64 = 2.0;
-const F32: f64 = 4.0;
+pub(crate) const F32: f64 = 4.0;
 
 /// One op at one shape, in one direction.
 pub(crate) struct BenchCase {
@@ -220,7 +220,7 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
 }
 
 /// Cases of y = x w^T, dx = dy w and dw += dy^T x, with dw in f32, for k inputs and n outputs.
-fn linears(t: usize, k: usize, n: usize) -> Vec<BenchCase> {
+pub(crate) fn linears(t: usize, k: usize, n: usize) -> Vec<BenchCase> {
     let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
     let flops = 2.0 * x * n as f64;
     let cost = |bytes| BenchCost { bytes, flops };
@@ -322,7 +322,7 @@ fn of_flat_buffers(n: usize) -> Vec<BenchCase> {
     ]
 }
 
-fn bytes(bytes: f64) -> BenchCost {
+pub(crate) fn bytes(bytes: f64) -> BenchCost {
     BenchCost { bytes, flops: 0.0 }
 }
 
@@ -388,7 +388,7 @@ pub(crate) fn both(
     ]
 }
 
-fn once(
+pub(crate) fn once(
     op: &'static str,
     shape: Vec<(&'static str, usize)>,
     n_bytes: f64,
@@ -398,7 +398,7 @@ fn once(
     BenchCase { op, what: "forward", shape, cost: bytes(n_bytes), make }
 }
 
-fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {
+pub(crate) fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {
     Ok(Box::new(result))
 }
 

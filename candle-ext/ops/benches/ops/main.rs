@@ -5,6 +5,7 @@
 //! the minimum bytes and FLOPs of an op. They and its time give its fraction of the ceiling.
 
 mod cases;
+mod fp8;
 mod measure;
 mod moe;
 
@@ -37,6 +38,9 @@ struct Args {
     /// Compute the experts of the moe layer by cuBLASLt's grouped GEMM
     #[arg(long)]
     experts_by_cublas: bool,
+    /// Run linear layers in FP8 and in bf16, and quantization, instead of the ops
+    #[arg(long)]
+    fp8: bool,
     /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
@@ -87,7 +91,12 @@ fn main() -> Result<()> {
         ceilings.product_flops_per_second / 1e12
     );
     let experts = if args.experts_by_cublas { GroupedGemmImpl::Cublas } else { GroupedGemmImpl::Fused };
-    let all = if args.quick { cases::tiny(experts) } else { cases::all(experts) };
+    let all = match (args.fp8, args.quick) {
+        (false, false) => cases::all(experts),
+        (false, true) => cases::tiny(experts),
+        (true, false) => fp8::all(),
+        (true, true) => fp8::tiny(),
+    };
     for case in all.into_iter().filter(|case| case.op.contains(&args.filter)) {
         let shape: Vec<String> = case.shape.iter().map(|(name, n)| format!("{name}={n}")).collect();
         let label = format!("{} {} {}", case.op, case.what, shape.join(" "));

@@ -179,6 +179,7 @@ pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cud
         DType::F64 => typed::<f64>(device, len),
         DType::I64 => typed::<i64>(device, len),
         DType::U32 => typed::<u32>(device, len),
+        DType::U8 => typed::<u8>(device, len),
         other => bail!("there is no kernel that writes {other:?}"),
     }
 }

@@ -15,7 +15,8 @@ use libloading::Library;
 use super::arg::{Arg, Blocks, DeviceAddress};
 use super::compiled::Kernels;
 use super::gemm::grouped::{GroupedGemm, GroupedOutput};
-use super::gemm::operands::{Gemm, Matrix};
+use super::gemm::operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
+use crate::fp8::Fp8Format;
 use crate::thread_value::with_value;
 
 thread_local! {
@@ -138,6 +139,7 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
         DType::F64 => CpuStorage::F64(vec![f64::NAN; len]),
         DType::I64 => CpuStorage::I64(vec![i64::MIN; len]),
         DType::U32 => CpuStorage::U32(vec![u32::MAX; len]),
+        DType::U8 => CpuStorage::U8(vec![u8::MAX; len]),
         other => bail!("there is no kernel that writes {other:?}"),
     })
 }
@@ -152,16 +154,25 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let len = |[rows, columns, stride]: [usize; 3]| rows.checked_sub(1).map_or(0, |last| last * stride + columns);
     let (of_a, of_b, of_c) = (a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n]));
     // SAFETY: the caller guarantees valid addresses.
-    let (a_values, b_values) =
-        unsafe { (read(a.address, gemm.dtype, len(of_a))?, read(b.address, gemm.dtype, len(of_b))?) };
+    let (a_values, b_values): (Vec<f64>, Vec<f64>) = match gemm.inputs {
+        GemmInputs::Floats(dtype) => unsafe {
+            let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect();
+            (wide(read(a.address, dtype, len(of_a))?), wide(read(b.address, dtype, len(of_b))?))
+        },
+        GemmInputs::Fp8(Fp8Inputs { a: scaled_a, b: scaled_b, .. }) => {
+            check_fp8(gemm, [of_a, of_b])?;
+            // SAFETY: as above.
+            unsafe { (read_fp8(a.address, scaled_a, [m, k]), read_fp8(b.address, scaled_b, [n, k])) }
+        }
+    };
     // SAFETY: as above. Elements in the gaps between rows are written back unchanged.
     let mut c = unsafe { read(gemm.c, gemm.c_dtype, len(of_c))? };
     // SAFETY: as above.
     let plus = gemm.plus.map(|plus| unsafe { read(plus, gemm.c_dtype, len(of_c)) }).transpose()?;
     // SAFETY: as above.
     let bias = gemm.bias.map(|bias| unsafe { read(bias, gemm.c_dtype, n) }).transpose()?;
-    let at = |values: &[f32], matrix: Matrix, [_, _, stride]: [usize; 3], i: usize, j: usize| {
-        f64::from(values[if matrix.is_transposed { j * stride + i } else { i * stride + j }])
+    let at = |values: &[f64], matrix: Matrix, [_, _, stride]: [usize; 3], i: usize, j: usize| {
+        values[if matrix.is_transposed { j * stride + i } else { i * stride + j }]
     };
     for i in 0..m {
         let row = i * of_c[2]..i * of_c[2] + n;
@@ -179,6 +190,47 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     }
     // SAFETY: as above.
     unsafe { write(gemm.c, gemm.c_dtype, &c) }
+}
+
+/// Fails unless cuBLASLt would multiply these FP8 operands on Hopper.
+fn check_fp8(gemm: &Gemm, of_inputs: [[usize; 3]; 2]) -> Result<()> {
+    let (Gemm { m, n, k, a, b, .. }, GemmInputs::Fp8(inputs)) = (*gemm, gemm.inputs) else { return Ok(()) };
+    let both_e5m2 = [inputs.a.format, inputs.b.format] == [Fp8Format::E5m2; 2];
+    let blocks = [inputs.a.scaling, inputs.b.scaling];
+    let is_fast_with_blocks = blocks != [Scaling::Tensor; 2] && inputs.accumulation == Fp8Accumulation::Fast;
+    let is_aligned = [m, n, k].iter().all(|size| size.is_multiple_of(16))
+        && of_inputs.iter().all(|[_, columns, stride]| columns == stride)
+        && [a.address, b.address, gemm.c].iter().all(|address| address.is_multiple_of(16));
+    let mixes = blocks.contains(&Scaling::Tensor) && blocks != [Scaling::Tensor; 2];
+    if a.is_transposed || !b.is_transposed || both_e5m2 || mixes || is_fast_with_blocks || !is_aligned {
+        bail!("cuBLASLt has no FP8 matmul for {gemm:?}")
+    }
+    if blocks == [Scaling::Block128; 2] {
+        bail!("cuBLASLt cannot scale both operands per 128x128 elements")
+    }
+    Ok(())
+}
+
+/// Reads FP8 codes [rows, k] times their inverse scales.
+///
+/// # Safety
+///
+/// There must be as many codes, and inverse scales as the scaling demands.
+unsafe fn read_fp8(codes: DeviceAddress, scaled: ScaledInput, [rows, k]: [usize; 2]) -> Vec<f64> {
+    let ScaledInput { format, scale_inv, scaling } = scaled;
+    let (n_scales, [row_stride, column_stride]) = scaling.layout(rows, k);
+    // SAFETY: the caller's contract; the memory was exposed by `base`.
+    let (codes, scales) = unsafe {
+        (
+            slice::from_raw_parts(with_exposed_provenance::<u8>(codes as usize), rows * k),
+            slice::from_raw_parts(with_exposed_provenance::<f32>(scale_inv as usize), n_scales),
+        )
+    };
+    let value = |i: usize| {
+        let scale = scales[i / k / scaling.block_rows() * row_stride + i % k / 128 * column_stride];
+        f64::from(format.values()[usize::from(codes[i])]) * f64::from(scale)
+    };
+    (0..rows * k).map(value).collect()
 }
 
 /// Emulates a grouped GEMM, group by group. A matrix that is undefined becomes NaN.

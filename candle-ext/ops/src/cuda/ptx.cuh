@@ -78,6 +78,18 @@ template <typename T> __device__ __forceinline__ unsigned narrow_pair(float firs
 NARROW_PAIR(__nv_bfloat16, "bf16x2")
 NARROW_PAIR(__half, "f16x2")
 
+// Rounds two numbers to FP8 codes, saturated: the first in the lower byte (sm_89).
+#if __CUDA_ARCH__ >= 890
+#define FP8_PAIR(name, type)                                                                          \
+    __device__ __forceinline__ unsigned short name(float first, float second) {                       \
+        unsigned short pair;                                                                          \
+        asm("cvt.rn.satfinite." type ".f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));      \
+        return pair;                                                                                  \
+    }
+FP8_PAIR(e4m3_pair, "e4m3x2")
+FP8_PAIR(e5m2_pair, "e5m2x2")
+#endif
+
 // 2^x, to 2 units in the last place; 0 instead of subnormal results.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;

@@ -3,7 +3,7 @@
 use crate::quantized::{QuantFormat, ScaleBlock, ScaleRounding};
 
 /// 8-bit floating-point format of the OCP specification "OFP8" (2023).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fp8Format {
     /// 4 exponent bits and 3 mantissa bits: up to 448, without infinities.
     E4m3,

@@ -5,15 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
-use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
-use super::recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe, ScaleRule};
+use super::delayed::{DelayedState, SLOTS};
+use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
+use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Recipe, Fp8Usage, ScaleRule};
 use super::rounding::Fp8Rounding;
 use super::stats::{self, Fp8StatSums, N_SUMS};
 use crate::derive_key;
-use crate::floats::FloatsMut;
-use crate::in_place::zero_;
-use crate::quantized::ScaleBlock;
-use crate::storage::{host, update};
 use crate::transfer::to_host;
 
 /// Linear layers that multiply in FP8, with the state of their scales.
@@ -44,16 +41,6 @@ enum StepStats {
     Collected(Fp8StatSums),
 }
 
-/// State of delayed scaling: three slots per layer, in the order of [`Fp8Operand::ALL`].
-struct DelayedState {
-    /// Largest magnitudes since the last update, f32 [slots]. 0: no tensor was quantized.
-    amaxes: Tensor,
-    /// Amaxes of the last steps, the newest first, f32 [slots, amax_history_len].
-    history: Tensor,
-    /// Scales, f32 [slots].
-    scales: Tensor,
-}
-
 /// State that layers share while they multiply in FP8.
 struct Active {
     /// True before the first update of delayed scaling: scales then follow from the tensors themselves.
@@ -72,8 +59,7 @@ struct Active {
 #[derive(Clone)]
 struct QuantizedInput {
     id: TensorId,
-    contraction: Contraction,
-    matrix: Fp8Matrix,
+    operands: Fp8Operands,
     amax: Option<Tensor>,
 }
 
@@ -97,8 +83,6 @@ pub struct Fp8LayerState {
     pub scales: Tensor,
 }
 
-const SLOTS: usize = Fp8Operand::ALL.len();
-
 /// Scales of the first step of delayed scaling. A power of two changes no rounding, so that ranks with other amaxes
 /// round alike.
 const FIRST_SCALES: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
@@ -109,19 +93,8 @@ impl Fp8Layers {
     /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two.
     /// TransformerEngine starts with scales of 1, at which small gradients become zero.
     pub fn new(config: Fp8Config, modules: Vec<String>, device: &Device) -> Result<Self> {
-        let n_slots = SLOTS * modules.len();
         let delayed = match config.recipe {
-            Fp8Recipe::Delayed(scaling) => {
-                if scaling.amax_history_len == 0 {
-                    bail!("delayed scaling: an amax history needs at least one step")
-                }
-                let state = DelayedState {
-                    amaxes: Tensor::zeros(n_slots, DType::F32, device)?,
-                    history: Tensor::zeros((n_slots, scaling.amax_history_len), DType::F32, device)?,
-                    scales: Tensor::ones(n_slots, DType::F32, device)?,
-                };
-                Some((scaling, state))
-            }
+            Fp8Recipe::Delayed(scaling) => Some((scaling, DelayedState::new(modules.len(), scaling, device)?)),
             Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
         };
         Ok(Self {
@@ -210,31 +183,7 @@ impl Fp8Layers {
     /// they stop updates until they leave. Other recipes have no state.
     pub fn update(&self, amaxes: &Tensor) -> Result<()> {
         let Some((scaling, state)) = &self.delayed else { return Ok(()) };
-        if amaxes.dims() != state.amaxes.dims() {
-            bail!("delayed scaling: want amaxes {:?}, got {:?}", state.amaxes.dims(), amaxes.dims())
-        }
-        let amaxes = host("delayed scaling", amaxes)?.slice::<f32>()?.to_vec();
-        let format = |slot: usize| self.config.formats.of(Fp8Operand::ALL[slot % SLOTS]);
-        update_f32(&state.history, |history| {
-            let of_slots = history.chunks_exact_mut(scaling.amax_history_len).zip(&amaxes);
-            for (history, amax) in of_slots.filter(|(_, amax)| is_amax(**amax)) {
-                history.rotate_right(1);
-                history[0] = *amax;
-            }
-        })?;
-        let history = host("delayed scaling", &state.history)?;
-        let history = history.slice::<f32>()?;
-        update_f32(&state.scales, |scales| {
-            let of_slots = history.chunks_exact(scaling.amax_history_len).zip(&amaxes).enumerate();
-            for (slot, (history, _)) in of_slots.filter(|(_, (_, amax))| is_amax(**amax)) {
-                let amax = match scaling.amax_compute {
-                    AmaxCompute::MostRecent => history[0],
-                    AmaxCompute::Max => history.iter().fold(0.0, |max, amax| if *amax > max { *amax } else { max }),
-                };
-                scales[slot] = scaling.scale(amax, format(slot));
-            }
-        })?;
-        zero_(&state.amaxes)
+        state.update(amaxes, *scaling, self.config.formats)
     }
 
     /// Returns the state of each layer; none unless scaling is delayed.
@@ -268,35 +217,39 @@ impl Fp8Linear {
         self.layers.is_enabled()
     }
 
+    /// Returns the module name.
+    pub(super) fn module(&self) -> &str {
+        &self.layers.modules[self.layer_idx]
+    }
+
+    /// Quantizes a matrix, or the last two dims of a tensor, for both matmuls that read this operand.
+    pub fn quantize_operand(&self, operand: Fp8Operand, x: &Tensor) -> Result<Fp8Operands> {
+        Ok(self.quantize(operand, &x.contiguous()?, Fp8Usage::Both, Fp8Rounding::Nearest)?.0)
+    }
+
     /// Quantizes the input, or returns what another layer has made of the same tensor.
-    pub(super) fn input(&self, x: &Tensor, contraction: Contraction) -> Result<Fp8Matrix> {
-        // With one scale both matmuls read the same codes.
-        let contraction = match self.layers.config.recipe {
-            Fp8Recipe::Blockwise(_) => contraction,
-            Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Contraction::Columns,
-        };
-        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
-        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.contraction == contraction;
+    pub(super) fn input(&self, x: &Tensor, usage: Fp8Usage) -> Result<Fp8Operands> {
+        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.operands.serve(usage);
         let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
-        if let Some(QuantizedInput { matrix, amax, .. }) = known {
-            amax.map_or(Ok(()), |amax| self.record(Fp8Operand::Input, &amax))?;
-            self.add_stats(Fp8Operand::Input, &rows, &matrix)?;
-            return Ok(matrix);
+        if let Some(QuantizedInput { operands, amax, .. }) = known {
+            amax.map_or(Ok(()), |amax| self.raise_amax(Fp8Operand::Input, &amax))?;
+            self.add_stats(Fp8Operand::Input, x, usage, Fp8Rounding::Nearest)?;
+            return Ok(operands);
         }
-        let (matrix, amax) = self.quantize(Fp8Operand::Input, &rows, contraction, Fp8Rounding::Nearest)?;
+        let (operands, amax) = self.quantize(Fp8Operand::Input, x, usage, Fp8Rounding::Nearest)?;
         if let Some(active) = self.layers.lock().as_mut() {
-            active.input = Some(QuantizedInput { id: x.id(), contraction, matrix: matrix.clone(), amax });
+            active.input = Some(QuantizedInput { id: x.id(), operands: operands.clone(), amax });
         }
-        Ok(matrix)
+        Ok(operands)
     }
 
     /// Quantizes the weight.
-    pub(super) fn quantized_weight(&self, value: &Tensor) -> Result<Fp8Matrix> {
-        Ok(self.quantize(Fp8Operand::Weight, value, Contraction::Columns, Fp8Rounding::Nearest)?.0)
+    pub(super) fn quantized_weight(&self, value: &Tensor, usage: Fp8Usage) -> Result<Fp8Operands> {
+        Ok(self.quantize(Fp8Operand::Weight, value, usage, Fp8Rounding::Nearest)?.0)
     }
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
-    pub(super) fn grad_output(&self, dy: &Tensor, trains_weight: bool) -> Result<(Fp8Matrix, Option<Fp8Matrix>)> {
+    pub(super) fn grad_output(&self, dy: &Tensor, usage: Fp8Usage) -> Result<Fp8Operands> {
         let rounding = match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
             (Fp8Rounding::Stochastic { key }, Some(active)) => {
                 let n = &mut active.n_gradients[self.layer_idx];
@@ -306,16 +259,7 @@ impl Fp8Linear {
             }
             (rounding, _) => rounding,
         };
-        let rows = dy.flatten_to(dy.rank().saturating_sub(2))?;
-        let (grad_input, _) = self.quantize(Fp8Operand::GradOutput, &rows, Contraction::Columns, rounding)?;
-        let grad_weight = match self.layers.config.recipe {
-            _ if !trains_weight => None,
-            Fp8Recipe::Blockwise(_) => {
-                Some(self.quantize(Fp8Operand::GradOutput, &rows, Contraction::Rows, rounding)?.0)
-            }
-            Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Some(grad_input.clone()),
-        };
-        Ok((grad_input, grad_weight))
+        Ok(self.quantize(Fp8Operand::GradOutput, dy, usage, rounding)?.0)
     }
 
     /// Quantizes an operand, records its amax if scaling is delayed, and its statistics if they are collected.
@@ -323,57 +267,60 @@ impl Fp8Linear {
         &self,
         operand: Fp8Operand,
         x: &Tensor,
-        contraction: Contraction,
+        usage: Fp8Usage,
         rounding: Fp8Rounding,
-    ) -> Result<(Fp8Matrix, Option<Tensor>)> {
-        let (matrix, amax) = self.quantize_by_recipe(operand, x, contraction, rounding)?;
-        self.add_stats(operand, x, &matrix)?;
-        Ok((matrix, amax))
+    ) -> Result<(Fp8Operands, Option<Tensor>)> {
+        self.add_stats(operand, x, usage, rounding)?;
+        self.with_scales(operand, x, |rows, source| {
+            let format = self.layers.config.formats.of(operand);
+            operands::quantize(rows, source, Quantization { format, rounding, usage })
+        })
     }
 
-    fn quantize_by_recipe(
+    /// Calls `quantize` with the rows of an operand and the source of their scales.
+    fn with_scales<R>(
         &self,
         operand: Fp8Operand,
         x: &Tensor,
-        contraction: Contraction,
-        rounding: Fp8Rounding,
-    ) -> Result<(Fp8Matrix, Option<Tensor>)> {
-        let Fp8Config { recipe, formats, .. } = self.layers.config;
-        let format = formats.of(operand);
+        quantize: impl FnOnce(&Tensor, ScaleSource<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let rows = x.flatten_to(x.rank().saturating_sub(2))?;
         if let Some((_, state)) = &self.layers.delayed {
-            let amax = amax(x)?;
-            self.record(operand, &amax)?;
-            if self.layers.lock().as_ref().is_some_and(|active| active.is_first_step) {
-                return Ok((fp8_quantize_current(x, ScaleBlock::Tensor, FIRST_SCALES, format, rounding)?, Some(amax)));
-            }
-            let scale = state.scales.narrow(0, self.slot(operand), 1)?;
-            return Ok((fp8_quantize(x, &scale, format, rounding)?, Some(amax)));
+            let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand), 1);
+            let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
+            let is_first_step = self.layers.lock().as_ref().is_some_and(|active| active.is_first_step);
+            return match is_first_step {
+                true => quantize(&rows, ScaleSource::First { rule: FIRST_SCALES, slot }),
+                false => quantize(&rows, ScaleSource::Delayed { scale, slot }),
+            };
         }
-        match recipe {
-            Fp8Recipe::Current(rule) | Fp8Recipe::Blockwise(rule) => {
-                Ok((fp8_quantize_current(x, recipe.block(operand, contraction), rule, format, rounding)?, None))
-            }
+        match self.layers.config.recipe {
+            Fp8Recipe::Current(rule) => quantize(&rows, ScaleSource::Current(rule)),
+            Fp8Recipe::Blockwise(rule) => quantize(&rows, ScaleSource::Blockwise(rule, operand)),
             Fp8Recipe::Delayed(_) => bail!("delayed scaling has no state"),
         }
     }
 
-    /// Adds the statistics of a quantized tensor, if they are collected.
-    fn add_stats(&self, operand: Fp8Operand, x: &Tensor, matrix: &Fp8Matrix) -> Result<()> {
+    /// Adds the statistics of a tensor that is quantized, if they are collected.
+    fn add_stats(&self, operand: Fp8Operand, x: &Tensor, usage: Fp8Usage, rounding: Fp8Rounding) -> Result<()> {
         let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
         let Some(Fp8StatSums { sums, amaxes }) = stats else { return Ok(()) };
-        let (of_tensor, amax) = stats::sums(x, matrix)?;
         let slot = self.slot(operand);
         let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
-        sums.slice_set(&(&sums + of_tensor.unsqueeze(0)?)?, 0, 0)?;
-        largest.slice_set(&largest.maximum(&amax)?, 0, 0)
+        let format = self.layers.config.formats.of(operand);
+        self.with_scales(operand, x, |rows, source| {
+            for (_, matrix) in operands::plain_matrices(rows, source, Quantization { format, rounding, usage })? {
+                let (of_tensor, amax) = stats::sums(rows, &matrix)?;
+                sums.slice_set(&(&sums + of_tensor.unsqueeze(0)?)?, 0, 0)?;
+                largest.slice_set(&largest.maximum(&amax)?, 0, 0)?;
+            }
+            Ok(())
+        })
     }
 
-    fn record(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
+    fn raise_amax(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
         let Some((_, state)) = &self.layers.delayed else { return Ok(()) };
-        let amax = host("delayed scaling", amax)?.slice::<f32>()?[0];
-        update_f32(&state.amaxes.narrow(0, self.slot(operand), 1)?, |slot| {
-            slot[0] = if amax > slot[0] { amax } else { slot[0] };
-        })
+        raise_amax(&state.amaxes.narrow(0, self.slot(operand), 1)?, amax)
     }
 
     fn slot(&self, operand: Fp8Operand) -> usize {
@@ -383,22 +330,6 @@ impl Fp8Linear {
 
 impl std::fmt::Debug for Fp8Linear {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Fp8Linear").field("module", &self.layers.modules[self.layer_idx]).finish_non_exhaustive()
+        f.debug_struct("Fp8Linear").field("module", &self.module()).finish_non_exhaustive()
     }
-}
-
-/// Returns true if a step's amax counts: a tensor was quantized, and was neither all zeros nor infinite.
-fn is_amax(amax: f32) -> bool {
-    amax != 0.0 && amax.is_finite()
-}
-
-/// Changes the elements of an f32 tensor in CPU memory.
-fn update_f32(tensor: &Tensor, change: impl FnOnce(&mut [f32])) -> Result<()> {
-    update(tensor, "delayed scaling", |elements| match elements {
-        FloatsMut::F32(elements) => {
-            change(elements);
-            Ok(())
-        }
-        _ => bail!("delayed scaling: the state is f32"),
-    })
 }

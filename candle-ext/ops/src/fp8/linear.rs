@@ -4,9 +4,12 @@
 
 use candle_core::{DType, Result, Tensor};
 
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::cuda;
 use super::layers::Fp8Linear;
 use super::matrix::{Fp8Host, Fp8Matrix};
-use super::recipe::Contraction;
+use super::operands::Fp8Operands;
+use super::recipe::Fp8Usage;
 use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, FloatsMut};
@@ -39,16 +42,25 @@ pub(crate) fn fp8_linear(
     layer: &Fp8Linear,
     (out_dtype, dims): (DType, Dims),
 ) -> Result<Tensor> {
-    let input = layer.input(x, Contraction::Columns)?;
-    let weight = quantized_weight(layer, w)?;
-    let y = on_device!("linear", x, {
-        cpu => forward_cpu(&input, &weight, bias, out_dtype, dims)?.into_storage(),
-        cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
+    on_device!("linear", x, {
+        cpu => (),
+        cuda => cuda::check_sizes(layer.module(), dims)?,
     });
+    let is_read_in_backward = w.sink().is_some() || requires_grad(x);
+    let quantized = layer.input(x, Fp8Usage::Rowwise)?;
+    let weight = quantized_weight(layer, w, if is_read_in_backward { Fp8Usage::Both } else { Fp8Usage::Rowwise })?;
+    let (x_rows, w_rows) = (quantized.rowwise()?, weight.rowwise()?);
     let mut shape = x.dims().to_vec();
     if let Some(last) = shape.last_mut() {
         *last = dims.n;
     }
+    let y = on_device!("linear", x, {
+        cpu => storage::tensor(forward_cpu(x_rows, w_rows, bias, out_dtype, dims)?, shape),
+        cuda => {
+            let bias = bias.map(Weight::value).transpose()?;
+            cuda::forward(x_rows, w_rows, bias.as_ref(), out_dtype, dims)?.reshape(shape)?
+        },
+    });
     let saved = SavedFp8Linear {
         layer: layer.clone(),
         input: w.sink().map(|_| save(x)),
@@ -57,7 +69,6 @@ pub(crate) fn fp8_linear(
         bias: bias.cloned(),
         dims,
     };
-    let y = storage::tensor(y, shape);
     Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy, context| {
         Ok([saved.backward(dy, context)?, None, None])
     }))
@@ -69,22 +80,31 @@ impl SavedFp8Linear {
         if self.dims.t == 0 {
             return self.wants_dx.map(|(dtype, shape)| Tensor::zeros(shape, dtype, dy.device())).transpose();
         }
-        let (for_dx, for_dw) = self.layer.grad_output(dy, self.input.is_some())?;
+        let usage = match (&self.wants_dx, &self.input) {
+            (Some(_), Some(_)) => Fp8Usage::Both,
+            (None, Some(_)) => Fp8Usage::Columnwise,
+            (_, None) => Fp8Usage::Rowwise,
+        };
+        let quantized = self.layer.grad_output(dy, usage)?;
         if !context.defers() {
-            self.add_grads(dy, for_dw.as_ref())?;
-            return self.grad_x(&for_dx);
+            self.add_grads(dy, &quantized)?;
+            return self.grad_x(&quantized);
         }
-        let (dx, dy) = (self.grad_x(&for_dx)?, dy.clone());
-        context.defer(move || self.add_grads(&dy, for_dw.as_ref()))?;
+        let (dx, dy) = (self.grad_x(&quantized)?, dy.clone());
+        context.defer(move || self.add_grads(&dy, &quantized))?;
         Ok(dx)
     }
 
-    fn add_grads(&self, dy: &Tensor, for_dw: Option<&Fp8Matrix>) -> Result<()> {
-        if let (Some(sink), Some(input), Some(dy)) = (self.w.sink(), &self.input, for_dw) {
-            let x = self.layer.input(&input.get()?, Contraction::Rows)?;
+    fn add_grads(&self, dy: &Tensor, quantized: &Fp8Operands) -> Result<()> {
+        if let (Some(sink), Some(input)) = (self.w.sink(), &self.input) {
+            let x = self.layer.input(&input.get()?, Fp8Usage::Columnwise)?;
+            let (x, dy) = (x.columnwise()?, quantized.columnwise()?);
             on_device!("linear", dy.codes, {
-                cpu => grad_w_cpu(dy, &x, sink, self.dims)?,
-                cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
+                cpu => grad_w_cpu(dy, x, sink, self.dims)?,
+                cuda => {
+                    let (dw, accumulate) = sink.grad_to_write()?;
+                    cuda::grad_w(dy, x, (&dw, accumulate), self.dims)?;
+                },
             });
         }
         match self.bias.as_ref().and_then(Weight::sink) {
@@ -93,19 +113,20 @@ impl SavedFp8Linear {
         }
     }
 
-    fn grad_x(&self, dy: &Fp8Matrix) -> Result<Option<Tensor>> {
+    fn grad_x(&self, dy: &Fp8Operands) -> Result<Option<Tensor>> {
         let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
-        let w = quantized_weight(&self.layer, &self.w)?;
+        let w = quantized_weight(&self.layer, &self.w, Fp8Usage::Columnwise)?;
+        let (dy, w) = (dy.rowwise()?, w.columnwise()?);
         on_device!("linear", dy.codes, {
-            cpu => Ok(Some(storage::tensor(grad_x_cpu(dy, &w, *dtype, self.dims)?, shape.as_slice()))),
-            cuda => candle_core::bail!("linear: FP8 has no CUDA kernel"),
+            cpu => Ok(Some(storage::tensor(grad_x_cpu(dy, w, *dtype, self.dims)?, shape.as_slice()))),
+            cuda => Ok(Some(cuda::grad_x(dy, w, *dtype, self.dims)?.reshape(shape.as_slice())?)),
         })
     }
 }
 
 /// Returns the quantized weight, from the copy in its buffer if there is one.
-fn quantized_weight(layer: &Fp8Linear, w: &Weight) -> Result<Fp8Matrix> {
-    w.fp8_copy(|value| layer.quantized_weight(value))
+fn quantized_weight(layer: &Fp8Linear, w: &Weight, usage: Fp8Usage) -> Result<Fp8Operands> {
+    w.fp8_copy(|copy| copy.serve(usage), |value| layer.quantized_weight(value, usage))
 }
 
 fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {

@@ -3,8 +3,10 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::cpu::{self, BlockSizes};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::cuda;
 use super::format::Fp8Format;
-use super::recipe::ScaleRule;
+use super::recipe::{ScaleRule, largest_number};
 use super::rounding::Fp8Rounding;
 use crate::device::on_device;
 use crate::floats::check_dtype;
@@ -23,6 +25,17 @@ pub struct Fp8Matrix {
     pub format: Fp8Format,
     /// Elements that share a scale.
     pub block: ScaleBlock,
+    pub(super) scale_order: ScaleOrder,
+}
+
+/// Order of the inverse scales of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ScaleOrder {
+    /// Row by row.
+    Rows,
+    /// As cuBLASLt reads them.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    CublasLt,
 }
 
 /// Returns the largest magnitude of a tensor, f32 [1] on its device; NaN counts as nothing.
@@ -31,7 +44,7 @@ pub fn amax(x: &Tensor) -> Result<Tensor> {
     let x = x.detach().contiguous()?;
     on_device!("amax", x, {
         cpu => Tensor::new(&[cpu::amax(host("amax", &x)?.floats()?)], x.device()),
-        cuda => bail!("amax: there is no CUDA kernel"),
+        cuda => cuda::amax(&x),
     })
 }
 
@@ -44,9 +57,9 @@ pub fn fp8_quantize(x: &Tensor, scale: &Tensor, format: Fp8Format, rounding: Fp8
             let codes = cpu::encode(host("fp8_quantize", &x)?.floats()?, scale, format, rounding);
             (Tensor::from_vec(codes, x.shape(), x.device())?, Tensor::new(&[1.0 / scale], x.device())?)
         },
-        cuda => bail!("fp8_quantize: there is no CUDA kernel"),
+        cuda => cuda::quantize(&x, scale, format, rounding)?,
     });
-    Ok(Fp8Matrix { codes, scale_inv, format, block: ScaleBlock::Tensor })
+    Ok(Fp8Matrix { codes, scale_inv, format, block: ScaleBlock::Tensor, scale_order: ScaleOrder::Rows })
 }
 
 /// Quantizes a matrix with scales by `rule` from the amax of each block. Returns also the amax of the matrix, f32 [1], if
@@ -74,15 +87,30 @@ pub fn fp8_quantize_current(
             let n_scales = scale_inv.len();
             (Tensor::from_vec(codes, x.shape(), x.device())?, Tensor::from_vec(scale_inv, n_scales, x.device())?)
         },
-        cuda => bail!("fp8_quantize: there is no CUDA kernel"),
+        cuda => cuda::quantize_current(&x, block, rule, format, rounding)?,
     });
-    Ok(Fp8Matrix { codes, scale_inv, format, block })
+    Ok(Fp8Matrix { codes, scale_inv, format, block, scale_order: ScaleOrder::Rows })
 }
 
 impl Fp8Matrix {
+    /// Creates an operand of cuBLASLt's matmuls, with inverse scales in the order of
+    /// [`Scaling`](crate::cuda::gemm::Scaling).
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(crate) fn in_order_of_cublas_lt(
+        codes: Tensor,
+        scale_inv: Tensor,
+        format: Fp8Format,
+        block: ScaleBlock,
+    ) -> Self {
+        Self { codes, scale_inv, format, block, scale_order: ScaleOrder::CublasLt }
+    }
+
     /// Returns the matrix in f32: each code value times its inverse scale, rounded once.
     pub fn dequantize(&self) -> Result<Tensor> {
         let (rows, columns) = self.codes.dims2()?;
+        if self.scale_order != ScaleOrder::Rows {
+            bail!("fp8_dequantize: the inverse scales are not in the order of rows")
+        }
         on_device!("fp8_dequantize", self.codes, {
             cpu => {
                 let elements = Fp8Host::lock(self)?;
@@ -90,8 +118,18 @@ impl Fp8Matrix {
                 elements.rows()?.read_into(&mut out);
                 Tensor::from_vec(out, (rows, columns), self.codes.device())
             },
-            cuda => bail!("fp8_dequantize: there is no CUDA kernel"),
+            cuda => cuda::dequantize(&self.codes, &self.scale_inv, self.format, self.block_sizes()),
         })
+    }
+
+    /// Returns rows and columns of a block, at least 1.
+    fn block_sizes(&self) -> [usize; 2] {
+        let dims = self.codes.dims();
+        let [rows, columns] = match blocks(self.block, dims) {
+            None => [dims[0], dims[1]],
+            Some(blocks) => [blocks.block_rows, blocks.block_columns],
+        };
+        [rows.max(1), columns.max(1)]
     }
 
     /// Returns the bytes of codes and scales.
@@ -129,12 +167,7 @@ impl<'a> Fp8Host<'a> {
     }
 
     fn rows_with<'s>(&'s self, scales: Scales<'s>) -> Result<QuantizedRows<'s>> {
-        let dims = self.matrix.codes.dims();
-        let (block_rows, block_columns) = match blocks(self.matrix.block, dims) {
-            None => (dims[0], dims[1]),
-            Some(blocks) => (blocks.block_rows, blocks.block_columns),
-        };
-        let blocks = [block_rows.max(1), block_columns.max(1)];
+        let (dims, blocks) = (self.matrix.codes.dims(), self.matrix.block_sizes());
         Ok(QuantizedRows::from_parts(self.codes.slice()?, self.matrix.format.values(), scales, dims, blocks))
     }
 }
@@ -157,13 +190,4 @@ fn matrix(x: &Tensor) -> Result<Tensor> {
         bail!("fp8_quantize: want a matrix [rows, columns], got {:?}", x.dims())
     }
     x.detach().contiguous()
-}
-
-/// Returns the largest finite number of a dtype, as f32.
-fn largest_number(dtype: DType) -> f32 {
-    match dtype {
-        DType::BF16 => half::bf16::MAX.to_f32(),
-        DType::F16 => half::f16::MAX.to_f32(),
-        _ => f32::MAX,
-    }
 }

@@ -1,13 +1,18 @@
 //! FP8 training with TransformerEngine's recipes: delayed, current and blockwise scaling.
 //!
 //! An operand is stored as codes of a byte with the inverse scales of its blocks. On the CPU matmuls multiply the values
-//! of the codes exactly and sum in f32, in the order of the f32 GEMM; factors of whole matrices are applied to the sums.
+//! of the codes exactly and sum in f32, in the order of the f32 GEMM; factors of whole matrices are applied to the sums. On a
+//! GPU matmuls are cuBLASLt's, and quantization has the CPU's bits.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) mod cuda;
+mod delayed;
 mod format;
 mod layers;
 mod linear;
 mod matrix;
+mod operands;
 mod recipe;
 mod rounding;
 mod stats;
@@ -16,6 +21,7 @@ pub use format::{FP8_BLOCK, FP8_STORAGE, Fp8Format};
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
+pub use operands::Fp8Operands;
 pub use recipe::{AmaxCompute, Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule};
 pub use rounding::Fp8Rounding;
 pub use stats::{Fp8StatSums, Fp8TensorStats};

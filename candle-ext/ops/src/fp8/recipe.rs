@@ -1,5 +1,7 @@
 //! FP8 recipes, with TransformerEngine's names: how a tensor's scale follows from its largest magnitude (amax).
 
+use candle_core::DType;
+
 use super::format::{FP8_BLOCK, Fp8Format};
 use super::rounding::Fp8Rounding;
 use crate::quantized::ScaleBlock;
@@ -84,9 +86,30 @@ pub enum Contraction {
     Rows,
 }
 
+/// Matmuls that read a quantized matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fp8Usage {
+    /// Matmuls that sum over its columns.
+    Rowwise,
+    /// Matmuls that sum over its rows.
+    Columnwise,
+    /// Both.
+    Both,
+}
+
 impl Fp8Operand {
     /// All operands, in the order of a layer's state.
     pub const ALL: [Self; 3] = [Self::Input, Self::Weight, Self::GradOutput];
+}
+
+impl Fp8Usage {
+    pub(super) fn is_rowwise(self) -> bool {
+        self != Self::Columnwise
+    }
+
+    pub(super) fn is_columnwise(self) -> bool {
+        self != Self::Rowwise
+    }
 }
 
 impl Fp8Formats {
@@ -133,6 +156,15 @@ impl DelayedScaling {
     pub(crate) fn scale(self, amax: f32, format: Fp8Format) -> f32 {
         let scale = format.max() / amax / 2f32.powi(self.margin);
         if scale.is_infinite() { f32::MAX } else { scale }
+    }
+}
+
+/// Returns the largest finite number of a dtype, as f32.
+pub(super) fn largest_number(dtype: DType) -> f32 {
+    match dtype {
+        DType::BF16 => half::bf16::MAX.to_f32(),
+        DType::F16 => half::f16::MAX.to_f32(),
+        _ => f32::MAX,
     }
 }
 

@@ -21,7 +21,7 @@ pub struct Fp8TensorStats {
 /// Sums over elements, from which statistics follow.
 #[derive(Clone, Debug)]
 pub struct Fp8StatSums {
-    /// Of each slot: elements, underflows, overflows, and squares of errors, f64 [slots, 4].
+    /// Elements, underflows, overflows and squares of errors of each slot, f64 [slots, 4].
     pub sums: Tensor,
     /// Largest magnitude of each slot, f32 [slots].
     pub amaxes: Tensor,

@@ -123,7 +123,7 @@ impl<T: Copy> MatMut<'_, T> {
 }
 
 /// Treatment of the output's present values: BLAS's beta is 0 (overwrite) or 1 (add).
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Accumulate {
     Overwrite,
     Add,

@@ -5,7 +5,7 @@
 
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-mod cuda;
+pub(crate) mod cuda;
 pub(crate) mod format;
 
 use candle_core::{DType, Result, Tensor, bail};

@@ -6,12 +6,12 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     AmaxCompute, Contraction, DelayedScaling, FP8_STORAGE, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers,
     Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax, fp8_quantize,
-    fp8_quantize_current, linear,
+    fp8_quantize_current, linear, record_exchange,
 };
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-use crate::cases::{TestDevice, assert_close, bits, check_each, grad_of, randn, tape, trainable, values};
+use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
 
 #[derive(Deserialize)]
 struct Fixture {
@@ -57,9 +57,30 @@ struct DelayedCase {
     scales: Vec<f32>,
 }
 
-/// Devices that have FP8 kernels.
-fn devices() -> [TestDevice; 1] {
-    [TestDevice::Cpu]
+fn devices() -> Vec<TestDevice> {
+    TestDevice::all()
+}
+
+/// Returns the devices that multiply a weight [n, k] by a recipe. cuBLASLt needs multiples of 16, tensor cores for FP8, and
+/// for scales of blocks Hopper.
+fn devices_for([n, k]: [usize; 2], recipe: Fp8Recipe) -> Vec<TestDevice> {
+    let is_wide = n.is_multiple_of(16) && k.is_multiple_of(16);
+    let multiplies = |test_device: &TestDevice| match test_device {
+        TestDevice::Cpu => true,
+        _ => is_wide && gpu_multiplies(recipe),
+    };
+    devices().into_iter().filter(multiplies).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn gpu_multiplies(recipe: Fp8Recipe) -> bool {
+    let capability = candlewick_ops::gpus().first().map_or(0, |gpu| gpu.capability);
+    capability >= 89 && (!matches!(recipe, Fp8Recipe::Blockwise(_)) || capability == 90)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu_multiplies(_: Fp8Recipe) -> bool {
+    true
 }
 
 fn fixture() -> Fixture {
@@ -158,6 +179,10 @@ fn delayed_scales_are_those_of_the_reference() {
                 scales.push(layers.states().unwrap()[0].scales.to_vec1::<f32>().unwrap()[slot]);
             }
             assert_eq!(scales, case.scales, "{} margin {} length {}", case.format, case.margin, case.length);
+            let history = layers.states().unwrap()[0].amax_history.get(slot).unwrap().to_vec1::<f32>().unwrap();
+            let counted = amaxes.iter().rev().map(|amax| amax.parse::<f32>().unwrap());
+            let counted = counted.filter(|amax| *amax != 0.0 && amax.is_finite()).chain(std::iter::repeat(0.0));
+            assert_eq!(history, counted.take(case.length).collect::<Vec<_>>(), "the newest amaxes first");
         }
     });
 }
@@ -175,7 +200,10 @@ fn an_amax_is_the_largest_magnitude_without_nan() {
         });
     }
     let none = Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
-    assert_eq!(amax(&none).unwrap().to_vec1::<f32>().unwrap(), [0.0]);
+    for test_device in devices() {
+        let none = test_device.put(&none);
+        assert_eq!(test_device.run(|| amax(&none)).unwrap().to_vec1::<f32>().unwrap(), [0.0]);
+    }
 }
 
 /// The mean of many stochastic roundings is the number; the same key gives the same codes.
@@ -203,6 +231,44 @@ fn stochastic_rounding_has_the_right_mean() {
             assert_ne!(codes_of(&matrix.codes), codes_of(&codes(2).codes));
         });
     }
+}
+
+/// Codes and scales of odd shapes and misaligned views have the bits of the CPU, with every block and rounding.
+#[test]
+fn every_device_has_the_bits_of_the_cpu() {
+    let tile = |rows, columns| ScaleBlock::Tile { rows, columns };
+    let blocks = [ScaleBlock::Tensor, tile(1, 128), tile(128, 1), tile(128, 128)];
+    let shapes = [(1, 1), (3, 200), (130, 72), (129, 131), (257, 136)];
+    let dtypes = [DType::F32, DType::BF16, DType::F16];
+    check_each(shapes.into_iter().flat_map(|shape| dtypes.map(|dtype| (shape, dtype))), |((rows, columns), dtype)| {
+        // A view that begins at the second row, with NaN and an infinity in a block each.
+        let mut numbers: Vec<f32> = values(&randn((rows + 1, columns), 5)).into_iter().map(|x| x as f32).collect();
+        numbers[columns] = f32::NAN;
+        *numbers.last_mut().unwrap() = f32::NEG_INFINITY;
+        let all = Tensor::from_vec(numbers, (rows + 1, columns), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        for (block, rounding) in blocks.into_iter().flat_map(|block| {
+            [Fp8Rounding::Nearest, Fp8Rounding::Stochastic { key: 77 }].map(|rounding| (block, rounding))
+        }) {
+            for format in [Fp8Format::E4m3, Fp8Format::E5m2] {
+                let of = |test_device: &TestDevice| {
+                    let x = test_device.put(&all).narrow(0, 1, rows).unwrap();
+                    let rule = ScaleRule { power_of_two: false, amax_epsilon: 1e-3 };
+                    let matrix = test_device.run(|| fp8_quantize_current(&x, block, rule, format, rounding)).unwrap();
+                    let values = test_device.run(|| matrix.dequantize()).unwrap();
+                    // The sign of a NaN is not specified.
+                    let values =
+                        values.to_device(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    let bits: Vec<u32> = values.iter().map(|x| if x.is_nan() { 0 } else { x.to_bits() }).collect();
+                    (codes_of(&matrix.codes), matrix.scale_inv.to_vec1::<f32>().unwrap(), bits)
+                };
+                let want = of(&TestDevice::Cpu);
+                for test_device in devices() {
+                    let what = format!("{rows}x{columns} {dtype:?} {block:?} {format:?} {rounding:?} {test_device:?}");
+                    assert!(of(&test_device) == want, "{what}");
+                }
+            }
+        }
+    });
 }
 
 fn config(recipe: Fp8Recipe) -> Fp8Config {
@@ -239,10 +305,28 @@ fn rounded(recipe: Fp8Recipe, x: &Tensor, operand: Fp8Operand, contraction: Cont
 /// Sums of f32 with up to 700 terms, and the rounding of inverse scales that are no powers of two.
 const SUMS: f64 = 1e-6;
 
+/// Bound of the sums on a device. Tensor cores sum FP8 matmuls with fewer bits than f32 has.
+fn sums(test_device: &TestDevice) -> f64 {
+    match test_device {
+        #[cfg(feature = "cuda")]
+        TestDevice::Cuda(_) => 2f64.powi(-8),
+        _ => SUMS,
+    }
+}
+
 /// Output and all gradients equal f64 matmuls of the quantized operands, in which nothing else is rounded.
 #[test]
 fn a_linear_layer_multiplies_the_quantized_operands() {
-    let shapes = [(33, 65, 17), (300, 130, 260), (1, 64, 48), (9, 700, 5), (2, 1, 1)];
+    let shapes = [
+        (33, 65, 17),
+        (300, 130, 260),
+        (1, 64, 48),
+        (9, 700, 5),
+        (2, 1, 1),
+        (150, 272, 144),
+        (16, 128, 256),
+        (40, 16, 400),
+    ];
     check_each(recipes().into_iter().flat_map(|recipe| shapes.map(|shape| (recipe, shape))), |(recipe, (t, k, n))| {
         let (x, w, dy) = (randn((t, k), 1), (randn((n, k), 2) * 0.05).unwrap(), (randn((t, n), 3) * 1e-3).unwrap());
         let bias = randn(n, 4);
@@ -254,7 +338,7 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
         let [x_rows, dy_rows] = [(&x, Fp8Operand::Input), (&dy, Fp8Operand::GradOutput)]
             .map(|(tensor, operand)| round(tensor, operand, Contraction::Rows));
         let dw = dy_rows.t().unwrap().matmul(&x_rows).unwrap();
-        for test_device in devices() {
+        for test_device in devices_for([n, k], recipe) {
             let layers = layers(recipe, &test_device);
             let w = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
             let bias = trainable(&test_device.put(&bias));
@@ -268,7 +352,7 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
             });
             let db = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
             for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
-                assert_close(&format!("{what} {recipe:?} {t} {k} {n} {test_device:?}"), got, want, SUMS);
+                assert_close(&format!("{what} {recipe:?} {t} {k} {n} {test_device:?}"), got, want, sums(&test_device));
             }
         }
     });
@@ -282,9 +366,9 @@ fn exact_sums_are_exact() {
             (0..rows * columns).map(|i| ((i * 7919 + seed * 31 + i / 13) % 15) as f32 - 7.0).collect();
         Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap()
     };
-    let (x, w, dy) = (integers(40, 300, 1), integers(24, 300, 2), integers(40, 24, 3));
+    let (x, w, dy) = (integers(40, 304, 1), integers(32, 304, 2), integers(40, 32, 3));
     for recipe in [Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))] {
-        for test_device in devices() {
+        for test_device in devices_for([32, 304], recipe) {
             let layers = layers(recipe, &test_device);
             let weight = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
             let input = test_device.put(&x);
@@ -310,8 +394,9 @@ fn exact_sums_are_exact() {
 fn bf16_outputs_are_rounded_once() {
     let (x, w) =
         (randn((9, 128), 1).to_dtype(DType::BF16).unwrap(), randn((16, 128), 2).to_dtype(DType::BF16).unwrap());
-    for test_device in devices() {
-        let layers = layers(Fp8Recipe::Current(rule(false)), &test_device);
+    let recipe = Fp8Recipe::Current(rule(false));
+    for test_device in devices_for([16, 128], recipe) {
+        let layers = layers(recipe, &test_device);
         let weight = Weight::frozen(test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
         let x = test_device.put(&x);
         let of = |dtype| {
@@ -328,14 +413,14 @@ fn bf16_outputs_are_rounded_once() {
 /// A step's amaxes become the next scales, the same for layers that read one input; without them nothing changes.
 #[test]
 fn delayed_scales_follow_the_tensors_of_the_step() {
-    for test_device in devices() {
+    for test_device in devices_for([16, 32], DELAYED) {
         let layers = layers(DELAYED, &test_device);
         let x = test_device.put(&randn((20, 32), 1));
         let weight = |seed, module: &str| {
-            trainable(&test_device.put(&randn((8, 32), seed))).with_fp8(layers.layer(module).unwrap())
+            trainable(&test_device.put(&randn((16, 32), seed))).with_fp8(layers.layer(module).unwrap())
         };
         let (a, b) = (weight(2, "a"), weight(3, "b"));
-        let dy = test_device.put(&randn((20, 8), 4));
+        let dy = test_device.put(&randn((20, 16), 4));
         test_device.run(|| {
             let _on = layers.enable(0).unwrap();
             for w in [&a, &b] {
@@ -373,30 +458,115 @@ fn delayed_scales_follow_the_tensors_of_the_step() {
             fp8_quantize(x, &scale, Fp8Format::E4m3, Fp8Rounding::Nearest).unwrap().dequantize().unwrap()
         };
         let want =
-            quantized(&randn((20, 32), 1), before[0]).matmul(&quantized(&randn((8, 32), 3), before[1]).t().unwrap());
-        assert_close("y of the second step", &y, &want.unwrap(), SUMS);
+            quantized(&randn((20, 32), 1), before[0]).matmul(&quantized(&randn((16, 32), 3), before[1]).t().unwrap());
+        assert_close("y of the second step", &y, &want.unwrap(), sums(&test_device));
     }
 }
 
 /// The copy of a weight in its buffer is used until the contents change, and dropped with them.
 #[test]
 fn a_quantized_weight_is_cached_until_its_buffer_changes() {
-    let layers = layers(Fp8Recipe::Current(rule(false)), &TestDevice::Cpu);
-    let flat = randn(64, 1);
-    let buffer = FlatBuffer::from_tensor(flat.copy().unwrap());
-    let weight = Weight::frozen(buffer.view(0, (4, 16)).unwrap()).with_fp8(layers.layer("a").unwrap());
-    let x = randn((3, 16), 2);
-    let _on = layers.enable(0).unwrap();
-    let y = || bits(&linear(&x, &weight, None, OutputDtype::SameAsInput).unwrap());
-    let first = y();
-    candlewick_ops::zero_(&buffer.data().unwrap()).unwrap();
-    assert!(y() == first, "the copy is used");
-    buffer.contents_changed();
-    assert!(y().iter().all(|bits| f64::from_bits(*bits) == 0.0), "the new contents are used");
-    buffer.release();
-    assert!(linear(&x, &weight, None, OutputDtype::SameAsInput).is_err());
-    buffer.materialize(flat).unwrap();
-    assert!(y() == first);
+    let recipe = Fp8Recipe::Current(rule(false));
+    for test_device in devices_for([16, 16], recipe) {
+        let layers = layers(recipe, &test_device);
+        let flat = test_device.put(&randn(256, 1));
+        let buffer = FlatBuffer::from_tensor(flat.copy().unwrap());
+        let weight = Weight::frozen(buffer.view(0, (16, 16)).unwrap()).with_fp8(layers.layer("a").unwrap());
+        let x = test_device.put(&randn((3, 16), 2));
+        let _on = layers.enable(0).unwrap();
+        let run = || test_device.run(|| linear(&x, &weight, None, OutputDtype::SameAsInput));
+        let y = || bits(&run().unwrap());
+        let first = y();
+        test_device.run(|| candlewick_ops::zero_(&buffer.data().unwrap())).unwrap();
+        assert!(y() == first, "the copy is used");
+        buffer.contents_changed();
+        assert!(y().iter().all(|bits| f64::from_bits(*bits) == 0.0), "the new contents are used");
+        buffer.release();
+        assert!(run().is_err());
+        buffer.materialize(flat).unwrap();
+        assert!(y() == first);
+    }
+}
+
+/// A copy made for the forward alone is replaced by one that backward can read.
+#[test]
+fn a_cached_weight_serves_a_later_backward() {
+    let recipe = Fp8Recipe::Blockwise(rule(true));
+    for test_device in devices_for([32, 16], recipe) {
+        let layers = layers(recipe, &test_device);
+        let buffer = FlatBuffer::from_tensor(test_device.put(&randn(32 * 16, 1)));
+        let weight = Weight::frozen(buffer.view(0, (32, 16)).unwrap()).with_fp8(layers.layer("a").unwrap());
+        let (x, dy) = (test_device.put(&randn((3, 16), 2)), test_device.put(&randn((3, 32), 3)));
+        let dx = || {
+            test_device.run(|| {
+                let _on = layers.enable(0).unwrap();
+                let run = || linear(&x, &weight, None, OutputDtype::SameAsInput);
+                let tape = tape(std::slice::from_ref(&x), run);
+                bits(&tape.backward(&dy).unwrap().remove(&x).unwrap())
+            })
+        };
+        let want = dx();
+        buffer.contents_changed();
+        test_device.run(|| {
+            let _on = layers.enable(0).unwrap();
+            linear(&x, &weight, None, OutputDtype::SameAsInput).unwrap()
+        });
+        assert!(dx() == want, "{test_device:?}");
+    }
+}
+
+/// On a GPU the error names the layer and its sizes, and the CPU multiplies all sizes.
+#[test]
+fn a_weight_that_cublas_cannot_multiply_is_an_error() {
+    for (n, k) in [(24, 32), (32, 40), (1, 16)] {
+        for test_device in devices() {
+            let layers = layers(Fp8Recipe::Current(rule(false)), &test_device);
+            let w = Weight::frozen(test_device.put(&randn((n, k), 1))).with_fp8(layers.layer("b").unwrap());
+            let x = test_device.put(&randn((2, k), 2));
+            let y = test_device.run(|| {
+                let _on = layers.enable(0).unwrap();
+                linear(&x, &w, None, OutputDtype::SameAsInput)
+            });
+            match test_device {
+                TestDevice::Cpu => assert_eq!(y.unwrap().dims(), [2, n]),
+                _ => assert_error(
+                    y,
+                    &format!(
+                        "b: FP8 on a GPU needs a weight whose rows and columns are multiples of 16, not [{n}, {k}]"
+                    ),
+                ),
+            }
+        }
+    }
+}
+
+/// Statistics read codes in the order of rows, which on a GPU are not those that its matmuls read.
+#[test]
+fn statistics_of_a_step_are_those_of_the_cpu() {
+    for recipe in recipes() {
+        let (x, w, dy) = (randn((20, 144), 1), randn((32, 144), 2), (randn((20, 32), 3) * 1e-6).unwrap());
+        let of = |test_device: &TestDevice| {
+            let layers = layers(recipe, test_device);
+            let weight = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
+            let (x, dy) = (test_device.put(&x), test_device.put(&dy));
+            test_device.run(|| {
+                layers.request_stats();
+                let on = layers.enable(0).unwrap();
+                let run = || linear(&x, &weight, None, OutputDtype::SameAsInput);
+                tape(std::slice::from_ref(&x), run).backward(&dy).unwrap();
+                drop(on);
+                let stats = layers.take_stats().unwrap();
+                [stats.sums, stats.amaxes].map(|stats| stats.to_device(&Device::Cpu).unwrap())
+            })
+        };
+        let want = of(&TestDevice::Cpu);
+        assert!(values(&want[1])[..3].iter().all(|amax| *amax > 0.0), "all operands of the layer are quantized");
+        for test_device in devices_for([32, 144], recipe) {
+            for (got, want) in of(&test_device).iter().zip(&want) {
+                assert_close(&format!("{recipe:?} {test_device:?}"), got, want, SUMS);
+            }
+        }
+    }
 }
 
 #[test]
@@ -413,27 +583,32 @@ fn a_layer_is_dense_while_fp8_is_off() {
     assert!(y(&weight) == y(&dense));
 }
 
-/// A layer whose input is recomputed in backward has the gradient of one that saves codes.
+/// A layer whose input is recomputed in backward has the gradient of one that saves it.
 #[test]
 fn a_recomputed_input_gives_the_same_gradient() {
-    for recipe in recipes() {
-        let layers = layers(recipe, &TestDevice::Cpu);
-        let w = trainable(&randn((24, 40), 1)).with_fp8(layers.layer("a").unwrap());
-        let (gate, up) = (randn((30, 40), 2), randn((30, 40), 3));
-        let dy = randn((30, 24), 4);
-        let _on = layers.enable(0).unwrap();
-        let gated = candlewick_ops::swiglu(&gate, &up).unwrap();
-        let saved = tape(std::slice::from_ref(&gated), || linear(&gated, &w, None, OutputDtype::SameAsInput));
-        saved.backward(&dy).unwrap();
-        let want = bits(&grad_of(&w));
-        let sink: &GradSink = w.sink().unwrap();
-        sink.reset();
-        let recomputed = tape(&[gate.clone(), up.clone()], || {
-            linear(&candlewick_ops::swiglu(&gate, &up)?, &w, None, OutputDtype::SameAsInput)
-        });
-        recomputed.backward(&dy).unwrap();
-        assert!(bits(&grad_of(&w)) == want, "{recipe:?}");
-    }
+    check_each(
+        recipes().into_iter().flat_map(|recipe| devices_for([32, 48], recipe).into_iter().map(move |on| (recipe, on))),
+        |(recipe, on)| {
+            let layers = layers(recipe, &on);
+            let w = trainable(&on.put(&randn((32, 48), 1))).with_fp8(layers.layer("a").unwrap());
+            let [gate, up] = [2, 3].map(|seed| on.put(&randn((30, 48), seed)));
+            let dy = on.put(&randn((30, 32), 4));
+            let _enabled = layers.enable(0).unwrap();
+            on.run(|| {
+                let gated = candlewick_ops::swiglu(&gate, &up).unwrap();
+                let saved = tape(std::slice::from_ref(&gated), || linear(&gated, &w, None, OutputDtype::SameAsInput));
+                saved.backward(&dy).unwrap();
+                let want = bits(&grad_of(&w));
+                let sink: &GradSink = w.sink().unwrap();
+                sink.reset();
+                let recomputed = tape(&[gate.clone(), up.clone()], || {
+                    linear(&candlewick_ops::swiglu(&gate, &up)?, &w, None, OutputDtype::SameAsInput)
+                });
+                recomputed.backward(&dy).unwrap();
+                assert!(bits(&grad_of(&w)) == want, "{recipe:?}");
+            });
+        },
+    );
 }
 
 /// Frozen weights in FP8 storage are exact in bf16, and their errors are half a step of E4M3: 2^-4 of an element, or of a
@@ -448,5 +623,39 @@ fn fp8_storage_is_exact_in_bf16() {
     assert_eq!(stored, of(DType::BF16));
     for (x, stored) in values(&x).into_iter().zip(stored) {
         assert!((x - stored).abs() <= x.abs() / 16.0 + 2f64.powi(-16), "{x} is stored as {stored}");
+    }
+}
+
+/// If an exchange waits for dx, dw is computed after it: from the same codes, to the bit.
+#[test]
+fn a_deferred_weight_gradient_is_the_plain_one() {
+    for recipe in recipes() {
+        for test_device in devices() {
+            let layers = layers(recipe, &test_device);
+            let value = test_device.put(&randn((24, 32), 2));
+            let (x, dy) = (test_device.put(&randn((40, 32), 1)), test_device.put(&randn((40, 24), 3)));
+            let run = |exchanges: bool| {
+                let w = trainable(&value).with_fp8(layers.layer("a").unwrap());
+                let _on = layers.enable(0).unwrap();
+                let op = || {
+                    let y = match exchanges {
+                        false => x.clone(),
+                        true => record_exchange(
+                            "exchange",
+                            &x,
+                            |x| x.affine(1.0, 0.0),
+                            |dy| {
+                                let dy = dy.clone();
+                                Ok(Box::new(move || Ok(dy)))
+                            },
+                        )?,
+                    };
+                    linear(&y, &w, None, OutputDtype::SameAsInput)
+                };
+                let dx = tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap();
+                (bits(&dx), bits(&grad_of(&w)))
+            };
+            assert!(test_device.run(|| run(true)) == test_device.run(|| run(false)), "{recipe:?} {test_device:?}");
+        }
     }
 }

@@ -4,6 +4,7 @@
 #include "machine.h"
 #include "numbers.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +16,12 @@ constexpr Status SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15;
 constexpr uint64_t MAGIC = 0x43616e646c657769;
 
 // As in cudaDataType.
-constexpr int IN_F32 = 0, IN_F16 = 2;
+constexpr int IN_F32 = 0, IN_F16 = 2, IN_BF16 = 14, IN_E4M3 = 28, IN_E5M2 = 29;
+
+// As in cublasLtMatmulMatrixScale_t.
+constexpr int SCALE_TENSOR = 0, SCALE_VEC128 = 4, SCALE_BLK128X128 = 5;
+
+bool is_fp8(int data) { return data == IN_E4M3 || data == IN_E5M2; }
 
 struct Layout {
     int data;
@@ -36,6 +42,10 @@ struct Description {
     int epilogue = 1;
     int pointer_mode = 0;
     const void *bias = nullptr;
+    // Inverse scales of FP8 operands, their modes, and the accumulation.
+    const float *scales[2] = {nullptr, nullptr};
+    int scale_modes[2] = {SCALE_TENSOR, SCALE_TENSOR};
+    int8_t fast_accumulation = 0;
 };
 
 struct Preference {
@@ -56,8 +66,20 @@ struct Heuristic {
     int reserved[4];
 };
 
+// Value of an FP8 code with this many mantissa bits.
+double fp8_value(unsigned char code, int mantissa_bits) {
+    int bias = mantissa_bits == 3 ? 7 : 15, exponent = (code & 0x7f) >> mantissa_bits;
+    int mantissa = code & ((1 << mantissa_bits) - 1);
+    if (exponent == 0) exponent = 1;
+    else mantissa += 1 << mantissa_bits;
+    double magnitude = std::ldexp(double(mantissa), exponent - bias - mantissa_bits);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
 double read(const void *from, int data, size_t i) {
     switch (data) {
+        case IN_E4M3: return fp8_value(static_cast<const unsigned char *>(from)[i], 3);
+        case IN_E5M2: return fp8_value(static_cast<const unsigned char *>(from)[i], 2);
         case IN_F32: return static_cast<const float *>(from)[i];
         case IN_F16: return float(static_cast<const F16 *>(from)[i]);
         default: return float(static_cast<const Bf16 *>(from)[i]);
@@ -72,12 +94,28 @@ void write(void *to, int data, size_t i, double value) {
     }
 }
 
+// Inverse scales of an FP8 operand [k, outer], column-major.
+struct Scales {
+    const float *at = nullptr;
+    int mode = SCALE_TENSOR;
+    size_t n_outer = 0, n_k = 0;
+
+    double operator()(size_t outer, size_t k) const {
+        size_t padded_outer = (n_outer + 3) / 4 * 4, padded_k = ((n_k + 127) / 128 + 3) / 4 * 4;
+        if (!at) return 1.0;
+        if (mode == SCALE_VEC128) return at[k / 128 * padded_outer + outer];
+        if (mode == SCALE_BLK128X128) return at[outer / 128 * padded_k + k / 128];
+        return at[0];
+    }
+};
+
 // A column-major matrix, as a GEMM reads it.
 struct Matrix {
     const void *at;
     int data;
     int64_t stride;
     bool is_transposed;
+    Scales scales = {};
 
     double operator()(size_t row, size_t column) const {
         return read(at, data, is_transposed ? row * stride + column : column * stride + row);
@@ -97,7 +135,9 @@ struct Product {
             for (size_t row = 0; row < rows; row++) {
                 double sum = beta == 0.0 ? 0.0 : beta * addend(row, column);
                 if (bias) sum += read(bias, addend.data, row);
-                for (size_t i = 0; i < depth; i++) sum += alpha * a(row, i) * b(i, column);
+                for (size_t i = 0; i < depth; i++) {
+                    sum += alpha * a(row, i) * a.scales(row, i) * b(i, column) * b.scales(column, i);
+                }
                 write(to, addend.data, column * addend.stride + row, sum);
             }
         }
@@ -124,6 +164,12 @@ extern "C" {
 struct Rules {
     int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest, is_old;
 } stand_in_rules = {};
+
+// Request of the last matmul of FP8 operands: types of a, b and the output, scaling modes, accumulation, epilogue, and
+// the addend. As in tests.rs.
+struct Fp8Call {
+    int types[3], modes[2], fast_accumulation, has_bias, has_addend;
+} stand_in_fp8 = {};
 
 // Calls so far, and the last algorithm that computed. As in tests.rs.
 struct Calls {
@@ -168,8 +214,37 @@ Status cublasLtMatmulDescSetAttribute(Description *description, int attribute, c
         case 8:
             if (size != 8) return INVALID_VALUE;
             return memcpy(&description->bias, value, 8), SUCCESS;
+        case 17:
+        case 18:
+            if (size != 8) return INVALID_VALUE;
+            return memcpy(&description->scales[attribute - 17], value, 8), SUCCESS;
+        case 25:
+            if (size != 1) return INVALID_VALUE;
+            return memcpy(&description->fast_accumulation, value, 1), SUCCESS;
+        case 31:
+        case 32:
+            if (size != 4) return INVALID_VALUE;
+            return memcpy(&description->scale_modes[attribute - 31], value, 4), SUCCESS;
         default: return INVALID_VALUE;
     }
+}
+
+// True if cuBLASLt multiplies these FP8 operands on Hopper: both along the sum, with aligned sizes.
+static bool fits_fp8(const Description *description, const Layout *a, const Layout *b, const Layout *d) {
+    bool has_fp8 = is_fp8(a->data) || is_fp8(b->data);
+    if (!has_fp8) return a->data == b->data && !description->scales[0] && !description->scales[1];
+    const int *modes = description->scale_modes;
+    bool is_scaled = description->scales[0] && description->scales[1];
+    bool is_along_sum = description->transposed[0] == 1 && description->transposed[1] == 0;
+    bool is_aligned = d->rows % 16 == 0 && a->rows % 16 == 0 && a->stride % 16 == 0 && b->stride % 16 == 0;
+    bool both_fp8 = is_fp8(a->data) && is_fp8(b->data) && !(a->data == IN_E5M2 && b->data == IN_E5M2);
+    bool in_blocks = modes[0] != SCALE_TENSOR || modes[1] != SCALE_TENSOR;
+    bool mode_fits = !in_blocks || (modes[0] != SCALE_TENSOR && modes[1] != SCALE_TENSOR &&
+                                    !(modes[0] == SCALE_BLK128X128 && modes[1] == SCALE_BLK128X128) &&
+                                    !description->fast_accumulation && d->columns % 8 == 0);
+    // An f32 output takes a bf16 bias only.
+    bool bias_fits = description->epilogue != 4 || d->data == IN_BF16 || d->data == IN_F16;
+    return is_scaled && is_along_sum && is_aligned && both_fp8 && mode_fits && bias_fits;
 }
 
 Status cublasLtMatmulPreferenceCreate(Preference **preference) { return *preference = new Preference, SUCCESS; }
@@ -249,11 +324,19 @@ Status cublasLtMatmul(void *, Description *description, const float *alpha, cons
     size_t depth = transposed[0] ? of_a->rows : of_a->columns;
     size_t rows = transposed[0] ? of_a->columns : of_a->rows, columns = transposed[1] ? of_b->rows : of_b->columns;
     bool fits = depth == (transposed[1] ? of_b->columns : of_b->rows) && rows == of_d->rows && columns == of_d->columns;
-    if (!fits || depth == 0 || of_a->data != of_b->data || of_c->stride != of_d->stride) return INVALID_VALUE;
+    if (!fits || depth == 0 || of_c->stride != of_d->stride || !fits_fp8(description, of_a, of_b, of_d)) return INVALID_VALUE;
     stand_in_calls.products++;
     stand_in_calls.last = id;
-    Product product{rows, columns, depth, {a, of_a->data, of_a->stride, transposed[0]},
-                    {b, of_b->data, of_b->stride, transposed[1]}, *alpha, *beta, {c, of_d->data, of_d->stride, false},
+    Scales scales_a{description->scales[0], description->scale_modes[0], rows, depth};
+    Scales scales_b{description->scales[1], description->scale_modes[1], columns, depth};
+    if (is_fp8(of_a->data)) {
+        bool is_aligned = uintptr_t(a) % 16 == 0 && uintptr_t(b) % 16 == 0 && uintptr_t(d) % 16 == 0;
+        if (!is_aligned) return INVALID_VALUE;
+        stand_in_fp8 = {{of_a->data, of_b->data, of_d->data}, {scales_a.mode, scales_b.mode},
+                        description->fast_accumulation, description->epilogue == 4, *beta != 0.0f};
+    }
+    Product product{rows, columns, depth, {a, of_a->data, of_a->stride, transposed[0], scales_a},
+                    {b, of_b->data, of_b->stride, transposed[1], scales_b}, *alpha, *beta, {c, of_d->data, of_d->stride, false},
                     description->epilogue == 4 ? description->bias : nullptr, d};
     return put_product(stream, product, workspace, WORKSPACE), SUCCESS;
 }

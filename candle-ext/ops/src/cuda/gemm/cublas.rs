@@ -7,7 +7,7 @@ use candle_core::cuda_backend::cudarc::cublas::result;
 use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
-use super::operands::{Gemm, Matrix};
+use super::operands::{Gemm, GemmInputs, Matrix};
 use super::search::GemmError;
 use crate::cuda::{DeviceAddress, Gpu};
 
@@ -51,7 +51,8 @@ impl Cublas {
     /// As for [`Gemm::run`].
     pub(super) unsafe fn run(&self, gemm: &Gemm, gpu: Gpu) -> Result<(), GemmError> {
         let Gemm { m, n, k, a, b, .. } = *gemm;
-        let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
+        let GemmInputs::Floats(dtype) = gemm.inputs else { return Err(GemmError::Refused("it has no FP8".into())) };
+        let (data, c_data) = (data_type(dtype)?, data_type(gemm.c_dtype)?);
         let stride = |matrix: Matrix, sizes| int(matrix.in_memory(sizes)[2]);
         let (lda, ldb, ldc) = (stride(a, [m, k])?, stride(b, [k, n])?, stride(gemm.output(), [m, n])?);
         let (m, n, k) = (int(m)?, int(n)?, int(k)?);

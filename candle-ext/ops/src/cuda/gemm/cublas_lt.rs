@@ -1,5 +1,6 @@
 //! [`Gemm`] by cuBLASLt: descriptors and an algorithm are created once for each [`GemmKey`].
 
+mod fp8;
 pub(super) mod grouped;
 
 use std::collections::{HashMap, HashSet, hash_map};
@@ -138,6 +139,7 @@ impl CublasLt {
                 Err(GemmError::Fatal(why)) => return Err(why),
             }
         }
+        fp8::check(gemm.inputs, device)?;
         let problem = Problem::new(gemm).map_err(|failure| failure.to_string())?;
         let mut call = Call::new(handle, gemm, &problem, stream, device).map_err(|failure| failure.to_string())?;
         let tuned = match choices {
@@ -190,7 +192,7 @@ impl<'a> Call<'a> {
         stream: &'a mut Stream,
         device: &'a CudaDevice,
     ) -> std::result::Result<Self, GemmError> {
-        problem.set_bias(gemm)?;
+        problem.set_addresses(gemm)?;
         Ok(Self { handle, gemm, problem, stream, device })
     }
 

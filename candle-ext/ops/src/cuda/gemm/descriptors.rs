@@ -4,8 +4,9 @@ use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cudaDataType};
 
-use super::operands::{Gemm, Matrix};
+use super::operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, Scaling};
 use super::search::{GemmError, Limits, Reductions};
+use crate::fp8::Fp8Format;
 
 /// Workspace size in bytes that NVIDIA recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -28,7 +29,7 @@ impl Problem {
     pub(super) fn new(gemm: &Gemm) -> Result<Self, GemmError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let Gemm { m, n, k, a, b, .. } = *gemm;
-        let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
+        let ([of_a, of_b], c_data) = (input_types(gemm.inputs)?, data_type(gemm.c_dtype)?);
         let description = Description::new().map_err(|error| GemmError::of_status(error.0))?;
         // SAFETY: every attribute is set with a value of its type.
         unsafe {
@@ -44,27 +45,49 @@ impl Problem {
                     .set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)
                     .map_err(|error| GemmError::of_status(error.0))?;
             }
+            if let GemmInputs::Fp8(inputs) = gemm.inputs {
+                description.set_fp8(inputs).map_err(|error| GemmError::of_status(error.0))?;
+            }
         }
         Ok(Self {
             description,
-            first: Layout::of(b, [k, n], data).map_err(|error| GemmError::of_status(error.0))?,
-            second: Layout::of(a, [m, k], data).map_err(|error| GemmError::of_status(error.0))?,
+            first: Layout::of(b, [k, n], of_b).map_err(|error| GemmError::of_status(error.0))?,
+            second: Layout::of(a, [m, k], of_a).map_err(|error| GemmError::of_status(error.0))?,
             output: Layout::of(gemm.output(), [m, n], c_data).map_err(|error| GemmError::of_status(error.0))?,
         })
     }
 
-    /// Sets the address of the bias, which differs from call to call.
-    pub(super) fn set_bias(&self, gemm: &Gemm) -> Result<(), GemmError> {
-        let Some(bias) = gemm.bias else { return Ok(()) };
-        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-        // SAFETY: the attribute is an address.
-        unsafe { self.description.set(attribute, &bias) }.map_err(|error| GemmError::of_status(error.0))
+    /// Sets the addresses of bias and inverse scales, which differ from call to call.
+    pub(super) fn set_addresses(&self, gemm: &Gemm) -> Result<(), GemmError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let mut addresses = Vec::new();
+        addresses.extend(gemm.bias.map(|bias| (Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias)));
+        if let GemmInputs::Fp8(Fp8Inputs { a, b, .. }) = gemm.inputs {
+            addresses.push((Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b.scale_inv));
+            addresses.push((Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a.scale_inv));
+        }
+        for (attribute, address) in addresses {
+            // SAFETY: the attribute is an address.
+            unsafe { self.description.set(attribute, &address) }.map_err(|error| GemmError::of_status(error.0))?;
+        }
+        Ok(())
     }
 }
 
 /// Returns the cublasOperation_t: CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
 fn operation(matrix: Matrix) -> i32 {
     i32::from(matrix.is_transposed)
+}
+
+/// Returns the types of a and b.
+fn input_types(inputs: GemmInputs) -> Result<[cudaDataType; 2], GemmError> {
+    match inputs {
+        GemmInputs::Floats(dtype) => Ok([data_type(dtype)?; 2]),
+        GemmInputs::Fp8(Fp8Inputs { a, b, .. }) => Ok([a, b].map(|input| match input.format {
+            Fp8Format::E4m3 => cudaDataType::CUDA_R_8F_E4M3,
+            Fp8Format::E5m2 => cudaDataType::CUDA_R_8F_E5M2,
+        })),
+    }
 }
 
 pub(super) fn data_type(dtype: DType) -> Result<cudaDataType, GemmError> {
@@ -99,6 +122,29 @@ impl Description {
     pub(super) fn new() -> Result<Self, CublasError> {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         result::create_matmul_desc(compute, cudaDataType::CUDA_R_32F).map(Self)
+    }
+
+    /// Sets the accumulation and the scaling modes of FP8 operands.
+    ///
+    /// Libraries before 12.8 have no scaling modes: one scale per operand is their default, so it is not set.
+    fn set_fp8(&self, Fp8Inputs { a, b, accumulation }: Fp8Inputs) -> Result<(), CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let is_fast = i8::from(accumulation == Fp8Accumulation::Fast);
+        // SAFETY: the attribute is an int8_t.
+        unsafe { self.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &is_fast)? };
+        for (attribute, scaling) in [
+            (Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, b.scaling),
+            (Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, a.scaling),
+        ] {
+            let mode = match scaling {
+                Scaling::Tensor => continue,
+                Scaling::Vector128 => sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+                Scaling::Block128 => sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+            };
+            // SAFETY: the attribute is an int32_t.
+            unsafe { self.set(attribute, &(mode as i32))? };
+        }
+        Ok(())
     }
 
     /// Sets an attribute.

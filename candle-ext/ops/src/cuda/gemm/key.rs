@@ -4,7 +4,8 @@ use std::fmt;
 
 use candle_core::DType;
 
-use super::operands::Gemm;
+use super::operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Scaling};
+use crate::fp8::Fp8Format;
 
 /// Largest alignment in bytes that an algorithm may rely on.
 const MAX_ALIGNMENT: u64 = 256;
@@ -16,14 +17,21 @@ pub(super) struct GemmKey {
     sizes: [usize; 3],
     /// Leading dimensions of a, b and c.
     strides: [usize; 3],
-    /// Dtypes of a and b, and of c.
-    dtypes: [DType; 2],
+    inputs: InputsKey,
+    c_dtype: DType,
     /// Transposes of a and b.
     transposed: [bool; 2],
     plus: Plus,
     has_bias: bool,
     /// Alignments in bytes of the addresses of a, b, c and the addend.
     pub(super) alignments: [u32; 4],
+}
+
+/// Elements of a and b.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum InputsKey {
+    Floats(DType),
+    Fp8 { formats: [Fp8Format; 2], scalings: [Scaling; 2], accumulation: Fp8Accumulation },
 }
 
 /// Kind of the addend.
@@ -42,7 +50,13 @@ impl GemmKey {
         Self {
             sizes: [m, n, k],
             strides: [a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n])].map(|[_, _, s]| s),
-            dtypes: [gemm.dtype, gemm.c_dtype],
+            inputs: match gemm.inputs {
+                GemmInputs::Floats(dtype) => InputsKey::Floats(dtype),
+                GemmInputs::Fp8(Fp8Inputs { a, b, accumulation }) => {
+                    InputsKey::Fp8 { formats: [a.format, b.format], scalings: [a.scaling, b.scaling], accumulation }
+                }
+            },
+            c_dtype: gemm.c_dtype,
             transposed: [a.is_transposed, b.is_transposed],
             plus: match gemm.plus {
                 None => Plus::Nothing,
@@ -56,7 +70,11 @@ impl GemmKey {
 
     /// Returns the element sizes in bytes of a, b, c and the addend.
     pub(super) fn element_sizes(&self) -> [u32; 4] {
-        let [input, output] = self.dtypes.map(|dtype| dtype.size_in_bytes() as u32);
+        let input = match self.inputs {
+            InputsKey::Floats(dtype) => dtype.size_in_bytes() as u32,
+            InputsKey::Fp8 { .. } => 1,
+        };
+        let output = self.c_dtype.size_in_bytes() as u32;
         [input, input, output, output]
     }
 }
@@ -66,7 +84,7 @@ impl fmt::Display for GemmKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [m, n, k] = self.sizes;
         let [lda, ldb, ldc] = self.strides;
-        let [dtype, c_dtype] = self.dtypes.map(|dtype| dtype.as_str());
+        let (inputs, c_dtype) = (self.inputs, self.c_dtype.as_str());
         let [a, b] = self.transposed.map(|is_transposed| if is_transposed { 'T' } else { 'N' });
         let plus = match self.plus {
             Plus::Nothing => "",
@@ -75,8 +93,28 @@ impl fmt::Display for GemmKey {
         };
         let bias = if self.has_bias { " +bias" } else { "" };
         let [of_a, of_b, of_c, of_plus] = self.alignments;
-        write!(f, "m{m} n{n} k{k} {a}{b} {dtype}->{c_dtype}{plus}{bias} ld {lda},{ldb},{ldc} ")?;
+        write!(f, "m{m} n{n} k{k} {a}{b} {inputs}->{c_dtype}{plus}{bias} ld {lda},{ldb},{ldc} ")?;
         write!(f, "aligned {of_a},{of_b},{of_c},{of_plus}")
+    }
+}
+
+impl fmt::Display for InputsKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (formats, scalings, accumulation) = match self {
+            Self::Floats(dtype) => return f.write_str(dtype.as_str()),
+            Self::Fp8 { formats, scalings, accumulation } => (formats, scalings, accumulation),
+        };
+        let [a, b] = formats.map(|format| match format {
+            Fp8Format::E4m3 => "e4m3",
+            Fp8Format::E5m2 => "e5m2",
+        });
+        let [of_a, of_b] = scalings.map(|scaling| match scaling {
+            Scaling::Tensor => "",
+            Scaling::Vector128 => "/1x128",
+            Scaling::Block128 => "/128x128",
+        });
+        let accumulation = if *accumulation == Fp8Accumulation::Fast { " fast" } else { "" };
+        write!(f, "{a}{of_a},{b}{of_b}{accumulation}")
     }
 }
 
@@ -88,7 +126,7 @@ fn alignment(address: u64) -> u32 {
 mod tests {
     use std::collections::HashSet;
 
-    use super::super::Matrix;
+    use super::super::{Matrix, ScaledInput};
     use super::*;
 
     #[test]
@@ -108,7 +146,7 @@ mod tests {
             Gemm { a: plain.a.with_row_stride(80), ..plain },
             Gemm { b: plain.b.with_row_stride(80), ..plain },
             Gemm { c_stride: Some(80), ..plain },
-            Gemm { dtype: DType::F16, ..plain },
+            Gemm { inputs: GemmInputs::Floats(DType::F16), ..plain },
             Gemm { c_dtype: DType::F32, ..plain },
             Gemm { plus: Some(plain.c), ..plain },
             Gemm { plus: Some(0x4000), ..plain },
@@ -122,6 +160,32 @@ mod tests {
         let keys: HashSet<GemmKey> = others.iter().chain([&plain]).map(GemmKey::of).collect();
         let names: HashSet<String> = keys.iter().map(GemmKey::to_string).collect();
         assert_eq!((keys.len(), names.len()), (others.len() + 1, others.len() + 1));
+    }
+
+    #[test]
+    fn formats_scalings_and_accumulation_make_other_keys_and_names() {
+        let scaled = |format, scaling| ScaledInput { format, scale_inv: 0x5000, scaling };
+        let (e4m3, e5m2) = (Fp8Format::E4m3, Fp8Format::E5m2);
+        let of = |a, b, accumulation| Gemm {
+            inputs: GemmInputs::Fp8(Fp8Inputs { a, b, accumulation }),
+            ..Gemm::new([16, 16, 16], DType::BF16)
+        };
+        let tensor = |format| scaled(format, Scaling::Tensor);
+        let vector = scaled(e4m3, Scaling::Vector128);
+        let gemms = [
+            Gemm::new([16, 16, 16], DType::BF16),
+            of(tensor(e4m3), tensor(e4m3), Fp8Accumulation::Fast),
+            of(tensor(e4m3), tensor(e4m3), Fp8Accumulation::Split),
+            of(tensor(e5m2), tensor(e4m3), Fp8Accumulation::Fast),
+            of(tensor(e4m3), tensor(e5m2), Fp8Accumulation::Fast),
+            of(vector, tensor(e4m3), Fp8Accumulation::Fast),
+            of(vector, vector, Fp8Accumulation::Fast),
+            of(vector, scaled(e4m3, Scaling::Block128), Fp8Accumulation::Fast),
+        ];
+        let names: HashSet<String> = gemms.iter().map(|gemm| GemmKey::of(gemm).to_string()).collect();
+        assert_eq!(names.len(), gemms.len(), "{names:?}");
+        let elsewhere = |scale_inv| of(ScaledInput { scale_inv, ..vector }, vector, Fp8Accumulation::Split);
+        assert_eq!(GemmKey::of(&elsewhere(0x10)), GemmKey::of(&elsewhere(0x20)));
     }
 
     #[test]

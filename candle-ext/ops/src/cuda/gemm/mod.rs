@@ -20,11 +20,11 @@ pub(super) mod operands;
 #[cfg(any(feature = "cuda", test))]
 mod search;
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 use super::{Arg, Gpu, kernels, suffix};
 use grouped::GroupedGemm;
-pub(crate) use operands::{Gemm, Matrix};
+pub(crate) use operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 
 kernels!("gemm");
 
@@ -45,6 +45,13 @@ impl Gemm {
             // SAFETY: the caller guarantees valid addresses.
             return unsafe { self.fill(gpu) };
         }
+        if self.bias.is_some() && !self.adds_bias_in_epilogue() {
+            // SAFETY: as above.
+            unsafe {
+                self.fill(gpu)?;
+                return Self { plus: Some(self.c), bias: None, ..*self }.run(gpu);
+            }
+        }
         match gpu {
             // SAFETY: the caller guarantees valid addresses.
             #[cfg(feature = "cuda")]
@@ -52,6 +59,16 @@ impl Gemm {
             // SAFETY: as above.
             #[cfg(feature = "emulate")]
             Gpu::Emulated(_) => unsafe { super::emulator::gemm(self) },
+        }
+    }
+
+    /// Returns true if cuBLASLt can add the bias. With FP8 operands it has no f32 bias, and no bias with scales per block.
+    fn adds_bias_in_epilogue(&self) -> bool {
+        match self.inputs {
+            GemmInputs::Floats(_) => true,
+            GemmInputs::Fp8(Fp8Inputs { a, b, .. }) => {
+                self.c_dtype != DType::F32 && [a.scaling, b.scaling] == [Scaling::Tensor; 2]
+            }
         }
     }
 
@@ -104,7 +121,6 @@ impl GroupedGemm {
 mod tests {
     use std::marker::PhantomData;
 
-    use candle_core::DType;
     use half::bf16;
 
     use super::*;

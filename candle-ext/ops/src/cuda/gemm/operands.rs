@@ -3,6 +3,7 @@
 use candle_core::DType;
 
 use crate::cuda::arg::DeviceAddress;
+use crate::fp8::Fp8Format;
 
 /// Row-major operand of a GEMM.
 #[derive(Clone, Copy, Debug)]
@@ -14,6 +15,51 @@ pub(crate) struct Matrix {
     pub(crate) stride: Option<usize>,
 }
 
+/// Elements of a and b.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum GemmInputs {
+    /// Floats of one dtype.
+    Floats(DType),
+    /// FP8 codes with inverse scales. a is not transposed and b is: cuBLASLt reads both along the sum.
+    Fp8(Fp8Inputs),
+}
+
+/// FP8 operands a and b.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fp8Inputs {
+    pub(crate) a: ScaledInput,
+    pub(crate) b: ScaledInput,
+    pub(crate) accumulation: Fp8Accumulation,
+}
+
+/// FP8 operand with f32 inverse scales: element = code value * inverse scale of its block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ScaledInput {
+    pub(crate) format: Fp8Format,
+    pub(crate) scale_inv: DeviceAddress,
+    pub(crate) scaling: Scaling,
+}
+
+/// Elements of an operand [outer, k] that share a scale, and the order of the inverse scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Scaling {
+    /// All elements: [1].
+    Tensor,
+    /// 1x128 elements: [k / 128 rounded up, outer rounded up to a multiple of 4].
+    Vector128,
+    /// 128x128 elements: [outer / 128 rounded up, k / 128 rounded up, then up to a multiple of 4].
+    Block128,
+}
+
+/// Accumulation of FP8 matmuls on tensor cores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Fp8Accumulation {
+    /// Sums stay in the tensor cores, which keep fewer bits than f32 has.
+    Fast,
+    /// Partial sums are added in f32.
+    Split,
+}
+
 /// c [m, n] = a [m, k] b [k, n] plus an optional matrix and bias, summed in f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gemm {
@@ -22,12 +68,11 @@ pub(crate) struct Gemm {
     pub(crate) k: usize,
     pub(crate) a: Matrix,
     pub(crate) b: Matrix,
-    /// Dtype of a and b.
-    pub(crate) dtype: DType,
+    pub(crate) inputs: GemmInputs,
     pub(crate) c: DeviceAddress,
     /// Row stride of c and of the addend, as [`Matrix::stride`].
     pub(crate) c_stride: Option<usize>,
-    /// Dtype of c: that of a and b, or f32.
+    /// Dtype of c: that of a and b, or f32; any float with FP8 operands.
     pub(crate) c_dtype: DType,
     /// Addend in c's dtype: c itself, or a matrix that does not overlap c.
     pub(crate) plus: Option<DeviceAddress>,
@@ -55,11 +100,38 @@ impl Matrix {
     }
 }
 
+impl Scaling {
+    /// Returns the number of inverse scales of an operand [outer, k], and their strides between blocks of both dims.
+    pub(crate) fn layout(self, outer: usize, k: usize) -> (usize, [usize; 2]) {
+        const BLOCK: usize = 128;
+        const MULTIPLE: usize = 4;
+        let n_along_k = k.div_ceil(BLOCK);
+        match self {
+            Self::Tensor => (1, [0, 0]),
+            Self::Vector128 => {
+                let padded = outer.next_multiple_of(MULTIPLE);
+                (n_along_k * padded, [1, padded])
+            }
+            Self::Block128 => {
+                let padded = n_along_k.next_multiple_of(MULTIPLE);
+                (outer.div_ceil(BLOCK) * padded, [padded, 1])
+            }
+        }
+    }
+
+    /// Returns the rows of a block.
+    #[cfg(feature = "emulate")]
+    pub(crate) fn block_rows(self) -> usize {
+        if self == Self::Vector128 { 1 } else { 128 }
+    }
+}
+
 impl Gemm {
     /// Creates a GEMM of sizes m, n and k without an addend. The addresses are filled in later.
     pub(crate) fn new([m, n, k]: [usize; 3], dtype: DType) -> Self {
         let nowhere = Matrix::plain(0);
-        Self { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_stride: None, c_dtype: dtype, plus: None, bias: None }
+        let inputs = GemmInputs::Floats(dtype);
+        Self { m, n, k, a: nowhere, b: nowhere, inputs, c: 0, c_stride: None, c_dtype: dtype, plus: None, bias: None }
     }
 
     /// Returns c as a matrix.

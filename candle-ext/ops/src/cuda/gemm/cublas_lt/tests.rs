@@ -2,6 +2,8 @@
 //!
 //! Without the fakes the tests are skipped; `scripts/check-cublas` provides them.
 
+mod fp8;
+
 use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::MutexGuard;
@@ -11,8 +13,8 @@ use libloading::os::unix::{Library as Loaded, Symbol};
 
 use super::*;
 use crate::cuda::address;
-use crate::cuda::gemm::Matrix;
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput};
+use crate::cuda::gemm::{Matrix, Scaling};
 
 /// Refusals of the stand-in. They cover heuristics with a reduction mask or any, alignments above a limit, the first
 /// algorithms, and cublasGemmEx. Same layout as in cublas.cpp.

@@ -1,0 +1,168 @@
+//! Benchmark cases of FP8 linear layers, with the same layers in bf16, and of quantization alone.
+//!
+//! t tokens, k inputs, n outputs
+
+use std::sync::Arc;
+
+use candle_core::{Device, Result, Tensor};
+use candlewick_ops::{
+    AmaxCompute, DelayedScaling, FlatBuffer, Fp8Config, Fp8Formats, Fp8Layers, Fp8Operand, Fp8Recipe, Fp8Rounding,
+    OutputDtype, ScaleRule, Weight, linear,
+};
+
+use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, bytes, keep, linears, once, randn, trainable};
+
+/// Linear layers of a model.
+pub(crate) struct Layers {
+    t: usize,
+    /// Inputs and outputs of each layer.
+    sizes: &'static [[usize; 2]],
+}
+
+const QWEN3_4B: Layers = Layers { t: 16_384, sizes: &[[2560, 4096], [2560, 9728], [9728, 2560]] };
+const LLAMA_8B: Layers = Layers { t: 8192, sizes: &[[4096, 4096], [4096, 14_336], [14_336, 4096]] };
+const TINY: Layers = Layers { t: 96, sizes: &[[64, 160]] };
+
+/// A recipe with the names of its cases.
+struct Recipe {
+    recipe: Fp8Recipe,
+    /// The layer with its quantization, its matmuls of inputs and of weights, and forward without quantization.
+    layer: [&'static str; 3],
+    matmul: &'static str,
+    /// Quantization of an activation and of a weight.
+    quantize: [&'static str; 2],
+    /// Bytes that quantization reads per bf16 element.
+    read: f64,
+}
+
+const RULE: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
+
+const RECIPES: [Recipe; 3] = [
+    Recipe {
+        recipe: Fp8Recipe::Delayed(DelayedScaling {
+            margin: 0,
+            amax_history_len: 1024,
+            amax_compute: AmaxCompute::Max,
+        }),
+        layer: ["fp8 delayed", "fp8 delayed dx", "fp8 delayed dw"],
+        matmul: "fp8 tensor matmul",
+        quantize: ["quantize delayed", "quantize w delayed"],
+        read: BF16,
+    },
+    // The amax of the whole matrix precedes its quantization.
+    Recipe {
+        recipe: Fp8Recipe::Current(RULE),
+        layer: ["fp8 current", "fp8 current dx", "fp8 current dw"],
+        matmul: "",
+        quantize: ["quantize current", "quantize w current"],
+        read: 2.0 * BF16,
+    },
+    Recipe {
+        recipe: Fp8Recipe::Blockwise(RULE),
+        layer: ["fp8 block", "fp8 block dx", "fp8 block dw"],
+        matmul: "fp8 block matmul",
+        quantize: ["quantize block", "quantize w block"],
+        read: BF16,
+    },
+];
+
+pub(crate) fn all() -> Vec<BenchCase> {
+    [QWEN3_4B, LLAMA_8B].iter().flat_map(of_layers).collect()
+}
+
+/// Returns the same cases at tiny sizes, for a trial run.
+pub(crate) fn tiny() -> Vec<BenchCase> {
+    of_layers(&TINY)
+}
+
+fn of_layers(&Layers { t, sizes }: &Layers) -> Vec<BenchCase> {
+    let mut cases = Vec::new();
+    for &[k, n] in sizes {
+        cases.extend(linears(t, k, n));
+        for recipe in &RECIPES {
+            cases.extend(layers_by(recipe, t, k, n));
+            if !recipe.matmul.is_empty() {
+                cases.push(matmul_by(recipe, t, k, n));
+            }
+            let of_weight = [n, k];
+            for (name, operand, [rows, columns]) in
+                [(recipe.quantize[0], Fp8Operand::Input, [t, k]), (recipe.quantize[1], Fp8Operand::Weight, of_weight)]
+            {
+                cases.push(quantization(recipe, name, operand, rows, columns));
+            }
+        }
+    }
+    cases
+}
+
+fn fp8_layers(recipe: Fp8Recipe, device: &Device) -> Result<Arc<Fp8Layers>> {
+    let config = Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest };
+    Ok(Arc::new(Fp8Layers::new(config, vec!["layer".to_owned()], device)?))
+}
+
+/// Cases of [`linears`] in FP8. Inputs and gradients are quantized in each run, the frozen weight once.
+fn layers_by(recipe: &Recipe, t: usize, k: usize, n: usize) -> Vec<BenchCase> {
+    let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
+    let cost = |bytes| BenchCost { bytes, flops: 2.0 * x * n as f64 };
+    let shape = || vec![("t", t), ("k", k), ("n", n)];
+    let (by, [name, name_dx, name_dw]) = (recipe.recipe, recipe.layer);
+    let multiply = |layers: &Fp8Layers, x: &Tensor, w: &Weight| {
+        // A new step forgets the quantized input.
+        let _on = layers.enable(0)?;
+        linear(x, w, None, OutputDtype::SameAsInput)
+    };
+    let [forward, grad_x] = both(name, shape(), [cost(BF16 * (x + y) + w); 2], move |device| {
+        let layers = fp8_layers(by, device)?;
+        let w = frozen(&layers, [n, k], device)?;
+        Ok(Graph::new([randn((t, k), device)?], move |x| multiply(&layers, &x[0], &w)))
+    });
+    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
+    let [_, grad_w] = both(name_dw, shape(), [cost_w; 2], move |device| {
+        let layers = fp8_layers(by, device)?;
+        let w = trainable(&[n, k], device)?;
+        let w = w.with_fp8(layer_of(&layers)?);
+        let x = randn((t, k), device)?;
+        Ok(Graph::new([], move |_| multiply(&layers, &x, &w)))
+    });
+    vec![forward, BenchCase { op: name_dx, ..grad_x }, grad_w]
+}
+
+/// Case of y = x w^T with operands that are quantized once.
+fn matmul_by(recipe: &Recipe, t: usize, k: usize, n: usize) -> BenchCase {
+    let by = recipe.recipe;
+    let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
+    let cost = BenchCost { bytes: x + w + BF16 * y, flops: 2.0 * x * n as f64 };
+    let case = once(recipe.matmul, vec![("t", t), ("k", k), ("n", n)], cost.bytes, move |device| {
+        let layers = fp8_layers(by, device)?;
+        let (x, w) = (randn((t, k), device)?, frozen(&layers, [n, k], device)?);
+        // FP8 stays on, and with it the quantized input.
+        std::mem::forget(layers.enable(0)?);
+        Ok(Box::new(move || keep(linear(&x, &w, None, OutputDtype::SameAsInput)?)))
+    });
+    BenchCase { cost, ..case }
+}
+
+/// Case of a bf16 matrix read and two matrices of codes written.
+fn quantization(recipe: &Recipe, name: &'static str, operand: Fp8Operand, rows: usize, columns: usize) -> BenchCase {
+    let by = recipe.recipe;
+    let n_bytes = (recipe.read + 2.0) * (rows * columns) as f64;
+    let case = once(name, vec![("rows", rows), ("columns", columns)], n_bytes, move |device| {
+        let layers = fp8_layers(by, device)?;
+        let (layer, x) = (layer_of(&layers)?, randn((rows, columns), device)?);
+        Ok(Box::new(move || keep(layer.quantize_operand(operand, &x)?)))
+    });
+    BenchCase { cost: bytes(n_bytes), ..case }
+}
+
+/// Returns a frozen weight in a buffer, which caches its FP8 copy.
+fn frozen(layers: &Arc<Fp8Layers>, [n, k]: [usize; 2], device: &Device) -> Result<Weight> {
+    let buffer = FlatBuffer::from_tensor(randn(n * k, device)?);
+    Ok(Weight::frozen(buffer.view(0, (n, k))?).with_fp8(layer_of(layers)?))
+}
+
+fn layer_of(layers: &Arc<Fp8Layers>) -> Result<candlewick_ops::Fp8Linear> {
+    match layers.layer("layer") {
+        Some(layer) => Ok(layer),
+        None => candle_core::bail!("the layers have no layer of this name"),
+    }
+}

@@ -1,0 +1,87 @@
+// FP8: amax, scales, quantization of a matrix [rows, columns], row-major and transposed, and delayed scaling.
+//
+// Transposed codes are [columns, padded_rows]. Rows from `rows` to `padded_rows` are zeros.
+#include "blocks.cuh"
+#include "codes.cuh"
+#include "tensor.cuh"
+
+#define AMAX_KERNELS(T, suffix)                                                        \
+    KERNEL(256) amax_parts_##suffix(const T* x, float* parts, long long n) {           \
+        if (is_wide<T>(n, x)) amax_parts<WIDE<T>>(x, parts, n);                        \
+        else amax_parts<1>(x, parts, n);                                               \
+    }
+FOR_EACH_FLOAT(AMAX_KERNELS)
+
+// amax = the largest of n parts. With `scale`, also the scale of the matrix for a format with this maximum.
+KERNEL(256) finish_amax(const float* parts, int n, float* amax, float* scale, float format_max, float epsilon,
+                        int power_of_two, float largest) {
+    float most = 0.0f;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) most = fmaxf(most, parts[i]);
+    most = block_max(most);
+    if (threadIdx.x > 0) return;
+    amax[0] = most;
+    if (scale) scale[0] = Rule{epsilon, power_of_two != 0, largest}.scale(most, format_max);
+}
+
+// slot = max(slot, amax)
+KERNEL(32) record_amax(const float* amax, float* slot) {
+    if (threadIdx.x == 0) raise(slot, amax[0]);
+}
+
+#define CAST_KERNEL(F, format, T, suffix)                                                                             \
+    KERNEL(256) cast_##format##_##suffix(const T* x, const float* scale, float* scale_inv, unsigned char* codes,      \
+                                         unsigned char* transposed, float* amax, float* slot, int rows,               \
+                                         int padded_rows, int columns, unsigned long long key, int is_stochastic) {   \
+        const Cast cast{scale, scale_inv, codes, transposed, amax, slot, rows, padded_rows, columns,                  \
+                        {key, is_stochastic != 0}};                                                                   \
+        if (is_wide_tile(x, codes, columns)) cast.tile<F, 8>(x);                                                      \
+        else cast.tile<F, 1>(x);                                                                                      \
+    }
+#define BLOCKS_KERNEL(BLOCK, block, F, format, T, suffix)                                                             \
+    KERNEL(256) blocks_##block##_##format##_##suffix(                                                                 \
+        const T* x, unsigned char* codes, float* scale_inv, long long row_stride, long long column_stride,            \
+        unsigned char* transposed, float* transposed_scale_inv, long long transposed_row_stride,                      \
+        long long transposed_column_stride, int rows, int padded_rows, int columns, float epsilon, int power_of_two,  \
+        float largest, unsigned long long key, int is_stochastic) {                                                   \
+        const Blocks blocks{{codes, scale_inv, row_stride, column_stride},                                            \
+                            {transposed, transposed_scale_inv, transposed_row_stride, transposed_column_stride},      \
+                            rows, padded_rows, columns, {epsilon, power_of_two != 0, largest},                        \
+                            {key, is_stochastic != 0}};                                                               \
+        if (is_wide_tile(x, codes, columns)) blocks.tile<BLOCK, F, 8>(x);                                             \
+        else blocks.tile<BLOCK, F, 1>(x);                                                                             \
+    }
+#define FORMAT_KERNELS(F, format, T, suffix)                \
+    CAST_KERNEL(F, format, T, suffix)                       \
+    BLOCKS_KERNEL(1, 1x128, F, format, T, suffix)           \
+    BLOCKS_KERNEL(2, 128x1, F, format, T, suffix)           \
+    BLOCKS_KERNEL(3, 128x128, F, format, T, suffix)
+#define QUANTIZE_KERNELS(T, suffix)       \
+    FORMAT_KERNELS(E4m3, e4m3, T, suffix) \
+    FORMAT_KERNELS(E5m2, e5m2, T, suffix)
+FOR_EACH_FLOAT(QUANTIZE_KERNELS)
+
+// Updates delayed scaling, a warp per slot. Amaxes that are 0 or not finite change nothing. `max_0` to `max_2` are the
+// maxima of the formats of a layer's three slots; `is_max` selects the amax of the history, or its newest.
+KERNEL(256) update_delayed(const float* amaxes, float* history, float* scales, int n_slots, int length, int is_max,
+                           float margin, float max_0, float max_1, float max_2) {
+    const int slot = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (slot >= n_slots) return;
+    const float newest = amaxes[slot];
+    if (newest == 0.0f || !isfinite(newest)) return;
+    float* past = history + static_cast<long long>(slot) * length;
+    float most = fmaxf(newest, 0.0f);
+    // From the oldest on, so that no amax is overwritten before it has moved.
+    for (int first = (length - 1) / 32 * 32; first >= 0; first -= 32) {
+        const int i = first + lane;
+        const float moved = i == 0 ? newest : i < length ? past[i - 1] : 0.0f;
+        __syncwarp();
+        if (i < length) past[i] = moved;
+        most = fmaxf(most, moved);
+    }
+    most = warp_max(most);
+    if (lane > 0) return;
+    const float amax = is_max ? most : newest;
+    const int operand = slot % 3;
+    const float scale = (operand == 0 ? max_0 : operand == 1 ? max_1 : max_2) / amax / margin;
+    scales[slot] = isinf(scale) ? 3.402823466e38f : scale;
+}

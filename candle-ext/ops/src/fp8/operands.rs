@@ -1,0 +1,189 @@
+//! Quantized operands of a linear layer's matmuls, in the layout that the device's GEMM reads.
+//!
+//! A matrix is the operand of matmuls that sum over its columns (rowwise), and of others that sum over its rows
+//! (columnwise). The CPU reads both from row-major codes. cuBLASLt needs the sum to be the last dim, so on CUDA the
+//! columnwise codes are transposed.
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use candle_core::DType;
+use candle_core::{Result, Tensor, bail};
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::cuda;
+use super::format::Fp8Format;
+use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
+use super::recipe::{Contraction, Fp8Operand, Fp8Recipe, Fp8Usage, ScaleRule};
+use super::rounding::Fp8Rounding;
+use crate::device::on_device;
+use crate::floats::FloatsMut;
+use crate::quantized::ScaleBlock;
+use crate::storage::{host, update};
+
+/// A matrix quantized for matmuls.
+#[derive(Clone, Debug)]
+pub struct Fp8Operands {
+    pub(super) rowwise: Option<Fp8Matrix>,
+    pub(super) columnwise: Option<Fp8Matrix>,
+}
+
+/// Source of the scales of a matrix.
+#[derive(Clone, Copy)]
+pub(super) enum ScaleSource<'a> {
+    /// A scale from earlier steps, f32 [1]. The amax of the matrix raises `slot`, f32 [1].
+    Delayed { scale: &'a Tensor, slot: &'a Tensor },
+    /// The amax of the matrix, in the first step of delayed scaling. It raises `slot`, f32 [1].
+    First { rule: ScaleRule, slot: &'a Tensor },
+    /// The amax of the matrix.
+    Current(ScaleRule),
+    /// The amaxes of the blocks of an operand.
+    Blockwise(ScaleRule, Fp8Operand),
+}
+
+/// Quantization of a matrix: format, rounding and the matmuls that read it.
+#[derive(Clone, Copy)]
+pub(super) struct Quantization {
+    pub(super) format: Fp8Format,
+    pub(super) rounding: Fp8Rounding,
+    pub(super) usage: Fp8Usage,
+}
+
+impl Fp8Operands {
+    /// Returns true if all matmuls of `usage` can read the matrix.
+    pub(super) fn serve(&self, usage: Fp8Usage) -> bool {
+        (!usage.is_rowwise() || self.rowwise.is_some()) && (!usage.is_columnwise() || self.columnwise.is_some())
+    }
+
+    /// Returns the operand of matmuls that sum over the columns.
+    pub(super) fn rowwise(&self) -> Result<&Fp8Matrix> {
+        operand(&self.rowwise)
+    }
+
+    /// Returns the operand of matmuls that sum over the rows.
+    pub(super) fn columnwise(&self) -> Result<&Fp8Matrix> {
+        operand(&self.columnwise)
+    }
+}
+
+fn operand(matrix: &Option<Fp8Matrix>) -> Result<&Fp8Matrix> {
+    match matrix {
+        Some(matrix) => Ok(matrix),
+        None => bail!("FP8: the matrix was not quantized for this matmul"),
+    }
+}
+
+/// Quantizes a matrix for matmuls. With a delayed scale, returns also its amax, f32 [1].
+pub(super) fn quantize(
+    x: &Tensor,
+    source: ScaleSource<'_>,
+    quantization: Quantization,
+) -> Result<(Fp8Operands, Option<Tensor>)> {
+    on_device!("fp8_quantize", x, {
+        cpu => quantize_on_cpu(x, source, quantization),
+        cuda => quantize_on_cuda(&x.detach().contiguous()?, source, quantization),
+    })
+}
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+fn quantize_on_cuda(
+    x: &Tensor,
+    source: ScaleSource<'_>,
+    Quantization { format, rounding, usage }: Quantization,
+) -> Result<(Fp8Operands, Option<Tensor>)> {
+    let encoding = (format, rounding);
+    let (codes, amax) = match source {
+        ScaleSource::Delayed { scale, slot } => {
+            let amax = Tensor::zeros(1, DType::F32, x.device())?;
+            (cuda::cast_operands(x, scale, Some([&amax, slot]), usage, encoding)?, Some(amax))
+        }
+        ScaleSource::First { rule, slot } => {
+            let [amax, scale] = cuda::current_scale(x, rule, format)?;
+            cuda::raise_amax(slot, &amax)?;
+            (cuda::cast_operands(x, &scale, None, usage, encoding)?, Some(amax))
+        }
+        ScaleSource::Current(rule) => {
+            let [_, scale] = cuda::current_scale(x, rule, format)?;
+            (cuda::cast_operands(x, &scale, None, usage, encoding)?, None)
+        }
+        ScaleSource::Blockwise(rule, operand) => (cuda::block_operands(x, rule, operand, usage, encoding)?, None),
+    };
+    let matrix =
+        |cuda::GemmCodes { codes, scale_inv, block }| Fp8Matrix::in_order_of_cublas_lt(codes, scale_inv, format, block);
+    let [rowwise, columnwise] = codes.map(|codes| codes.map(matrix));
+    Ok((Fp8Operands { rowwise, columnwise }, amax))
+}
+
+fn quantize_on_cpu(
+    x: &Tensor,
+    source: ScaleSource<'_>,
+    quantization: Quantization,
+) -> Result<(Fp8Operands, Option<Tensor>)> {
+    let amax = match source {
+        ScaleSource::Delayed { slot, .. } | ScaleSource::First { slot, .. } => {
+            let amax = amax(x)?;
+            raise_amax(slot, &amax)?;
+            Some(amax)
+        }
+        ScaleSource::Current(_) | ScaleSource::Blockwise(..) => None,
+    };
+    let mut operands = Fp8Operands { rowwise: None, columnwise: None };
+    for (usage, matrix) in plain_matrices(x, source, quantization)? {
+        if usage.is_rowwise() {
+            operands.rowwise = Some(matrix.clone());
+        }
+        if usage.is_columnwise() {
+            operands.columnwise = Some(matrix);
+        }
+    }
+    Ok((operands, amax))
+}
+
+/// Quantizes a matrix to row-major codes on any device: one for all matmuls, or one for each usage if their blocks differ.
+pub(super) fn plain_matrices(
+    x: &Tensor,
+    source: ScaleSource<'_>,
+    Quantization { format, rounding, usage }: Quantization,
+) -> Result<Vec<(Fp8Usage, Fp8Matrix)>> {
+    let (rule, operand) = match source {
+        ScaleSource::Delayed { scale, .. } => {
+            return Ok(vec![(Fp8Usage::Both, fp8_quantize(x, scale, format, rounding)?)]);
+        }
+        ScaleSource::First { rule, .. } | ScaleSource::Current(rule) => {
+            let matrix = fp8_quantize_current(x, ScaleBlock::Tensor, rule, format, rounding)?;
+            return Ok(vec![(Fp8Usage::Both, matrix)]);
+        }
+        ScaleSource::Blockwise(rule, operand) => (rule, operand),
+    };
+    let block = |contraction| Fp8Recipe::Blockwise(rule).block(operand, contraction);
+    let [rowwise, columnwise] = [Contraction::Columns, Contraction::Rows].map(block);
+    let mut wanted = Vec::new();
+    if rowwise == columnwise {
+        wanted.push((Fp8Usage::Both, rowwise));
+    } else {
+        wanted.extend(usage.is_rowwise().then_some((Fp8Usage::Rowwise, rowwise)));
+        wanted.extend(usage.is_columnwise().then_some((Fp8Usage::Columnwise, columnwise)));
+    }
+    let quantize = |(usage, block)| Ok((usage, fp8_quantize_current(x, block, rule, format, rounding)?));
+    wanted.into_iter().map(quantize).collect()
+}
+
+/// Raises the amax of a slot, f32 [1], to that of a matrix.
+pub(super) fn raise_amax(slot: &Tensor, amax: &Tensor) -> Result<()> {
+    on_device!("delayed scaling", slot, {
+        cpu => {
+            let amax = host("delayed scaling", amax)?.slice::<f32>()?[0];
+            update_f32(slot, |slot| slot[0] = if amax > slot[0] { amax } else { slot[0] })
+        },
+        cuda => cuda::raise_amax(slot, amax),
+    })
+}
+
+/// Changes the elements of an f32 tensor in CPU memory.
+pub(super) fn update_f32(tensor: &Tensor, change: impl FnOnce(&mut [f32])) -> Result<()> {
+    update(tensor, "delayed scaling", |elements| match elements {
+        FloatsMut::F32(elements) => {
+            change(elements);
+            Ok(())
+        }
+        _ => bail!("delayed scaling: the state is f32"),
+    })
+}
