@@ -327,8 +327,12 @@ impl Engine {
         reduction: Reduction,
         upstream: LossGrad,
     ) -> Result<LossAndGrad> {
-        let spec =
-            |n_tokens| CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: self.max_logit_rows(n_tokens) };
+        let spec = |n_tokens| CrossEntropy {
+            reduction,
+            ignore_index: Micro::IGNORED,
+            label_smoothing: 0.0,
+            chunk: self.max_logit_rows(n_tokens),
+        };
         match &self.tensor {
             None => linear_cross_entropy(normed_td, lm_head, targets, &spec(lm_head.dims()[0]), upstream),
             Some(tensor) => tensor.with_vocab(self.model.config().vocab_size(), |part| {
