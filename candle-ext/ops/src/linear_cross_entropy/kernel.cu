@@ -85,7 +85,7 @@ struct WeightedTarget {
 
 // The target distribution is (1 - smoothing) onehot + per_class.
 __device__ __forceinline__ WeightedTarget weighted_target(float weight, float smoothing, float per_class) {
-    // 0 rather than a product, which may be -0.
+    // Without smoothing +0: a weight below 0 times 0 is -0.
     return {smoothing > 0.0f ? weight * per_class : 0.0f, weight * (1.0f - smoothing)};
 }
 

@@ -159,7 +159,7 @@ fn label_smoothing_equals_torch() {
 
 /// The loss scale of fp16 is a tensor.
 #[test]
-fn a_scaled_gradient_of_a_smoothed_loss_is_the_product() {
+fn a_loss_scale_multiplies_the_gradients_of_a_smoothed_loss() {
     check_each(TestDevice::all(), |test_device| {
         let (x, w) = (test_device.put(&randn((7, 6), 1)), test_device.put(&randn((11, 6), 2)));
         let factor = test_device.put(&Tensor::new(8f32, &Device::Cpu).unwrap());
