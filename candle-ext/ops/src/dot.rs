@@ -1,6 +1,6 @@
 //! Dot products, written so that the compiler vectorises them.
 
-use crate::gemm::matrix::Accumulate;
+use crate::gemm::accumulate::Accumulate;
 use crate::simd::{prefetch, vectorised};
 
 /// Independent accumulators: fast, accurate enough for rows of thousands, and always summed in the same order.

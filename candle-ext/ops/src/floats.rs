@@ -9,7 +9,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use crate::gemm::matrix::Accumulate;
+use crate::gemm::accumulate::Accumulate;
 use crate::simd::vectorised;
 
 /// Elements from which a conversion uses all threads.

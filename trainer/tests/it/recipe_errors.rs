@@ -36,10 +36,10 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
             "r.yaml:3:3: unknown key `model.atn_implementation`",
             "\n 3 |   atn_implementation: sdpa\n   |   ^^^^^^^^^^^^^^^^^^\n",
             "did you mean `attn_implementation`?",
-            "keys of `model`:",
+            "-v lists the keys",
         ],
     );
-    check("tokenizer: {name: x}", &["r.yaml:1:13: unknown key `tokenizer.name`"]);
+    check("tokenizer: {name: x}", &["r.yaml:1:13: unknown key `tokenizer.name`", "keys of `tokenizer`:"]);
     check("data:\n  max_len: 4\n", &["r.yaml:2:3: unknown key `data.max_len`", "`max_length`"]);
     check(
         "data:\n  sources:\n    - a\n    - name_or_path: b\n      sample_cuont: 3\n",

@@ -3,6 +3,7 @@
 //! y = Q(x) Q(w)^T + b, dx = Q(dy) Q(w), dw = Q(dy)^T Q(x). t tokens, k inputs, n outputs.
 
 use candle_core::{DType, Result, Tensor};
+use half::bf16;
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
@@ -12,8 +13,8 @@ use super::operands::Fp8Operands;
 use super::recipe::Fp8Usage;
 use crate::backward::BackwardContext;
 use crate::device::on_device;
-use crate::floats::{FloatBuf, FloatsMut};
-use crate::gemm::Accumulate;
+use crate::floats::{FloatBuf, Floats, FloatsMut};
+use crate::gemm::{Accumulate, Mat, Output, Threads, gemm_bf16};
 use crate::linear::bias::add_grad_bias;
 use crate::linear::cpu::token_blocks;
 use crate::recording::{record, requires_grad, save};
@@ -132,6 +133,20 @@ fn quantized_weight(layer: &Fp8Linear, w: &Weight, usage: Fp8Usage) -> Result<Fp
 fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {
     let mut y = FloatBuf::unwritten(out_dtype, dims.t * dims.n)?;
     let (x, w) = (Fp8Host::lock(x)?, Fp8Host::lock(w)?);
+    let bias_dtype = bias.map_or(out_dtype, Weight::dtype);
+    if let Some(exact) = Bf16Operands::exact(&x, &w)?.filter(|_| out_dtype != DType::F16 && bias_dtype == out_dtype) {
+        let accumulate = match bias.map(Weight::value).transpose()? {
+            Some(bias) => {
+                let bias = host("linear", &bias)?;
+                repeat_row(bias.floats()?, y.view());
+                Accumulate::Add
+            }
+            None => Accumulate::Overwrite,
+        };
+        let (x, w) = (Mat::new(&exact.a, dims.t, dims.k), Mat::new(&exact.b, dims.n, dims.k));
+        gemm_bf16(Output::new(y.view(), dims.t, dims.n), accumulate, x, w.t(), exact.factor, Threads::All);
+        return Ok(y);
+    }
     let ((x, x_factor), (w, w_factor)) = (x.operand()?, w.operand()?);
     let bias = bias.map(Weight::value).transpose()?;
     let bias = bias.as_ref().map(|bias| host("linear", bias)).transpose()?;
@@ -158,6 +173,11 @@ fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: D
 fn grad_x_cpu(dy: &Fp8Matrix, w: &Fp8Matrix, dtype: DType, dims: Dims) -> Result<FloatBuf> {
     let mut dx = FloatBuf::unwritten(dtype, dims.t * dims.k)?;
     let (dy, w) = (Fp8Host::lock(dy)?, Fp8Host::lock(w)?);
+    if let Some(exact) = Bf16Operands::exact(&dy, &w)?.filter(|_| dtype != DType::F16) {
+        let (dy, w) = (Mat::new(&exact.a, dims.t, dims.n), Mat::new(&exact.b, dims.n, dims.k));
+        gemm_bf16(Output::new(dx.view(), dims.t, dims.k), Accumulate::Overwrite, dy, w, exact.factor, Threads::All);
+        return Ok(dx);
+    }
     let ((dy, dy_factor), (w, w_factor)) = (dy.operand()?, w.operand()?);
     let mut dy_f32 = Vec::new();
     write_blocks(dx.view(), dims.k, dims, |rows, dx, dims| {
@@ -169,6 +189,12 @@ fn grad_x_cpu(dy: &Fp8Matrix, w: &Fp8Matrix, dtype: DType, dims: Dims) -> Result
 
 fn grad_w_cpu(dy: &Fp8Matrix, x: &Fp8Matrix, sink: &GradSink, dims: Dims) -> Result<()> {
     let (dy, x) = (Fp8Host::lock(dy)?, Fp8Host::lock(x)?);
+    if let Some(exact) = Bf16Operands::exact(&dy, &x)? {
+        let (dy, x) = (Mat::new(&exact.a, dims.t, dims.n), Mat::new(&exact.b, dims.t, dims.k));
+        return sink.add_or_write("linear", |dw, accumulate| {
+            gemm_bf16(Output::new(dw, dims.n, dims.k), accumulate, dy.t(), x, exact.factor, Threads::All);
+        });
+    }
     let ((dy, dy_factor), (x, x_factor)) = (dy.operand()?, x.operand()?);
     let (mut dy_f32, mut x_f32) = (Vec::new(), Vec::new());
     sink.add_or_write("linear", |dw, accumulate| {
@@ -180,6 +206,32 @@ fn grad_w_cpu(dy: &Fp8Matrix, x: &Fp8Matrix, sink: &GradSink, dims: Dims) -> Res
             }
         });
     })
+}
+
+/// Both operands of a matmul in bf16, and the factor of the sums.
+struct Bf16Operands {
+    a: Vec<bf16>,
+    b: Vec<bf16>,
+    factor: f32,
+}
+
+impl Bf16Operands {
+    /// Returns the operands if every element is exact in bf16.
+    ///
+    /// The values of codes are exact, also times a power of two. The sums are then those of bf16 units, where a processor
+    /// has them.
+    fn exact(a: &Fp8Host<'_>, b: &Fp8Host<'_>) -> Result<Option<Self>> {
+        let ((a, a_factor), (b, b_factor)) = (a.operand()?, b.operand()?);
+        let both = a.to_exact_bf16().zip(b.to_exact_bf16());
+        Ok(both.map(|(a, b)| Self { a, b, factor: a_factor * b_factor }))
+    }
+}
+
+/// Copies a row into each row of a matrix of the same dtype.
+fn repeat_row(row: Floats<'_>, to: FloatsMut<'_>) {
+    let mut wide = Vec::new();
+    let row = row.widened_here(&mut wide);
+    to.chunks(row.len()).into_iter().for_each(|mut to| to.write(0, row));
 }
 
 /// Computes an output [t, width] in blocks of tokens, each rounded once if the output is not f32.

@@ -14,9 +14,10 @@ use std::arch::x86_64::{
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
+use super::accumulate::Accumulate;
 use super::avx512::{LANES, load_strided, mask, write_lanes};
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::{Accumulate, Mat};
+use super::matrix::Mat;
 use super::packed;
 use super::transpose::transpose;
 

@@ -1,16 +1,17 @@
 //! Kernel for processors with AMX: bf16 with f32 sums.
 //!
-//! A tile multiplication adds the products of 32 terms. Subnormal numbers count as zero.
+//! A tile multiplication adds 32 terms to each sum. Subnormal numbers count as zero.
 
 use std::arch::asm;
 use std::arch::x86_64::{__m512, _mm512_castps_si512, _mm512_store_si512};
 
 use half::bf16;
 
+use super::accumulate::Accumulate;
 use super::amx::{Amx, SIDE, Sums};
 use super::avx512::LANES;
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::{Accumulate, Mat};
+use super::matrix::Mat;
 use super::packed;
 use super::pairs::{DEPTH, load_terms, pairs};
 use super::transpose::transpose;

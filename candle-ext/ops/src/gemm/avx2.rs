@@ -9,9 +9,10 @@ use std::arch::x86_64::{
     _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
+use super::accumulate::Accumulate;
 use super::avx512::Avx512;
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::{Accumulate, Mat};
+use super::matrix::Mat;
 
 /// Rows of a tile. Its sums fill 12 of the 16 registers, two per row.
 const MR: usize = 6;

@@ -5,8 +5,9 @@ use std::arch::x86_64::{
     _mm512_set1_ps, _mm512_setzero_ps,
 };
 
+use super::accumulate::Accumulate;
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::{Accumulate, Mat};
+use super::matrix::Mat;
 use super::packed;
 use super::transpose::transpose;
 

@@ -9,9 +9,10 @@ use std::arch::x86_64::{
 
 use half::bf16;
 
+use super::accumulate::Accumulate;
 use super::avx512::{Avx512, LANES, MR, NR, mask, write_lanes};
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::{Accumulate, Mat};
+use super::matrix::Mat;
 use super::packed;
 use super::pairs::pairs;
 

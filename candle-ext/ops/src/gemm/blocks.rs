@@ -13,7 +13,8 @@ use std::ops::Range;
 use half::bf16;
 use rayon::prelude::*;
 
-use super::matrix::{Accumulate, Mat, Output, Threads};
+use super::accumulate::Accumulate;
+use super::matrix::{Mat, Output, Threads};
 use super::packed::{CACHE_LINE_BYTES, SUMS};
 use crate::floats::write_bf16;
 use crate::simd::{prefetch, vectorised};

@@ -122,13 +122,6 @@ impl<T: Copy> MatMut<'_, T> {
     }
 }
 
-/// Treatment of the output's present values: BLAS's beta is 0 (overwrite) or 1 (add).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Accumulate {
-    Overwrite,
-    Add,
-}
-
 /// Threads of a matmul: the calling one, or rayon's whole pool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Threads {

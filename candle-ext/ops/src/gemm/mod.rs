@@ -1,6 +1,7 @@
 //! Matmul (GEMM) of f32 or of bf16 on the CPU over strided slices, by own kernels for AMX, AVX-512 and AVX2, else by the
 //! `gemm` crate. Sums are f32.
 
+pub(crate) mod accumulate;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
@@ -26,9 +27,10 @@ mod widened;
 
 use std::sync::OnceLock;
 
+pub(crate) use accumulate::Accumulate;
 use candle_core::{Result, bail};
 use half::bf16;
-pub(crate) use matrix::{Accumulate, Mat, MatMut, Output, Threads};
+pub(crate) use matrix::{Mat, MatMut, Output, Threads};
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::measure_cpu_gemm_rate;
 

@@ -6,7 +6,8 @@ use std::time::Instant;
 use candle_core::DType;
 use half::bf16;
 
-use super::matrix::{Accumulate, Mat, MatMut, Threads};
+use super::accumulate::Accumulate;
+use super::matrix::{Mat, MatMut, Threads};
 use super::{gemm, gemm_bf16};
 
 /// Rows and columns of the matrices; small, so that their memory does not matter.

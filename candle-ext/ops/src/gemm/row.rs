@@ -1,7 +1,8 @@
 //! Matmul of one row with a matrix, without packing: each element is read once. Attention of one token consists of
 //! these.
 
-use super::matrix::{Accumulate, Mat, MatMut};
+use super::accumulate::Accumulate;
+use super::matrix::{Mat, MatMut};
 use crate::dot::{MatrixRows, dots};
 use crate::simd::{prefetch, vectorised};
 

@@ -4,8 +4,9 @@ use std::cell::RefCell;
 
 use half::bf16;
 
+use super::accumulate::Accumulate;
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::{Accumulate, Mat};
+use super::matrix::Mat;
 use crate::floats::{first_of, wide_bf16, widen_bf16};
 
 thread_local! {

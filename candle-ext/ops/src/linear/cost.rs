@@ -42,7 +42,8 @@ impl LinearCost {
     pub fn forward(&self) -> Cost {
         Cost {
             saved_bytes: if self.input == LinearInput::Saved { self.input_bytes() } else { 0 },
-            scratch_bytes: self.widened_bytes() + self.codes(self.n_in),
+            scratch_bytes: self.codes(self.n_in)
+                + self.widened_bytes().max(self.fp8_in_bf16(self.n_tokens * self.n_in + self.n_weights())),
             flops: Self::FORWARD_FLOPS * self.n_tokens * self.n_weights(),
         }
     }
@@ -54,7 +55,9 @@ impl LinearCost {
         Cost {
             saved_bytes: 0,
             scratch_bytes: recomputed
-                + self.widened_bytes()
+                + self.widened_bytes().max(self.fp8_in_bf16(
+                    self.n_tokens * self.n_out + self.n_weights().max(self.n_tokens * self.n_in),
+                ))
                 // Blockwise scaling quantizes dy for each matmul.
                 + self.codes(self.n_in + 2 * self.n_out)
                 + self.rounded_grad_bytes(),
@@ -69,6 +72,11 @@ impl LinearCost {
     /// Returns the bytes of FP8 codes of `n` elements a token.
     fn codes(&self, n: u64) -> u64 {
         if self.fp8 { self.n_tokens * n } else { 0 }
+    }
+
+    /// Returns the bytes of `n` elements of FP8 operands in bf16, as the CPU multiplies them.
+    fn fp8_in_bf16(&self, n: u64) -> u64 {
+        if self.fp8 && self.device == DeviceKind::Cpu { bytes(n, DType::BF16) } else { 0 }
     }
 
     fn input_bytes(&self) -> u64 {
@@ -166,6 +174,8 @@ mod tests {
         assert_eq!(of(DeviceKind::Cpu), [30, 110], "fp16 is widened with and without FP8");
         let f32 = layer(DType::F32, DeviceKind::Cpu, LinearInput::Unused, None);
         assert_eq!(LinearCost { fp8: true, ..f32 }.forward().scratch_bytes, 30 + (10 * (3 + 4) + 12) * 4);
+        let large = LinearCost { n_tokens: 1, n_in: 4096, n_out: 4096, fp8: true, ..f32 };
+        assert_eq!(large.forward().scratch_bytes, 4096 + 2 * (4096 + 4096 * 4096));
     }
 
     #[test]

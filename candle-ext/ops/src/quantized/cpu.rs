@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use candle_core::{Result, bail};
+use half::bf16;
 use rayon::prelude::*;
 
 use super::format::{QuantFormat, QuantShape, ScaleRounding};
@@ -89,6 +90,23 @@ impl<'a> QuantizedRows<'a> {
         &scratch[..len]
     }
 
+    /// Returns all elements in bf16 if each is exact: if all scales are powers of two, or 1. The values of codes have at most
+    /// eight significant bits.
+    pub(crate) fn to_exact_bf16(self) -> Option<Vec<bf16>> {
+        let is_exact = match self.scales {
+            Scales::One => true,
+            Scales::Floats(scales) => {
+                scales.iter().all(|scale| scale.to_bits().trailing_zeros() >= f32::MANTISSA_DIGITS - 1)
+            }
+            Scales::Bytes(_) => false,
+        };
+        is_exact.then(|| {
+            let mut elements = vec![bf16::ZERO; (self.end - self.first) * self.k];
+            dequantize(self, FloatsMut::Bf16(&mut elements));
+            elements
+        })
+    }
+
     /// Dequantizes the first row.
     pub(crate) fn read_one(self, out: &mut [f32]) {
         self.read_row(self.first, out);
@@ -122,7 +140,7 @@ pub(super) fn dequantize(rows: QuantizedRows<'_>, out: FloatsMut<'_>) {
     let k = rows.k;
     out.chunks(k.max(1)).into_par_iter().enumerate().for_each(|(row_idx, mut out)| {
         let mut row = vec![0.0; k];
-        rows.read_row(row_idx, &mut row);
+        rows.read_row(rows.first + row_idx, &mut row);
         out.write(0, &row);
     });
 }

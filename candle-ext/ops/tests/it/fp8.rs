@@ -632,8 +632,8 @@ fn a_deferred_weight_gradient_is_the_plain_one() {
     for recipe in recipes() {
         for test_device in devices() {
             let layers = layers(recipe, &test_device);
-            let value = test_device.put(&randn((24, 32), 2));
-            let (x, dy) = (test_device.put(&randn((40, 32), 1)), test_device.put(&randn((40, 24), 3)));
+            let value = test_device.put(&randn((48, 32), 2));
+            let (x, dy) = (test_device.put(&randn((40, 32), 1)), test_device.put(&randn((40, 48), 3)));
             let run = |exchanges: bool| {
                 let w = trainable(&value).with_fp8(layers.layer("a").unwrap());
                 let _on = layers.enable(0).unwrap();
