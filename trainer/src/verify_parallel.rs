@@ -166,7 +166,8 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
     let groups = if ranks.expert.is_some() { groups.with_experts(&mesh, group)? } else { groups };
     let engine = engine_spec(plan, &ranks, pipeline, model.config())
         .build(model.clone(), &groups, Device::Cpu)?
-        .with_tiled_mlp(plan.model.tiled_mlp());
+        .with_tiled_mlp(plan.model.tiled_mlp())
+        .with_label_smoothing(plan.label_smoothing_factor as f32);
     engine.store().fill(|spec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);

@@ -45,6 +45,8 @@ pub struct Plan {
     pub tokenizer: TokenizerPlan,
     /// The data and the batches.
     pub data: DataPlan,
+    /// Label smoothing of the training loss; 0 for none.
+    pub label_smoothing_factor: f64,
     /// The optimizer.
     pub optimizer: OptimizerPlan,
     /// The fraction of the parameters whose master weights and moments a GPU run offloads to host memory and updates

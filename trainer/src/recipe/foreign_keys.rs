@@ -226,7 +226,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("warmup_ratio", "scheduler.warmup_ratio", ""),
     key("warmup_steps", "scheduler.warmup_steps", ""),
     key("num_warmup_steps", "scheduler.warmup_steps", ""),
-    key("label_smoothing_factor", "", "label smoothing is not supported"),
     // Evaluation, checkpoints and logs.
     key("eval_steps", "eval_interval", STEPS),
     key("eval_strategy", "eval_interval", "in steps; by default evaluation follows each epoch"),

@@ -90,6 +90,10 @@ pub struct Recipe {
     pub deepspeed: DeepSpeedConfig,
     /// The maximum global norm of the gradients, which are scaled down to it; 0 turns clipping off. Default 1.0.
     pub gradient_clipping: Option<HumanFloat>,
+    /// Label smoothing of the training loss, with transformers' name: the probability that each target distribution
+    /// spreads evenly over the vocabulary; at least 0 and below 1. Evaluation losses and MTP losses have none. Default 0:
+    /// off.
+    pub label_smoothing_factor: Option<HumanFloat>,
     /// The number of passes over the data. Default 1.
     pub epochs: Option<HumanInt>,
     /// The number of training steps. Above 0 it replaces `epochs`. Default 0: `epochs` decides.

@@ -68,7 +68,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         .with_attention(attention)
         .with_experts_implementation(plan.model.experts_implementation)
         .with_offload_target(offload_target)
-        .with_tiled_mlp(plan.model.tiled_mlp());
+        .with_tiled_mlp(plan.model.tiled_mlp())
+        .with_label_smoothing(plan.label_smoothing_factor as f32);
     for note in load(plan, assets, &engine)? {
         tracing::warn!("{note}");
     }

@@ -390,6 +390,9 @@ fn settings(plan: &Plan) -> Fingerprint {
     let mut settings = json!({
         "optimizer": optimizer, "scheduler": scheduler, "horizon": horizon, "seed": plan.seed, "model": model,
     });
+    if plan.label_smoothing_factor > 0.0 {
+        settings["label_smoothing_factor"] = json!(plan.label_smoothing_factor);
+    }
     if let Some(moe) = &plan.moe {
         settings["moe"] = json!(moe);
     }

@@ -167,6 +167,40 @@ fn micro_batches_change_neither_loss_nor_gradient() {
 }
 
 #[test]
+fn a_run_with_label_smoothing_resumes_and_logs_another_factor() {
+    const SMOOTHED: [&str; 2] = ["train_iters=12", "label_smoothing_factor=0.1"];
+    let [plain, whole, parts] = [Run::new(), Run::new(), Run::new()];
+    plain.train_ok(&["train_iters=12"]);
+    whole.train_ok(&SMOOTHED);
+    // The mean loss over the vocabulary grows while that of the targets falls.
+    let [of_plain, of_whole] = [&plain, &whole].map(|run| *run.losses().last().unwrap());
+    assert!(of_whole > 1.01 * of_plain, "{of_whole} {of_plain}");
+
+    parts.train_ok(&[&SMOOTHED[..], &["exit_iteration=7"]].concat());
+    parts.train_ok(&SMOOTHED);
+    parts.assert_resumed();
+    assert_eq!(parts.losses(), whole.losses());
+    assert!(whole.exported() == parts.exported());
+
+    let other = Run::new();
+    other.train_ok(&[&SMOOTHED[..], &["exit_iteration=3"]].concat());
+    let log = stderr(&other.train(&["train_iters=12", "label_smoothing_factor=0.2", "exit_iteration=4"]));
+    let change = "changed since this checkpoint: label_smoothing_factor: 0.1 in the checkpoint, 0.2 now";
+    assert!(log.contains(change), "{log}");
+}
+
+/// The first evaluation is before the first step.
+#[test]
+fn the_evaluation_loss_is_not_smoothed() {
+    let eval_loss = |factor: &str| {
+        let run = Run::new();
+        run.train_ok(&["eval_on_start=true", "train_iters=1", &format!("label_smoothing_factor={factor}")]);
+        run.metrics().iter().find_map(|record| record["loss/eval"].as_f64()).unwrap()
+    };
+    assert_eq!(eval_loss("0.3"), eval_loss("0"));
+}
+
+#[test]
 fn settings_that_changed_since_the_checkpoint_are_logged() {
     let run = Run::new();
     run.train_ok(&["exit_iteration=3"]);

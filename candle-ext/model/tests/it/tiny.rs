@@ -122,7 +122,7 @@ impl Tiny {
     pub(crate) fn loss_and_grads(&self, reference: &Reference) -> f32 {
         let tape = Tape::record(&[], || self.normed(&reference.ids, &reference.lengths)).unwrap();
         let normed = tape.output();
-        let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 5 };
+        let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0, chunk: 5 };
         let lm_head = self.model.lm_head(self.head()).unwrap();
         let out = linear_cross_entropy(normed, &lm_head, &reference.targets(), &spec, LossGrad::Scalar(1.0)).unwrap();
         tape.backward(&out.dx.unwrap()).unwrap();

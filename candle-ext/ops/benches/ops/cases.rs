@@ -273,7 +273,12 @@ fn head(t: usize, model: &Model, chunk: usize) -> BenchCase {
         let (x, w) = (randn((t, d), device)?, trainable(&[v, d], device)?);
         let targets: Vec<i64> = random_below(v, t).into_iter().map(|id| id as i64).collect();
         let targets = Tensor::new(targets, &Device::Cpu)?;
-        let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: chunk.clamp(1, t) };
+        let spec = CrossEntropy {
+            reduction: Reduction::Mean,
+            ignore_index: -100,
+            label_smoothing: 0.0,
+            chunk: chunk.clamp(1, t),
+        };
         Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0))?)))
     });
     BenchCase { what: "forward+backward", cost, ..case }

@@ -35,6 +35,29 @@ pub(super) struct Sizes {
     pub(super) d: usize,
 }
 
+/// Label smoothing of Szegedy et al., 2016 (<https://arxiv.org/abs/1512.00567>, section 7), as in torch's
+/// `cross_entropy`: the target distribution is (1 - factor) onehot + factor / n_vocab.
+#[derive(Clone, Copy)]
+pub(super) struct LabelSmoothing {
+    /// Probability that is spread over the vocabulary; 0 for none.
+    pub(super) factor: f32,
+    /// Classes of the whole vocabulary.
+    pub(super) n_vocab: usize,
+}
+
+impl LabelSmoothing {
+    pub(super) const OFF: Self = Self { factor: 0.0, n_vocab: 1 };
+
+    pub(super) fn is_off(self) -> bool {
+        self.factor == 0.0
+    }
+
+    /// Returns the probability of every class.
+    pub(super) fn per_class(self) -> f32 {
+        self.factor / self.n_vocab.max(1) as f32
+    }
+}
+
 /// A token that is not ignored: its row, and its target as a row of w or [`super::vocab_shard::NOT_IN_SHARD`].
 #[derive(Clone, Copy)]
 pub(super) struct Target {

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::args::{Sizes, Target};
+use super::args::{LabelSmoothing, Sizes, Target};
 use super::chunk::rows_per_chunk;
 use super::vocab_shard::{NOT_IN_SHARD, VocabShard};
 use crate::cost::DeviceKind;
@@ -24,6 +24,7 @@ pub(super) struct CpuLmHead<'a> {
     pub(super) w: Floats<'a>,
     pub(super) sizes: Sizes,
     pub(super) chunk: usize,
+    pub(super) smoothing: LabelSmoothing,
     /// Shard of the vocabulary; `None` for the whole.
     pub(super) shard: Option<&'a VocabShard<'a>>,
 }
@@ -34,7 +35,11 @@ impl CpuLmHead<'_> {
         if let Some(shard) = self.shard {
             return self.losses_of_shard(shard, targets);
         }
-        Ok(self.rows(targets, |logits, class| -logprob(logits, class, exp::max(logits))))
+        let smoothing = self.smoothing;
+        Ok(self.rows(targets, |logits, class| {
+            let excess = excess_loss(logits, class, smoothing);
+            add_excess(-logprob(logits, class, exp::max(logits)), excess)
+        }))
     }
 
     fn losses_of_shard(&self, shard: &VocabShard, targets: &[Target]) -> Result<Vec<f32>> {
@@ -76,7 +81,8 @@ impl CpuLmHead<'_> {
 
     /// Returns the loss of each target. Writes the gradient of x; overwrites or adds to that of w.
     ///
-    /// d(loss) / d(logits) = softmax - onehot, times the row's weight. If x and w are bf16, it is rounded to bf16.
+    /// d(loss) / d(logits) = softmax - (1 - e) onehot - e / v, times the row's weight, for label smoothing e. If x and w
+    /// are bf16, it is rounded to bf16.
     pub(super) fn backward(
         &self,
         targets: &[Target],
@@ -104,7 +110,7 @@ impl CpuLmHead<'_> {
         mut dx: FloatsMut<'_>,
         mut dw: Option<(FloatsMut<'_>, Accumulate)>,
     ) -> Result<Vec<f32>> {
-        let Sizes { d, .. } = self.sizes;
+        let (Sizes { d, .. }, smoothing) = (self.sizes, self.smoothing);
         let mut losses = vec![0.0; targets.len()];
         let (mut chunk, mut dx_chunk) = (Chunk::default(), Vec::new());
         let n = self.tokens_per_chunk(targets.len());
@@ -115,14 +121,15 @@ impl CpuLmHead<'_> {
                 None => {
                     let rows = self.logit_rows(&mut chunk.logits).zip(targets).zip(weights).zip(losses);
                     rows.for_each(|(((logits, target), &weight), loss)| {
-                        *loss = softmax_minus_onehot(logits, target.class, weight);
+                        let excess = excess_loss(logits, target.class, smoothing);
+                        *loss = add_excess(softmax_minus_target(logits, target.class, weight, smoothing), excess);
                     });
                 }
                 Some(shard) => {
                     let shares = self.merge(shard, targets, &mut chunk.logits, losses)?;
                     let rows = self.logit_rows(&mut chunk.logits).zip(targets).zip(weights).zip(shares);
                     rows.for_each(|(((exps, target), &weight), share)| {
-                        exps_minus_onehot(exps, target.class, weight, share);
+                        scaled_minus_target(exps, target.class, weight * share, weight, smoothing);
                     });
                 }
             }
@@ -165,17 +172,20 @@ impl CpuLmHead<'_> {
         logits: &mut [f32],
         losses: &mut [f32],
     ) -> Result<Vec<f32>> {
-        let n = targets.len();
+        let (n, smoothing) = (targets.len(), self.smoothing);
         let rows = self.logit_rows(logits).zip(targets);
-        let known: Vec<[f32; 3]> = rows
+        let known: Vec<[f32; 4]> = rows
             .map(|(logits, target)| {
                 let at_target = if target.class == NOT_IN_SHARD { 0.0 } else { logits[target.class] };
+                let sum_of_logits = if smoothing.is_off() { 0.0 } else { sum(logits) as f32 };
                 let max = exp::max(logits);
-                [max, exp::exp_shifted(logits, max), at_target]
+                [max, exp::exp_shifted(logits, max), at_target, sum_of_logits]
             })
             .collect();
-        let by_kind: Vec<f32> = (0..3).flat_map(|kind| known.iter().map(move |of_token| of_token[kind])).collect();
-        let merged = shard.merge(&Tensor::from_vec(by_kind, (3, n), &Device::Cpu)?)?;
+        let n_kinds = VocabShard::n_statistics(smoothing);
+        let by_kind: Vec<f32> =
+            (0..n_kinds).flat_map(|kind| known.iter().map(move |of_token| of_token[kind])).collect();
+        let merged = shard.merge(&Tensor::from_vec(by_kind, (n_kinds, n), &Device::Cpu)?, smoothing)?;
         losses.copy_from_slice(&to_host(&merged.loss)?.to_vec1::<f32>()?);
         let (max, sum) = (to_host(&merged.max)?.to_vec1::<f32>()?, to_host(&merged.sum)?.to_vec1::<f32>()?);
         Ok((0..n).map(|i| (known[i][0] - max[i]).exp() / sum[i]).collect())
@@ -259,22 +269,51 @@ fn logprob(logits: &mut [f32], class: usize, max: f32) -> f32 {
     at_target - max - exp::exp_shifted(logits, max).ln()
 }
 
-/// Replaces logits by weight (softmax - onehot) and returns the loss.
-fn softmax_minus_onehot(logits: &mut [f32], class: usize, weight: f32) -> f32 {
+/// Returns the loss that label smoothing e adds to -log p of a class: e (its logit - mean logit). `None` if off.
+fn excess_loss(logits: &[f32], class: usize, smoothing: LabelSmoothing) -> Option<f32> {
+    let LabelSmoothing { factor, n_vocab } = smoothing;
+    let excess = || f64::from(logits[class]) - sum(logits) / n_vocab as f64;
+    (!smoothing.is_off()).then(|| factor * excess() as f32)
+}
+
+/// Adds the loss of label smoothing. Without it the bits are those of `loss`.
+fn add_excess(loss: f32, excess: Option<f32>) -> f32 {
+    excess.map_or(loss, |excess| loss + excess)
+}
+
+/// Replaces logits by weight (softmax - target distribution) and returns -log p of the target.
+fn softmax_minus_target(logits: &mut [f32], class: usize, weight: f32, smoothing: LabelSmoothing) -> f32 {
     let at_target = logits[class];
     let max = exp::max(logits);
     let sum = exp::exp_shifted(logits, max);
-    let scale = weight / sum;
-    vectorised!(logits.iter_mut().for_each(|p| *p *= scale));
-    logits[class] -= weight;
+    scaled_minus_target(logits, class, weight / sum, weight, smoothing);
     max - at_target + sum.ln()
 }
 
-/// Replaces exponentials by weight (share exp - onehot).
-fn exps_minus_onehot(exps: &mut [f32], class: usize, weight: f32, share: f32) {
-    let scale = weight * share;
-    vectorised!(exps.iter_mut().for_each(|p| *p *= scale));
-    if class != NOT_IN_SHARD {
-        exps[class] -= weight;
+/// Replaces exponentials by scale exp - weight (target distribution).
+fn scaled_minus_target(exps: &mut [f32], class: usize, scale: f32, weight: f32, smoothing: LabelSmoothing) {
+    if smoothing.is_off() {
+        vectorised!(exps.iter_mut().for_each(|p| *p *= scale));
+    } else {
+        let of_class = weight * smoothing.per_class();
+        vectorised!(exps.iter_mut().for_each(|p| *p = *p * scale - of_class));
     }
+    if class != NOT_IN_SHARD {
+        exps[class] -= weight * (1.0 - smoothing.factor);
+    }
+}
+
+/// Returns the sum of a row. The order is the same on every machine.
+fn sum(row: &[f32]) -> f64 {
+    vectorised!(sum_by_lanes(row))
+}
+
+#[inline(always)]
+fn sum_by_lanes(row: &[f32]) -> f64 {
+    let mut sums = [0.0f64; 16];
+    let mut chunks = row.chunks_exact(16);
+    for chunk in &mut chunks {
+        chunk.iter().zip(&mut sums).for_each(|(x, sum)| *sum += f64::from(*x));
+    }
+    sums.iter().sum::<f64>() + chunks.remainder().iter().copied().map(f64::from).sum::<f64>()
 }

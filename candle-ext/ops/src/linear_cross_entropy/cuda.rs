@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::args::{Reduction, Sizes, Target, TokenScores};
+use super::args::{LabelSmoothing, Reduction, Sizes, Target, TokenScores};
 use super::chunk::rows_per_chunk;
 use super::vocab_shard::VocabShard;
 use crate::cost::DeviceKind;
@@ -30,6 +30,7 @@ pub(super) struct CudaLmHead<'a> {
     rows: Tensor,
     classes: Tensor,
     tokens_per_chunk: usize,
+    smoothing: LabelSmoothing,
     shard: Option<&'a VocabShard<'a>>,
 }
 
@@ -67,7 +68,13 @@ impl<'a> CudaLmHead<'a> {
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
         let v = shard.map_or(sizes.v, |shard| shard.max_shard_rows);
         let tokens_per_chunk = rows_per_chunk(DeviceKind::Gpu, targets.len(), v, chunk);
-        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_per_chunk, shard })
+        let smoothing = LabelSmoothing::OFF;
+        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_per_chunk, smoothing, shard })
+    }
+
+    /// Sets the label smoothing; the default is none.
+    pub(super) fn with_smoothing(self, smoothing: LabelSmoothing) -> Self {
+        Self { smoothing, ..self }
     }
 
     /// Returns the loss of each target, f32 [n], and dx if `gradients` are given.
@@ -87,6 +94,7 @@ impl<'a> CudaLmHead<'a> {
                     Arg::Address(losses.address + 4 * chunk.start as DeviceAddress),
                     Arg::I32(self.sizes.v as i32),
                     Arg::I32(self.stride() as i32),
+                    Arg::F32(self.smoothing.factor),
                 ];
                 // SAFETY: there are chunk.len rows of logits, and as many classes and losses from its start on.
                 unsafe { KERNELS.launch(self.gpu, "losses", [chunk.len, 1, 1], THREADS, &args)? };
@@ -109,6 +117,8 @@ impl<'a> CudaLmHead<'a> {
                 Arg::Address(d_logits.address),
                 Arg::I32(self.sizes.v as i32),
                 Arg::I32(self.stride() as i32),
+                Arg::F32(self.smoothing.factor),
+                Arg::F32(self.smoothing.per_class()),
             ];
             let name = format!("gradients_{}", suffix(OP, dtype)?);
             // SAFETY: as above, and there are as many weights and rows of gradients.
@@ -124,7 +134,7 @@ impl<'a> CudaLmHead<'a> {
     /// Computes [`CudaLmHead::run`] for a vocabulary shard: merges the shards' softmax statistics chunk by chunk.
     fn run_shard(&self, shard: &VocabShard, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
-        let stride = self.stride() as i32;
+        let (stride, n_statistics) = (self.stride() as i32, VocabShard::n_statistics(self.smoothing));
         let with_dx = gradients.map(|gradients| {
             let weights = self.weights(gradients.weights, gradients.factor)?;
             Ok::<_, candle_core::Error>((weights, Tensor::zeros(self.x.shape(), dtype, self.x.device())?, gradients.dw))
@@ -134,7 +144,7 @@ impl<'a> CudaLmHead<'a> {
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;
             let logits = self.logits(&x, chunk)?;
-            let known = Out::new(self.gpu, DType::F32, 3 * chunk.len)?;
+            let known = Out::new(self.gpu, DType::F32, n_statistics * chunk.len)?;
             let args = [
                 Arg::Address(logits.address),
                 Arg::Address(self.class_of(chunk)?),
@@ -142,10 +152,11 @@ impl<'a> CudaLmHead<'a> {
                 Arg::I32(chunk.len as i32),
                 Arg::I32(v),
                 Arg::I32(stride),
+                Arg::I32(n_statistics as i32),
             ];
-            // SAFETY: there are chunk.len rows of logits and as many classes; the output has three numbers per row.
+            // SAFETY: there are chunk.len rows of logits and as many classes; the output has n_statistics numbers per row.
             unsafe { KERNELS.launch(self.gpu, "known", [chunk.len, 1, 1], THREADS, &args)? };
-            let merged = shard.merge(&known.into_tensor((3, chunk.len)))?;
+            let merged = shard.merge(&known.into_tensor((n_statistics, chunk.len)), self.smoothing)?;
             losses.push(merged.loss.clone());
             let Some((weights, dx, dw)) = &with_dx else { continue };
             let (max, sum) = (merged.max.contiguous()?, merged.sum.contiguous()?);
@@ -160,6 +171,8 @@ impl<'a> CudaLmHead<'a> {
                 Arg::Address(d_logits.address),
                 Arg::I32(v),
                 Arg::I32(stride),
+                Arg::F32(self.smoothing.factor),
+                Arg::F32(self.smoothing.per_class()),
             ];
             let name = format!("part_gradients_{}", suffix(OP, dtype)?);
             // SAFETY: as above, and there are as many weights, largest logits, sums and rows of gradients.

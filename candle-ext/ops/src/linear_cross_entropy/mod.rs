@@ -21,8 +21,8 @@ use crate::transfer::to_host;
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
+use args::{LabelSmoothing, Sizes, Target};
 pub use args::{Reduction, TokenScores};
-use args::{Sizes, Target};
 pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, max_logit_rows};
 pub use cost::CrossEntropyCost;
 pub use vocab_shard::VocabShard;
@@ -42,14 +42,23 @@ pub enum LossGrad<'a> {
 }
 
 /// Options of the loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CrossEntropy {
     /// Reduction of the token losses.
     pub reduction: Reduction,
     /// Target value of ignored tokens, as torch's `ignore_index`; -100 in most data.
     pub ignore_index: i64,
+    /// Probability that the target distribution spreads evenly over the vocabulary, as torch's `label_smoothing`; at
+    /// least 0 (off) and below 1.
+    pub label_smoothing: f32,
     /// Most tokens whose logits exist at once. A large vocabulary lowers the number further.
     pub chunk: usize,
+}
+
+impl CrossEntropy {
+    fn smoothing(&self, n_vocab: usize) -> LabelSmoothing {
+        LabelSmoothing { factor: self.label_smoothing, n_vocab }
+    }
 }
 
 /// Loss, and gradient of the hidden states.
@@ -63,6 +72,7 @@ pub struct LossAndGrad {
 
 /// Computes the loss -log softmax(x w^T)[target] for `x` [t, d], `w` [v, d] and i64 `targets` [t].
 ///
+/// With label smoothing e it is (1 - e) times that, plus e times the mean of -log softmax(x w^T) over the vocabulary.
 /// Ignored tokens cost no computation. Adds the gradient of `w` to its sink and returns that of `x`. Neither input
 /// needs to be tracked. Arithmetic is f32.
 pub fn linear_cross_entropy(
@@ -104,7 +114,8 @@ fn run(
         if matches!(upstream, LossGrad::NoGrad) { "forward" } else { "forward and backward" },
     );
     let sizes = check(x, w, targets, spec, shard)?;
-    let mut targets = supervised(targets, spec, shard.map_or(sizes.v, |shard| shard.n_vocab))?;
+    let n_vocab = shard.map_or(sizes.v, |shard| shard.n_vocab);
+    let mut targets = supervised(targets, spec, n_vocab)?;
     if let Some(shard) = shard {
         targets.iter_mut().for_each(|target| target.class = shard.local(target.class, sizes.v));
     }
@@ -118,13 +129,14 @@ fn run(
                 weights.iter_mut().for_each(|weight| *weight *= factor);
             }
             let weights = wants_dx.then_some(weights.as_slice());
-            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec.chunk), shard)?;
+            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec), shard)?;
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
             let value = w.value()?;
             let dw = w.sink().filter(|_| wants_dx && !targets.is_empty()).map(GradSink::grad_to_write).transpose()?;
             let head = cuda::CudaLmHead::new(&x, &value, &targets, sizes, spec.chunk, shard)?;
+            let head = head.with_smoothing(spec.smoothing(n_vocab));
             let factor = if let LossGrad::Scaled(_, factor) = upstream { Some(factor) } else { None };
             let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
@@ -139,7 +151,7 @@ fn run(
 pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Result<TokenScores> {
     let _span = span("token_scores", "forward");
     let ids: Vec<i64> = targets.iter().map(|&id| i64::from(id)).collect();
-    let spec = CrossEntropy { reduction: Reduction::None, ignore_index: -1, chunk };
+    let spec = CrossEntropy { reduction: Reduction::None, ignore_index: -1, label_smoothing: 0.0, chunk };
     let ids = Tensor::from_vec(ids, targets.len(), &Device::Cpu)?;
     let sizes = check(x, w, &ids, &spec, None)?;
     let targets = supervised(&ids, &spec, sizes.v)?;
@@ -147,7 +159,8 @@ pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Re
     on_device!("token_scores", x, {
         cpu => {
             let (x, w) = (host("token_scores", &x)?, host("token_scores", &value)?);
-            let head = cpu::CpuLmHead { x: x.floats()?, w: w.floats()?, sizes, chunk, shard: None };
+            let (x, w, smoothing) = (x.floats()?, w.floats()?, LabelSmoothing::OFF);
+            let head = cpu::CpuLmHead { x, w, sizes, chunk, smoothing, shard: None };
             Ok(head.scores(&targets).into_iter().collect())
         },
         cuda => cuda::CudaLmHead::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
@@ -160,12 +173,14 @@ fn on_cpu(
     w: &Weight,
     targets: &[Target],
     weights: Option<&[f32]>,
-    (sizes, chunk): (Sizes, usize),
+    (sizes, spec): (Sizes, &CrossEntropy),
     shard: Option<&VocabShard<'_>>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     let value = w.value()?;
     let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", &value)?);
-    let head = cpu::CpuLmHead { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, shard };
+    let (x_floats, w_floats) = (x_host.floats()?, w_host.floats()?);
+    let smoothing = spec.smoothing(shard.map_or(sizes.v, |shard| shard.n_vocab));
+    let head = cpu::CpuLmHead { x: x_floats, w: w_floats, sizes, chunk: spec.chunk, smoothing, shard };
     let Some(weights) = weights else { return Ok((head.losses(targets)?, None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
     let losses = match w.sink().filter(|_| !targets.is_empty()) {
@@ -200,6 +215,9 @@ fn check(
     }
     if spec.chunk == 0 {
         bail!("{op}: a chunk of 0 tokens, want at least 1")
+    }
+    if !(0.0..1.0).contains(&spec.label_smoothing) {
+        bail!("{op}: a label smoothing of {}, want at least 0 and below 1", spec.label_smoothing)
     }
     if let Some(shard) = shard.filter(|shard| shard.first_row + v > shard.n_vocab || v > shard.max_shard_rows) {
         bail!(

@@ -45,7 +45,7 @@ fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
     let (x, w) = (put(&randn((150, 40), 1)), trainable(&put(&randn((301, 40), 2))));
     let targets: Vec<i64> = (0..150).map(|i| if i % 5 == 0 { -100 } else { i * 2 }).collect();
     let targets = Tensor::new(targets, &Device::Cpu).unwrap();
-    let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 };
+    let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0, chunk: 64 };
     let out = linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     vec![out.loss, out.dx.unwrap(), grad_of(&w)]
 }

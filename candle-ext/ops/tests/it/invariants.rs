@@ -243,7 +243,7 @@ fn head() -> [Vec<u64>; 3] {
         &randn((150, 40), 1),
         &w,
         &Tensor::new(targets, &Device::Cpu).unwrap(),
-        &CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 },
+        &CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0, chunk: 64 },
         LossGrad::Scalar(1.0),
     )
     .unwrap();

@@ -15,7 +15,11 @@ use crate::cases::{
 const IGNORED: i64 = -100;
 
 fn spec(reduction: Reduction, chunk: usize) -> CrossEntropy {
-    CrossEntropy { reduction, ignore_index: IGNORED, chunk }
+    CrossEntropy { reduction, ignore_index: IGNORED, label_smoothing: 0.0, chunk }
+}
+
+fn smoothed(reduction: Reduction, label_smoothing: f32, chunk: usize) -> CrossEntropy {
+    CrossEntropy { label_smoothing, ..spec(reduction, chunk) }
 }
 
 fn targets(targets: &[i64]) -> Tensor {
@@ -29,16 +33,18 @@ fn some_targets(t: usize, v: usize) -> Tensor {
 }
 
 /// Computes the loss in plain candle ops.
-fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
+fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, spec: &CrossEntropy) -> Result<Tensor> {
+    let smoothing = f64::from(spec.label_smoothing);
     let logits = x.matmul(&w.t()?)?;
     let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
     let log_p = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(D::Minus1)?.log()?)?;
     let counts = targets.ne(IGNORED)?;
     let class = (targets * counts.to_dtype(DType::I64)?)?;
-    let losses = log_p.gather(&class.unsqueeze(1)?, 1)?.squeeze(1)?.neg()?;
+    let of_target = log_p.gather(&class.unsqueeze(1)?, 1)?.squeeze(1)?.neg()?;
+    let losses = ((of_target * (1.0 - smoothing))? - (log_p.mean(D::Minus1)? * smoothing)?)?;
     let counts = counts.to_dtype(DType::F64)?;
     let losses = (losses * &counts)?;
-    match reduction {
+    match spec.reduction {
         Reduction::Mean => losses.sum_all()? / counts.sum_all()?.to_scalar::<f64>()?,
         Reduction::Sum => losses.sum_all(),
         Reduction::None => Ok(losses),
@@ -46,20 +52,14 @@ fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> 
 }
 
 #[track_caller]
-fn check(sizes: (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
+fn check(sizes: (usize, usize, usize), spec: CrossEntropy, dtype: DType) {
     check_each(TestDevice::all(), |test_device| {
-        test_device.run(|| check_in(&test_device, sizes, chunk, reduction, dtype));
+        test_device.run(|| check_in(&test_device, sizes, &spec, dtype));
     });
 }
 
 #[track_caller]
-fn check_in(
-    test_device: &TestDevice,
-    (t, v, d): (usize, usize, usize),
-    chunk: usize,
-    reduction: Reduction,
-    dtype: DType,
-) {
+fn check_in(test_device: &TestDevice, (t, v, d): (usize, usize, usize), spec: &CrossEntropy, dtype: DType) {
     let x = test_device.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
     // Scales logits to a realistic size for any d.
     let root_d = (d as f64).sqrt();
@@ -67,23 +67,22 @@ fn check_in(
     let w = trainable(&test_device.put(&w.to_dtype(dtype).unwrap()));
     let targets = some_targets(t, v);
     let rows = randn(t, 3);
-    let upstream = match reduction {
+    let upstream = match spec.reduction {
         Reduction::None => LossGrad::PerToken(&rows),
         _ => LossGrad::Scalar(0.7),
     };
-    let spec = spec(reduction, chunk);
-    let got = linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap();
+    let got = linear_cross_entropy(&x, &w, &targets, spec, upstream).unwrap();
 
-    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {dtype:?} {test_device:?}");
+    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {spec:?}, {dtype:?} {test_device:?}");
     let exact = |x: &Tensor| {
         let host = x.to_device(&Device::Cpu).unwrap();
         Var::from_tensor(&host.to_dtype(DType::F64).unwrap()).unwrap()
     };
     let (x, w_exact) = (exact(&x), exact(&w.value().unwrap()));
-    let want = reference(&x, &w_exact, &targets, reduction).unwrap();
+    let want = reference(&x, &w_exact, &targets, spec).unwrap();
     // A confident and right prediction leaves only the rounding of its logits.
     assert_close_above(&what("loss"), &got.loss, &want, F32, 0.1);
-    let dy = match reduction {
+    let dy = match spec.reduction {
         Reduction::None => rows.to_dtype(DType::F64).unwrap(),
         _ => Tensor::new(0.7, &Device::Cpu).unwrap(),
     };
@@ -110,14 +109,75 @@ fn it_equals_the_reference() {
             cases.extend(small.map(|(sizes, chunk)| (sizes, chunk, reduction, dtype)));
         }
     }
-    check_each(cases, |(sizes, chunk, reduction, dtype)| check(sizes, chunk, reduction, dtype));
+    check_each(cases, |(sizes, chunk, reduction, dtype)| check(sizes, spec(reduction, chunk), dtype));
+}
+
+#[test]
+fn label_smoothing_equals_the_reference() {
+    let small = [((23, 301, 32), 4), ((23, 304, 32), 7), ((9, 3001, 16), 4), ((1, 5, 3), 1), ((2, 1, 1), 3)];
+    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for label_smoothing in [0.1, 0.9] {
+                check_each(small, |(sizes, chunk)| check(sizes, smoothed(reduction, label_smoothing, chunk), dtype));
+            }
+        }
+    }
+}
+
+/// Expected values: torch 2.15 in f64, `cross_entropy(logits, targets, label_smoothing=0.2, reduction=...)`, and the
+/// gradient of the mean.
+#[test]
+fn label_smoothing_equals_torch() {
+    let logits = [[1f32, -2.0, 0.5, 3.0], [0.0, 0.25, -1.0, 2.0], [4.0, 4.0, -4.0, 1.0]];
+    let losses = [0.6772534476793519, 0.0, 7.667899562581537];
+    let dx = [
+        [0.030276875180869613, -0.022247926436208165, 0.00852711957030574, -0.0165560683149672],
+        [0.0; 4],
+        [0.21888786154998482, 0.21888786154998482, -0.42491818473705095, -0.012857538362918773],
+    ];
+    let [losses, mean_loss, dx, x] = [
+        Tensor::new(&losses, &Device::Cpu),
+        Tensor::new(4.172576505130444, &Device::Cpu),
+        Tensor::new(&dx, &Device::Cpu),
+        Tensor::new(&logits, &Device::Cpu),
+    ]
+    .map(Result::unwrap);
+    let targets = targets(&[3, IGNORED, 2]);
+    check_each(TestDevice::all(), |test_device| {
+        let w = Weight::frozen(test_device.put(&Tensor::eye(4, DType::F32, &Device::Cpu).unwrap()));
+        let run = |reduction, upstream| {
+            let (x, spec) = (test_device.put(&x), smoothed(reduction, 0.2, 2));
+            test_device.run(|| linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap())
+        };
+        let what = |of: &str| format!("{of}, {test_device:?}");
+        assert_close(&what("losses"), &run(Reduction::None, LossGrad::NoGrad).loss, &losses, F32);
+        let mean = run(Reduction::Mean, LossGrad::Scalar(1.0));
+        assert_close(&what("mean"), &mean.loss, &mean_loss, F32);
+        assert_close(&what("dx"), &mean.dx.unwrap(), &dx, F32);
+    });
+}
+
+/// The loss scale of fp16 is a tensor.
+#[test]
+fn a_loss_scale_multiplies_the_gradients_of_a_smoothed_loss() {
+    check_each(TestDevice::all(), |test_device| {
+        let (x, w) = (test_device.put(&randn((7, 6), 1)), test_device.put(&randn((11, 6), 2)));
+        let factor = test_device.put(&Tensor::new(8f32, &Device::Cpu).unwrap());
+        let (targets, spec) = (some_targets(7, 11), smoothed(Reduction::Sum, 0.3, 3));
+        let run = |upstream| {
+            let w = trainable(&w);
+            let out = test_device.run(|| linear_cross_entropy(&x, &w, &targets, &spec, upstream)).unwrap();
+            [bits(&out.dx.unwrap()), bits(&grad_of(&w))]
+        };
+        assert_eq!(run(LossGrad::Scaled(0.25, &factor)), run(LossGrad::Scalar(2.0)), "{test_device:?}");
+    });
 }
 
 #[test]
 fn the_gradient_is_the_slope() {
     let (x, w, targets) = (randn((7, 6), 1), randn((11, 6), 2), some_targets(7, 11));
     let (dx, dw) = (randn((7, 6), 3), randn((11, 6), 4));
-    let spec = spec(Reduction::Mean, 3);
+    let spec = smoothed(Reduction::Mean, 0.2, 3);
     let run = |h: f64| {
         let x = (&x + (&dx * h).unwrap()).unwrap();
         let w = trainable(&(&w + (&dw * h).unwrap()).unwrap());
@@ -135,8 +195,10 @@ fn the_gradient_is_the_slope() {
 #[test]
 fn the_loss_alone_is_the_same_and_leaves_no_gradient() {
     let (x, w, targets) = (randn((9, 6), 1), trainable(&randn((11, 6), 2)), some_targets(9, 11));
-    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
-        let run = |upstream| linear_cross_entropy(&x, &w, &targets, &spec(reduction, 4), upstream).unwrap();
+    let reductions = [Reduction::Mean, Reduction::Sum, Reduction::None];
+    for (reduction, label_smoothing) in reductions.into_iter().flat_map(|kind| [(kind, 0.0), (kind, 0.1)]) {
+        let spec = smoothed(reduction, label_smoothing, 4);
+        let run = |upstream| linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap();
         let only = run(LossGrad::NoGrad);
         assert!(only.dx.is_none());
         assert_eq!(bits(&grad_of(&w)), [0; 66]);
@@ -195,7 +257,7 @@ fn large_logits_do_not_overflow() {
     let spec = spec(Reduction::None, 8);
     let out = linear_cross_entropy(&x, &w, &targets(&[0, 6]), &spec, LossGrad::NoGrad).unwrap();
     let exact = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
-    let want = reference(&exact(&x), &exact(&w.value().unwrap()), &targets(&[0, 6]), Reduction::None).unwrap();
+    let want = reference(&exact(&x), &exact(&w.value().unwrap()), &targets(&[0, 6]), &spec).unwrap();
     assert_close("loss", &out.loss, &want, F32);
 }
 
@@ -259,6 +321,11 @@ fn wrong_arguments_are_named() {
     assert_error(run(&x, &ok, sum, 0, one), "a chunk of 0 tokens");
     assert_error(run(&x, &ok, none, 4, one), "need a gradient per token");
     assert_error(run(&x, &ok, sum, 4, LossGrad::PerToken(&rows)), "a reduced loss needs one gradient");
+    for label_smoothing in [-0.1, 1.0, f32::NAN] {
+        let spec = smoothed(sum, label_smoothing, 4);
+        let result = linear_cross_entropy(&x, &w, &ok, &spec, one);
+        assert_error(result, &format!("a label smoothing of {label_smoothing}, want at least 0 and below 1"));
+    }
     let short = randn(1, 1);
     assert_error(run(&x, &ok, none, 4, LossGrad::PerToken(&short)), "per-token loss gradients are F32 [1]");
     assert_error(run(&randn((2, 5), 1), &ok, sum, 4, one), "weight has shape [7, 4], want [7, 5]");
@@ -304,34 +371,45 @@ fn in_parts(
 /// A shard may have none of the targets; the last one may be shorter.
 #[test]
 fn vocabulary_shards_give_the_loss_and_gradients_of_the_whole_head() {
-    let (t, v, d) = (13, 31, 8);
     check_each(TestDevice::all(), |test_device| {
         for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {
-            let put = |x: Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
-            let (x, w) = (put(randn((t, d), 1)), put((randn((v, d), 2) * 1.5).unwrap()));
-            let targets = some_targets(t, 20);
-            let spec = spec(Reduction::Sum, chunk);
-            let one = LossGrad::Scalar(0.7);
-            let whole_w = trainable(&w);
-            let whole = test_device.run(|| linear_cross_entropy(&x, &whole_w, &targets, &spec, one).unwrap());
-            let parts = in_parts(&test_device, &x, &w, &[0..12, 12..24, 24..31], &targets, (&spec, one));
-            let what = |of: &str| format!("{of} in {dtype:?}, {test_device:?}");
-            let sum = |parts: Vec<&Tensor>| {
-                let wide = parts.iter().map(|part| part.to_dtype(DType::F32).unwrap());
-                wide.reduce(|a, b| (a + b).unwrap()).unwrap()
-            };
-            for (out, _) in &parts {
-                assert_close(&what("loss"), &out.loss, &whole.loss, F32);
+            for label_smoothing in [0.0, 0.3] {
+                for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+                    check_shards(&test_device, &smoothed(reduction, label_smoothing, chunk), dtype);
+                }
             }
-            let dx = sum(parts.iter().map(|(out, _)| out.dx.as_ref().unwrap()).collect());
-            assert_close(&what("dx"), &dx, &whole.dx.unwrap(), 2.0 * bound(dtype));
-            let dw = Tensor::cat(&parts.iter().map(|(_, dw)| dw).collect::<Vec<_>>(), 0).unwrap();
-            let is_exact = matches!(test_device, TestDevice::Cpu) && dtype != DType::BF16;
-            let bound = if is_exact { F32 } else { bound(dtype) };
-            assert_close(&what("dw"), &dw, &grad_of(&whole_w), bound);
-
-            let only = in_parts(&test_device, &x, &w, &[0..16, 16..31], &targets, (&spec, LossGrad::NoGrad));
-            assert_close(&what("loss alone"), &only[1].0.loss, &whole.loss, F32);
         }
     });
+}
+
+#[track_caller]
+fn check_shards(test_device: &TestDevice, spec: &CrossEntropy, dtype: DType) {
+    let (t, v, d) = (13, 31, 8);
+    let put = |x: Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
+    let (x, w) = (put(randn((t, d), 1)), put((randn((v, d), 2) * 1.5).unwrap()));
+    let (targets, rows) = (some_targets(t, 20), randn(t, 3));
+    let upstream = match spec.reduction {
+        Reduction::None => LossGrad::PerToken(&rows),
+        _ => LossGrad::Scalar(0.7),
+    };
+    let whole_w = trainable(&w);
+    let whole = test_device.run(|| linear_cross_entropy(&x, &whole_w, &targets, spec, upstream).unwrap());
+    let parts = in_parts(test_device, &x, &w, &[0..12, 12..24, 24..31], &targets, (spec, upstream));
+    let what = |of: &str| format!("{of} in {dtype:?}, {spec:?}, {test_device:?}");
+    let sum = |parts: Vec<&Tensor>| {
+        let wide = parts.iter().map(|part| part.to_dtype(DType::F32).unwrap());
+        wide.reduce(|a, b| (a + b).unwrap()).unwrap()
+    };
+    for (out, _) in &parts {
+        assert_close(&what("loss"), &out.loss, &whole.loss, F32);
+    }
+    let dx = sum(parts.iter().map(|(out, _)| out.dx.as_ref().unwrap()).collect());
+    assert_close(&what("dx"), &dx, &whole.dx.unwrap(), 2.0 * bound(dtype));
+    let dw = Tensor::cat(&parts.iter().map(|(_, dw)| dw).collect::<Vec<_>>(), 0).unwrap();
+    let is_exact = matches!(test_device, TestDevice::Cpu) && dtype != DType::BF16;
+    let bound = if is_exact { F32 } else { bound(dtype) };
+    assert_close(&what("dw"), &dw, &grad_of(&whole_w), bound);
+
+    let only = in_parts(test_device, &x, &w, &[0..16, 16..31], &targets, (spec, LossGrad::NoGrad));
+    assert_close(&what("loss alone"), &only[1].0.loss, &whole.loss, F32);
 }

@@ -63,7 +63,7 @@ fn gradients_of_the_lm_head_are_added_to_the_main_gradient() {
     check("linear_cross_entropy", &[randn((64, 40), 2)], |test_device, w| {
         let targets = Tensor::new((0..50i64).map(|i| i * 13 % 64).collect::<Vec<_>>(), &Device::Cpu).unwrap();
         // One chunk: several would be rounded one by one.
-        let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 50 };
+        let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, label_smoothing: 0.0, chunk: 50 };
         let x = bf16(test_device, (50, 40), 1);
         linear_cross_entropy(&x, &w[0], &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     });
@@ -111,7 +111,7 @@ fn gradients_after_a_reset_equal_gradients_added_to_zeros() {
         check_reset("linear_cross_entropy", &[randn((64, 40), 2)], |test_device, w| {
             let targets = (0..50i64).map(|i| if i < n_targets { i * 13 % 64 } else { -100 });
             let targets = Tensor::new(targets.collect::<Vec<_>>(), &Device::Cpu).unwrap();
-            let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 17 };
+            let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, label_smoothing: 0.0, chunk: 17 };
             let x = test_device.put(&randn((50, 40), 1));
             linear_cross_entropy(&x, &w[0], &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
         });

@@ -109,7 +109,7 @@ fn the_loss_never_holds_all_logits() {
     let (x, w) = (zeros((t, d), DType::F32), zeros((v, d), DType::F32));
     let w = Weight::trainable(w, GradSink::new(zeros((v, d), DType::F32)).unwrap());
     let targets = Tensor::zeros(t, DType::I64, &Device::Cpu).unwrap();
-    let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk };
+    let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, label_smoothing: 0.0, chunk };
     let peak = peak(|| {
         linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     });

@@ -1,7 +1,7 @@
 //! Loss of a training step: objective, normalization and auxiliary losses.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_ops::{LossAndGrad, LossGrad, Tape, add};
+use candlewick_ops::{LossAndGrad, LossGrad, Reduction, Tape, add};
 
 use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
 
@@ -26,6 +26,13 @@ pub struct StepLoss<'a> {
     pub auxiliary: &'a [AuxiliaryLoss],
 }
 
+/// Reduction and label smoothing of a cross-entropy.
+#[derive(Clone, Copy)]
+pub(super) struct LossForm {
+    pub(super) reduction: Reduction,
+    pub(super) label_smoothing: f32,
+}
+
 /// Losses of a step on this rank, before normalization.
 #[derive(Clone, Debug)]
 pub struct StepLosses {
@@ -45,6 +52,13 @@ pub(super) struct AuxiliarySums<'a> {
     scale: &'a LossScale,
     /// Sums of each loss by layer; `None` for a layer that did not compute it.
     sums: Vec<Vec<Option<Tensor>>>,
+}
+
+impl From<Reduction> for LossForm {
+    /// Returns a form without label smoothing.
+    fn from(reduction: Reduction) -> Self {
+        Self { reduction, label_smoothing: 0.0 }
+    }
 }
 
 impl LossScale {

@@ -23,7 +23,7 @@ use candlewick_model::{
     ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
 };
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, Reduction, RowRanges, Weight,
+    AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, RowRanges, Weight,
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
@@ -36,6 +36,7 @@ use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
 pub use fp8::Fp8LayerStats;
 pub use inference::{PackedTokens, ScoreQuery};
+use loss::LossForm;
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::{Micro, StepMicros};
@@ -68,6 +69,8 @@ pub struct Engine {
     tiled_mlp: TiledMlp,
     /// Maximum bytes of logits at once.
     logits_bytes: usize,
+    /// Label smoothing of the training loss.
+    label_smoothing: f32,
     attention_hook: Option<Arc<dyn ParallelOps + Send + Sync>>,
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
@@ -105,6 +108,7 @@ impl Engine {
             attention,
             tiled_mlp,
             logits_bytes,
+            label_smoothing: 0.0,
             attention_hook,
             sequence,
             tensor,
@@ -145,6 +149,12 @@ impl Engine {
     /// Limits the bytes of logits at once. The logits of one token are always allowed.
     pub fn with_logits_bytes(self, logits_bytes: usize) -> Self {
         Self { logits_bytes, ..self }
+    }
+
+    /// Sets the label smoothing of the training loss, at least 0 (the default: off) and below 1; see
+    /// [`CrossEntropy::label_smoothing`]. Inference and the losses of MTP layers have none.
+    pub fn with_label_smoothing(self, label_smoothing: f32) -> Self {
+        Self { label_smoothing, ..self }
     }
 
     /// Splits the tokens of each micro-batch over context parallel ranks. All of them must pass the same micro-batches.
@@ -324,11 +334,15 @@ impl Engine {
         normed_td: &Tensor,
         lm_head: &Weight,
         targets: &Tensor,
-        reduction: Reduction,
+        form: impl Into<LossForm>,
         upstream: LossGrad,
     ) -> Result<LossAndGrad> {
-        let spec =
-            |n_tokens| CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: self.max_logit_rows(n_tokens) };
+        let LossForm { reduction, label_smoothing } = form.into();
+        let ignore_index = Micro::IGNORED;
+        let spec = |n_vocab| {
+            let chunk = self.max_logit_rows(n_vocab);
+            CrossEntropy { reduction, ignore_index, label_smoothing, chunk }
+        };
         match &self.tensor {
             None => linear_cross_entropy(normed_td, lm_head, targets, &spec(lm_head.dims()[0]), upstream),
             Some(tensor) => tensor.with_vocab(self.model.config().vocab_size(), |part| {

@@ -11,7 +11,7 @@ use candlewick_model::{
 };
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
-use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
+use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
@@ -384,8 +384,10 @@ impl Engine {
         let lm_head = self.model.lm_head(weights)?;
         let (part, mut value) = (&state.part, None);
         let mut dy = self.hidden_states_grad(tape.output(), context.parallel_ops, |normed_td| {
-            let cross_entropy =
-                |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
+            let cross_entropy = |reduction, upstream| {
+                let form = LossForm { reduction, label_smoothing: self.label_smoothing };
+                self.cross_entropy(normed_td, &lm_head, &part.micro.targets, form, upstream)
+            };
             let token_losses =
                 || self.of_all_tokens(&cross_entropy(Reduction::None, LossGrad::NoGrad)?.loss, state.whole);
             let out = match loss.objective.loss(&TokenLosses::new(state.whole, &token_losses))? {

@@ -49,7 +49,8 @@ impl<'a> TokenLosses<'a> {
         self.micro
     }
 
-    /// Returns -log p of each target under the current weights, f32 [t]; 0 where there is no target.
+    /// Returns the cross-entropy of each target under the current weights, f32 [t]: -log p, or with label smoothing that
+    /// loss. It is 0 where there is no target.
     ///
     /// Collective: all ranks that split the micro-batch must call it.
     pub fn losses(&self) -> Result<Tensor> {

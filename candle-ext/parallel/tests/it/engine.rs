@@ -232,7 +232,8 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             model.final_norm(head, &x)
         });
         let tape = tape.unwrap();
-        let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };
+        let spec =
+            CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, label_smoothing: 0.0, chunk: 3 };
         let lm_head = model.lm_head(head).unwrap();
         let upstream = LossGrad::Scalar(1.0 / n_targets(&batch));
         let out = linear_cross_entropy(tape.output(), &lm_head, &micro.targets, &spec, upstream).unwrap();

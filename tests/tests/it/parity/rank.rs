@@ -41,6 +41,7 @@ pub(crate) struct Strategy {
     pub(crate) tiled_mlp: TiledMlp,
     /// Most bytes of logits that the loss holds at once; `None` does not limit them.
     pub(crate) logits_bytes: Option<usize>,
+    pub(crate) label_smoothing: f32,
     pub(crate) cpu_offload: CpuOffload,
     pub(crate) token_dispatcher: TokenDispatcher,
 }
@@ -54,6 +55,7 @@ impl Strategy {
         chunk_layers: None,
         tiled_mlp: TiledMlp::Off,
         logits_bytes: None,
+        label_smoothing: 0.0,
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
         token_dispatcher: TokenDispatcher::AllToAll,
     };
@@ -249,7 +251,10 @@ pub(crate) fn engine_with_routers(
         fp8: case.fp8(),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
-    let engine = spec.build(model, &groups, Device::Cpu)?.with_tiled_mlp(strategy.tiled_mlp);
+    let engine = spec
+        .build(model, &groups, Device::Cpu)?
+        .with_tiled_mlp(strategy.tiled_mlp)
+        .with_label_smoothing(strategy.label_smoothing);
     engine.store().fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);

@@ -50,6 +50,7 @@ impl Plan {
         let fp8 = precision::resolve(&mut resolver, &model);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
+        let label_smoothing_factor = optimizer::label_smoothing_factor(&mut resolver);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         optimizer::note_default_rate(&mut resolver, &model);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
@@ -82,6 +83,7 @@ impl Plan {
             fp8,
             tokenizer,
             data,
+            label_smoothing_factor,
             optimizer,
             optimizer_on_host,
             weights_on_host,

@@ -1,4 +1,4 @@
-//! The optimizer and the learning rate schedule.
+//! The training loss, the optimizer and the learning rate schedule.
 
 use candlewick_ops::LossScaling;
 
@@ -13,6 +13,15 @@ use crate::schedule::{Floor, PhaseLength, Ramp, Schedule, Shape};
 
 const LR: &str = "optimizer.learning_rate";
 const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
+
+pub(super) fn label_smoothing_factor(resolver: &mut Resolver) -> f64 {
+    const KEY: &str = "label_smoothing_factor";
+    let factor = resolver.pick(KEY, resolver.recipe().label_smoothing_factor.map(|factor| factor.0), 0.0);
+    if !(0.0..1.0).contains(&factor) {
+        resolver.report(&[KEY], format!("{KEY}: expected at least 0 and below 1, found {factor}"));
+    }
+    factor
+}
 
 pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPlan {
     let optimizer = &resolver.recipe().optimizer;

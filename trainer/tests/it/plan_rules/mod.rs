@@ -364,6 +364,12 @@ fn optimizer_settings_have_bounds() {
     refused(&["optimizer.eps=0"], &["optimizer.eps: expected above 0"]);
     refused(&["optimizer.weight_decay=-1"], &["optimizer.weight_decay: expected at least 0, found -1"]);
     refused(&["gradient_clipping=-1"], &["gradient_clipping: expected at least 0"]);
+    for factor in ["-0.1", "1"] {
+        let want = format!("label_smoothing_factor: expected at least 0 and below 1, found {factor}");
+        refused(&[&format!("label_smoothing_factor={factor}")], &[&want]);
+    }
+    assert_eq!(plan(&["label_smoothing_factor=10%"]).label_smoothing_factor, 0.1);
+    assert_eq!(plan(&[]).label_smoothing_factor, 0.0);
     for name in ["fused_adam", "adamw", "adam", "cpu_adam"] {
         plan(&[&format!("optimizer.type={name}")]);
     }

@@ -152,7 +152,8 @@ impl ExpertRank {
             store.start_grad_reduction(unit_idx, micro_batch)
         };
         store.prepare_grads(2)?;
-        let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 64 };
+        let spec =
+            CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, label_smoothing: 0.0, chunk: 64 };
         let head = store.fetch(2)?.named("head")?.clone();
         let upstream = LossGrad::Scalar(1.0 / N_TOKENS as f64);
         let out = linear_cross_entropy(block.output(), &head, &targets, &spec, upstream)?;
