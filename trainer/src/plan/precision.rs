@@ -99,12 +99,12 @@ impl Fp8Plan {
     pub(super) fn modules(&self, config: &Config) -> Vec<String> {
         let [at_start, at_end] = self.layers_in_bf16;
         let layers = at_start..config.n_layers().saturating_sub(at_end);
-        let is_filtered = |name: &String| self.exclude_modules.iter().any(|text| name.contains(text.as_str()));
+        let is_excluded = |name: &String| self.exclude_modules.iter().any(|text| name.contains(text.as_str()));
         let names = layers.flat_map(|layer_idx| {
             let layer = config.layer(layer_idx);
             layer.linears().map(|linear| linear.module.clone()).collect::<Vec<_>>()
         });
-        names.filter(|name| !is_filtered(name)).collect()
+        names.filter(|name| !is_excluded(name)).collect()
     }
 }
 

@@ -76,8 +76,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
     Ok(Built { engine, notes, peak })
 }
 
-/// With the plan's automatic filter, keeps layers in the compute dtype that FP8 does not make faster on the first rank's
-/// device.
+/// With `precision.exclude_slower_modules`, keeps layers in the compute dtype that FP8 does not make faster on the first
+/// rank's device.
 fn without_slower_modules(plan: &Plan, model: Model, ranks: &RankContext, notes: &mut Vec<String>) -> Result<Model> {
     let Some(fp8) = plan.fp8.as_ref().filter(|fp8| fp8.exclude_slower_modules) else { return Ok(model) };
     let own = || {

@@ -49,7 +49,7 @@ fn fp8_may_be_turned_on_and_off_on_resume() {
 
 /// With all layers filtered but one, the loss differs from that of all layers.
 #[test]
-fn filtered_layers_stay_in_the_dtype_of_the_model() {
+fn excluded_modules_stay_in_the_dtype_of_the_model() {
     let loss = |arguments: &[&str]| {
         let run = Run::new();
         run.train_ok(&[&["train_iters=1", "checkpoint=null"], arguments].concat());
@@ -144,7 +144,7 @@ fn advice_measures_every_size() {
 
 /// Layers that are slower in FP8 stay in the dtype of the model: on the CPU these are all or nearly all.
 #[test]
-fn an_automatic_filter_reports_its_choice() {
+fn the_exclusion_of_slower_modules_is_reported() {
     let run = Run::new();
     let arguments =
         ["precision.recipe=current", "precision.exclude_slower_modules=true", "train_iters=1", "checkpoint=null"];

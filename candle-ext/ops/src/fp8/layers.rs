@@ -108,11 +108,6 @@ impl Fp8Layers {
         })
     }
 
-    /// Returns the settings.
-    pub fn config(&self) -> &Fp8Config {
-        &self.config
-    }
-
     /// Returns the module names of the layers.
     pub fn modules(&self) -> &[String] {
         &self.modules
@@ -228,15 +223,15 @@ impl Fp8Linear {
     }
 
     /// Quantizes the input, or returns what another layer has made of the same tensor.
-    pub(super) fn input(&self, x: &Tensor, usage: Fp8Orientation) -> Result<Fp8Operands> {
-        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.operands.serve(usage);
+    pub(super) fn input(&self, x: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.operands.serve(orientation);
         let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
         if let Some(QuantizedInput { operands, amax, .. }) = known {
             amax.map_or(Ok(()), |amax| self.raise_amax(Fp8Operand::Input, &amax))?;
-            self.add_stats(Fp8Operand::Input, x, usage, Fp8Rounding::Nearest)?;
+            self.add_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
             return Ok(operands);
         }
-        let (operands, amax) = self.quantize(Fp8Operand::Input, x, usage, Fp8Rounding::Nearest)?;
+        let (operands, amax) = self.quantize(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
         if let Some(active) = self.layers.lock().as_mut() {
             active.input = Some(QuantizedInput { id: x.id(), operands: operands.clone(), amax });
         }
@@ -244,12 +239,12 @@ impl Fp8Linear {
     }
 
     /// Quantizes the weight.
-    pub(super) fn quantized_weight(&self, value: &Tensor, usage: Fp8Orientation) -> Result<Fp8Operands> {
-        Ok(self.quantize(Fp8Operand::Weight, value, usage, Fp8Rounding::Nearest)?.0)
+    pub(super) fn quantized_weight(&self, value: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+        Ok(self.quantize(Fp8Operand::Weight, value, orientation, Fp8Rounding::Nearest)?.0)
     }
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
-    pub(super) fn grad_output(&self, dy: &Tensor, usage: Fp8Orientation) -> Result<Fp8Operands> {
+    pub(super) fn grad_output(&self, dy: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
         let rounding = match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
             (Fp8Rounding::Stochastic { key }, Some(active)) => {
                 let n = &mut active.n_gradients[self.layer_idx];
@@ -259,7 +254,7 @@ impl Fp8Linear {
             }
             (rounding, _) => rounding,
         };
-        Ok(self.quantize(Fp8Operand::GradOutput, dy, usage, rounding)?.0)
+        Ok(self.quantize(Fp8Operand::GradOutput, dy, orientation, rounding)?.0)
     }
 
     /// Quantizes an operand, records its amax if scaling is delayed, and its statistics if they are collected.
@@ -267,13 +262,13 @@ impl Fp8Linear {
         &self,
         operand: Fp8Operand,
         x: &Tensor,
-        usage: Fp8Orientation,
+        orientation: Fp8Orientation,
         rounding: Fp8Rounding,
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
-        self.add_stats(operand, x, usage, rounding)?;
+        self.add_stats(operand, x, orientation, rounding)?;
         self.with_scales(operand, x, |rows, source| {
             let format = self.layers.config.formats.of(operand);
-            operands::quantize(rows, source, Quantization { format, rounding, usage })
+            operands::quantize(rows, source, Quantization { format, rounding, orientation })
         })
     }
 
@@ -302,14 +297,20 @@ impl Fp8Linear {
     }
 
     /// Adds the statistics of a tensor that is quantized, if they are collected.
-    fn add_stats(&self, operand: Fp8Operand, x: &Tensor, usage: Fp8Orientation, rounding: Fp8Rounding) -> Result<()> {
+    fn add_stats(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        orientation: Fp8Orientation,
+        rounding: Fp8Rounding,
+    ) -> Result<()> {
         let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
         let Some(Fp8StepStats { sums, amaxes }) = stats else { return Ok(()) };
         let slot = self.slot(operand);
         let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
         let format = self.layers.config.formats.of(operand);
         self.with_scales(operand, x, |rows, source| {
-            for (_, matrix) in operands::plain_matrices(rows, source, Quantization { format, rounding, usage })? {
+            for (_, matrix) in operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })? {
                 let (of_tensor, amax) = stats::sums(rows, &matrix)?;
                 sums.slice_set(&(&sums + of_tensor.unsqueeze(0)?)?, 0, 0)?;
                 largest.slice_set(&largest.maximum(&amax)?, 0, 0)?;

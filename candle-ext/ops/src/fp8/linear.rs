@@ -82,12 +82,12 @@ impl SavedFp8Linear {
         if self.dims.t == 0 {
             return self.wants_dx.map(|(dtype, shape)| Tensor::zeros(shape, dtype, dy.device())).transpose();
         }
-        let usage = match (&self.wants_dx, &self.input) {
+        let orientation = match (&self.wants_dx, &self.input) {
             (Some(_), Some(_)) => Fp8Orientation::Both,
             (None, Some(_)) => Fp8Orientation::Columnwise,
             (_, None) => Fp8Orientation::Rowwise,
         };
-        let quantized = self.layer.grad_output(dy, usage)?;
+        let quantized = self.layer.grad_output(dy, orientation)?;
         if !context.defers() {
             self.add_grads(dy, &quantized)?;
             return self.grad_x(&quantized);
@@ -127,8 +127,8 @@ impl SavedFp8Linear {
 }
 
 /// Returns the quantized weight, from the copy in its buffer if there is one.
-fn quantized_weight(layer: &Fp8Linear, w: &Weight, usage: Fp8Orientation) -> Result<Fp8Operands> {
-    w.fp8_copy(|copy| copy.serve(usage), |value| layer.quantized_weight(value, usage))
+fn quantized_weight(layer: &Fp8Linear, w: &Weight, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+    w.fp8_copy(|copy| copy.serve(orientation), |value| layer.quantized_weight(value, orientation))
 }
 
 fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {

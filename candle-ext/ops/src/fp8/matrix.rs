@@ -1,6 +1,6 @@
 //! FP8 matrices: codes with the inverse scales of their blocks.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::cpu::{self, BlockSizes};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -130,11 +130,6 @@ impl Fp8Matrix {
             Some(blocks) => [blocks.block_rows, blocks.block_columns],
         };
         [rows.max(1), columns.max(1)]
-    }
-
-    /// Returns the bytes of codes and scales.
-    pub fn n_bytes(&self) -> usize {
-        self.codes.elem_count() + self.scale_inv.elem_count() * DType::F32.size_in_bytes()
     }
 }
 

@@ -44,13 +44,14 @@ pub(super) enum ScaleSource<'a> {
 pub(super) struct Quantization {
     pub(super) format: Fp8Format,
     pub(super) rounding: Fp8Rounding,
-    pub(super) usage: Fp8Orientation,
+    pub(super) orientation: Fp8Orientation,
 }
 
 impl Fp8Operands {
-    /// Returns true if all matmuls of `usage` can read the matrix.
-    pub(super) fn serve(&self, usage: Fp8Orientation) -> bool {
-        (!usage.is_rowwise() || self.rowwise.is_some()) && (!usage.is_columnwise() || self.columnwise.is_some())
+    /// Returns true if all matmuls of `orientation` can read the matrix.
+    pub(super) fn serve(&self, orientation: Fp8Orientation) -> bool {
+        (!orientation.is_rowwise() || self.rowwise.is_some())
+            && (!orientation.is_columnwise() || self.columnwise.is_some())
     }
 
     /// Returns the operand of matmuls that sum over the columns.
@@ -87,24 +88,24 @@ pub(super) fn quantize(
 fn quantize_on_cuda(
     x: &Tensor,
     source: ScaleSource<'_>,
-    Quantization { format, rounding, usage }: Quantization,
+    Quantization { format, rounding, orientation }: Quantization,
 ) -> Result<(Fp8Operands, Option<Tensor>)> {
     let encoding = (format, rounding);
     let (codes, amax) = match source {
         ScaleSource::Delayed { scale, slot } => {
             let amax = Tensor::zeros(1, DType::F32, x.device())?;
-            (cuda::cast_operands(x, scale, Some([&amax, slot]), usage, encoding)?, Some(amax))
+            (cuda::cast_operands(x, scale, Some([&amax, slot]), orientation, encoding)?, Some(amax))
         }
         ScaleSource::First { rule, slot } => {
             let [amax, scale] = cuda::current_scale(x, rule, format)?;
             cuda::raise_amax(slot, &amax)?;
-            (cuda::cast_operands(x, &scale, None, usage, encoding)?, Some(amax))
+            (cuda::cast_operands(x, &scale, None, orientation, encoding)?, Some(amax))
         }
         ScaleSource::Current(rule) => {
             let [_, scale] = cuda::current_scale(x, rule, format)?;
-            (cuda::cast_operands(x, &scale, None, usage, encoding)?, None)
+            (cuda::cast_operands(x, &scale, None, orientation, encoding)?, None)
         }
-        ScaleSource::Blockwise(rule, operand) => (cuda::block_operands(x, rule, operand, usage, encoding)?, None),
+        ScaleSource::Blockwise(rule, operand) => (cuda::block_operands(x, rule, operand, orientation, encoding)?, None),
     };
     let matrix =
         |cuda::GemmCodes { codes, scale_inv, block }| Fp8Matrix::in_order_of_cublas_lt(codes, scale_inv, format, block);
@@ -126,22 +127,22 @@ fn quantize_on_cpu(
         ScaleSource::Current(_) | ScaleSource::Blockwise(..) => None,
     };
     let mut operands = Fp8Operands { rowwise: None, columnwise: None };
-    for (usage, matrix) in plain_matrices(x, source, quantization)? {
-        if usage.is_rowwise() {
+    for (orientation, matrix) in plain_matrices(x, source, quantization)? {
+        if orientation.is_rowwise() {
             operands.rowwise = Some(matrix.clone());
         }
-        if usage.is_columnwise() {
+        if orientation.is_columnwise() {
             operands.columnwise = Some(matrix);
         }
     }
     Ok((operands, amax))
 }
 
-/// Quantizes a matrix to row-major codes on any device: one for all matmuls, or one for each usage if their blocks differ.
+/// Quantizes a matrix to row-major codes on any device: one for all matmuls, or one for each orientation if their blocks differ.
 pub(super) fn plain_matrices(
     x: &Tensor,
     source: ScaleSource<'_>,
-    Quantization { format, rounding, usage }: Quantization,
+    Quantization { format, rounding, orientation }: Quantization,
 ) -> Result<Vec<(Fp8Orientation, Fp8Matrix)>> {
     let (rule, operand) = match source {
         ScaleSource::Delayed { scale, .. } => {
@@ -159,10 +160,10 @@ pub(super) fn plain_matrices(
     if rowwise == columnwise {
         wanted.push((Fp8Orientation::Both, rowwise));
     } else {
-        wanted.extend(usage.is_rowwise().then_some((Fp8Orientation::Rowwise, rowwise)));
-        wanted.extend(usage.is_columnwise().then_some((Fp8Orientation::Columnwise, columnwise)));
+        wanted.extend(orientation.is_rowwise().then_some((Fp8Orientation::Rowwise, rowwise)));
+        wanted.extend(orientation.is_columnwise().then_some((Fp8Orientation::Columnwise, columnwise)));
     }
-    let quantize = |(usage, block)| Ok((usage, fp8_quantize_current(x, block, rule, format, rounding)?));
+    let quantize = |(orientation, block)| Ok((orientation, fp8_quantize_current(x, block, rule, format, rounding)?));
     wanted.into_iter().map(quantize).collect()
 }
 

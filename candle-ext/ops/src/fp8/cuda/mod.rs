@@ -216,7 +216,7 @@ pub(super) fn cast_operands(
     x: &Tensor,
     scale: &Tensor,
     record: Option<[&Tensor; 2]>,
-    usage: Fp8Orientation,
+    orientation: Fp8Orientation,
     encoding: (Fp8Format, Fp8Rounding),
 ) -> Result<[Option<GemmCodes>; 2]> {
     let (columns, padded) = (x.dims()[1], x.dims()[0].next_multiple_of(MULTIPLE));
@@ -225,8 +225,8 @@ pub(super) fn cast_operands(
         None => None,
     };
     let cast = Cast {
-        codes: usage.is_rowwise().then_some(padded),
-        transposed: usage.is_columnwise().then_some(padded),
+        codes: orientation.is_rowwise().then_some(padded),
+        transposed: orientation.is_columnwise().then_some(padded),
         record,
     };
     let (codes, transposed, scale_inv) = cast.run(x, address(OP, scale)?, encoding)?;
@@ -236,8 +236,8 @@ pub(super) fn cast_operands(
         block: ScaleBlock::Tensor,
     };
     Ok([
-        usage.is_rowwise().then(|| of(codes, (padded, columns))),
-        usage.is_columnwise().then(|| of(transposed, (columns, padded))),
+        orientation.is_rowwise().then(|| of(codes, (padded, columns))),
+        orientation.is_columnwise().then(|| of(transposed, (columns, padded))),
     ])
 }
 
@@ -337,14 +337,15 @@ pub(super) fn block_operands(
     x: &Tensor,
     rule: ScaleRule,
     operand: Fp8Operand,
-    usage: Fp8Orientation,
+    orientation: Fp8Orientation,
     encoding: (Fp8Format, Fp8Rounding),
 ) -> Result<[Option<GemmCodes>; 2]> {
     let [rows, columns] = [x.dims()[0], x.dims()[1]];
     let padded_rows = rows.next_multiple_of(MULTIPLE);
     let block = if operand == Fp8Operand::Weight { KernelBlock::Tiles } else { KernelBlock::Rows };
-    let rowwise = usage.is_rowwise().then(|| GemmBlocks::new(x, [padded_rows, columns], block)).transpose()?;
-    let columnwise = usage.is_columnwise().then(|| GemmBlocks::new(x, [columns, padded_rows], block)).transpose()?;
+    let rowwise = orientation.is_rowwise().then(|| GemmBlocks::new(x, [padded_rows, columns], block)).transpose()?;
+    let columnwise =
+        orientation.is_columnwise().then(|| GemmBlocks::new(x, [columns, padded_rows], block)).transpose()?;
     let outputs = BlockOutputs {
         block,
         padded_rows,
