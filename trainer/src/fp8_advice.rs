@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candlewick_model::{LayerSpec, LinearSpec, Model};
-use candlewick_ops::{FlatBuffer, Fp8Config, Fp8Layers, GradSink, OutputDtype, Tape, Weight, linear};
+use candlewick_ops::{FlatBuffer, Fp8Config, Fp8Layers, Fp8Module, GradSink, OutputDtype, Tape, Weight, linear};
 use serde::Serialize;
 
 use crate::plan::{Plan, dtype};
@@ -26,6 +26,8 @@ pub struct Fp8Advice {
     pub n_tokens: usize,
     /// The linear layers, by size.
     pub sizes: Vec<SizeAdvice>,
+    /// Parameters of routed experts. FP8 does not make them faster: the values of their codes are multiplied in `dtype`.
+    pub experts: Vec<String>,
 }
 
 /// Times of all linear layers of one size: forward and backward of a micro-batch. With FP8, the weight is quantized once.
@@ -49,7 +51,8 @@ const ROUNDS: usize = 5;
 impl Fp8Advice {
     /// Returns the modules that FP8 does not make faster.
     pub fn slower_modules(&self) -> impl Iterator<Item = &str> {
-        self.sizes.iter().filter(|size| !size.is_faster()).flat_map(|size| size.modules.iter().map(String::as_str))
+        let slower = self.sizes.iter().filter(|size| !size.is_faster());
+        slower.flat_map(|size| &size.modules).chain(&self.experts).map(String::as_str)
     }
 }
 
@@ -84,6 +87,12 @@ pub fn advise(plan: &Plan, model: &Model, config: Fp8Config, device: &Device) ->
         dtype: format!("{:?}", plan.model.dtype).to_lowercase(),
         n_tokens,
         sizes: sizes.collect::<Result<_>>()?,
+        experts: model
+            .fp8_modules()
+            .into_iter()
+            .filter(|module| module.n_matrices > 1)
+            .map(|module| module.name)
+            .collect(),
     })
 }
 
@@ -116,7 +125,7 @@ fn measure(shape: LayerShape, config: Fp8Config, device: &Device) -> Result<[f64
         true => Weight::trainable(view, GradSink::new(Tensor::zeros((n_out, n_in), DType::F32, device)?)?),
         false => Weight::frozen(view),
     };
-    let layers = Arc::new(Fp8Layers::new(config, vec![String::new()], device)?);
+    let layers = Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("")], device)?);
     let layer = layers.layer("").context("the layer has its name")?;
     let fp8_weight = weight.clone().with_fp8(layer);
     let run = |weight: &Weight| -> Result<f64> {
@@ -144,7 +153,7 @@ fn measure(shape: LayerShape, config: Fp8Config, device: &Device) -> Result<[f64
 
 impl fmt::Display for Fp8Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { device, recipe, dtype, n_tokens, sizes } = self;
+        let Self { device, recipe, dtype, n_tokens, sizes, experts } = self;
         writeln!(f, "precision.recipe: {recipe} on {device}, {n_tokens} tokens, forward and backward of one layer")?;
         writeln!(f, "  {:>6}  {:>15}  {:>10}  {:>10}  {:>8}  advice", "layers", "out x in", dtype, "fp8", "speed-up")?;
         for size in sizes {
@@ -159,10 +168,17 @@ impl fmt::Display for Fp8Advice {
                 size.dense_ms / size.fp8_ms
             )?;
         }
+        if !experts.is_empty() {
+            writeln!(
+                f,
+                "  {:>6}  routed experts: FP8 rounds their matmuls but does not make them faster  {dtype}",
+                experts.len()
+            )?;
+        }
         let n_faster = sizes.iter().filter(|size| size.is_faster()).count();
         match n_faster {
             0 => write!(f, "no layer is faster in FP8 here: leave out the section precision"),
-            n if n == sizes.len() => write!(f, "all layers are faster in FP8"),
+            n if n == sizes.len() && experts.is_empty() => write!(f, "all layers are faster in FP8"),
             _ => write!(f, "precision.exclude_slower_modules: true keeps the slower layers in {dtype}"),
         }
     }

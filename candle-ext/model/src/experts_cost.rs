@@ -50,6 +50,9 @@ pub(crate) struct ExpertsCost {
     pub(crate) d: u64,
     pub(crate) f: u64,
     pub(crate) n_bytes: u64,
+    /// Elements of this rank's gate and up projections, and of its down projections, that are rounded to FP8 for each matmul;
+    /// zero without FP8.
+    pub(crate) fp8_weights: [u64; 2],
     pub(crate) exchange: ExpertExchange,
 }
 
@@ -69,8 +72,9 @@ impl ExpertsCost {
     /// projection. Sums of exchanged tokens replace the rows.
     pub(crate) fn forward_bytes(&self) -> u64 {
         let f = self.width();
-        let first = self.rows(self.d) + self.rows(2 * f);
-        let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d);
+        let [fp8_gate_up, fp8_down] = self.fp8_bytes([self.d, f]);
+        let first = self.rows(self.d) + self.rows(2 * f) + fp8_gate_up;
+        let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d) + fp8_down;
         let third = self.rows(self.d) + 2 * self.exchanged_bytes();
         self.logits_bytes() + self.exchanged_bytes() + first.max(second).max(third)
     }
@@ -101,9 +105,10 @@ impl ExpertsCost {
     pub(crate) fn backward_bytes(&self) -> u64 {
         let (rows, f) = (|width| self.rows(width), self.width());
         // The gradient of the projection, the gated activation and its gradient.
-        let down = rows(self.d) + 2 * rows(f);
+        let [fp8_gate_up, fp8_down] = self.fp8_bytes([2 * f, self.d]);
+        let down = rows(self.d) + 2 * rows(f) + fp8_down;
         // The gradients of gate and up and of the permuted rows, and the rows.
-        let gate_up = rows(2 * f) + 2 * rows(self.d);
+        let gate_up = rows(2 * f) + 2 * rows(self.d) + fp8_gate_up;
         down.max(gate_up)
     }
 
@@ -113,6 +118,13 @@ impl ExpertsCost {
             ExpertExchange::Rows { .. } => self.rows(self.d),
             ExpertExchange::None | ExpertExchange::Tokens { .. } => 0,
         }
+    }
+
+    /// Returns the bytes of the values of FP8 codes in the matmuls of gate and up, and of down: of the weight, and of rows of
+    /// these widths.
+    fn fp8_bytes(&self, widths: [u64; 2]) -> [u64; 2] {
+        let bytes = |i: usize| self.fp8_weights[i] * self.n_bytes + self.rows(widths[i]);
+        [0, 1].map(|i| if self.fp8_weights[i] > 0 { bytes(i) } else { 0 })
     }
 
     fn rows(&self, width: u64) -> u64 {

@@ -40,6 +40,8 @@ pub struct LayerCost<'a> {
     pub exchange: AttentionExchange,
     /// Exchange of tokens between the ranks of the experts.
     pub experts: ExpertExchange,
+    /// Number of ranks that split the weights of the experts.
+    pub n_expert_ranks: usize,
     /// Factor of the capacity to which experts are padded; `None` for a balanced load without padding.
     pub padded_capacity_factor: Option<f64>,
     /// Dtype of the router's matmuls.
@@ -204,6 +206,10 @@ impl LayerCost<'_> {
             d: self.layer.hidden_size as u64,
             f: moe.expert_size as u64,
             n_bytes: self.n_bytes(),
+            fp8_weights: [&moe.gate_up, &moe.down].map(|matrix| match matrix.fp8 {
+                true => (matrix.n_weights() / self.n_expert_ranks) as u64,
+                false => 0,
+            }),
             exchange: self.experts,
         })
     }
@@ -372,6 +378,7 @@ mod tests {
             tiled_mlp: TiledMlp::Off,
             exchange: AttentionExchange::default(),
             experts: ExpertExchange::None,
+            n_expert_ranks: 1,
             padded_capacity_factor: None,
             router: RouterDtype::F32,
         };

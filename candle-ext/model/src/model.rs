@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size, k head size
 
 use candle_core::{Device, Result, Tensor};
-use candlewick_ops::{Weight, WeightStorage};
+use candlewick_ops::{Fp8Module, Weight, WeightStorage};
 
 use crate::{
     AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps,
@@ -33,17 +33,24 @@ impl Model {
         self
     }
 
-    /// Makes the linear layers with these module names multiply in FP8 during training.
+    /// Makes the linear layers and the routed experts with these names multiply in FP8 during training.
     pub fn with_fp8(mut self, modules: &[String]) -> Model {
-        let linears = self.units.iter_mut().flat_map(FsdpUnit::linears_mut);
-        linears.for_each(|linear| linear.fp8 = modules.contains(&linear.module));
+        for unit in &mut self.units {
+            unit.linears_mut().for_each(|linear| linear.fp8 = modules.contains(&linear.module));
+            unit.expert_matrices_mut().for_each(|matrix| matrix.fp8 = modules.contains(&matrix.name));
+        }
         self
     }
 
-    /// Returns the module names of the linear layers that multiply in FP8.
-    pub fn fp8_modules(&self) -> impl Iterator<Item = &str> {
-        let linears = self.layers().flat_map(LayerSpec::linears);
-        linears.filter(|linear| linear.fp8).map(|linear| linear.module.as_str())
+    /// Returns the linear layers and the routed experts that multiply in FP8.
+    pub fn fp8_modules(&self) -> Vec<Fp8Module> {
+        let of_layer = |layer: &LayerSpec| {
+            let linears = layer.linears().filter(|linear| linear.fp8).map(|linear| Fp8Module::linear(&linear.module));
+            let experts = layer.expert_matrices().filter(|matrix| matrix.fp8);
+            let experts = experts.map(|matrix| Fp8Module { name: matrix.name.clone(), n_matrices: matrix.n_experts });
+            linears.chain(experts).collect::<Vec<_>>()
+        };
+        self.layers().flat_map(of_layer).collect()
     }
 
     /// Returns the model's config.

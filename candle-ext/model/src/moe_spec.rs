@@ -44,6 +44,8 @@ pub struct ExpertMatrixSpec {
     pub out: usize,
     /// Input features of an expert's matrix.
     pub input: DimSize,
+    /// True if the experts multiply in FP8 during training.
+    pub fp8: bool,
     /// LoRA adapters of the experts.
     pub adapters: Vec<ExpertAdapterSpec>,
     /// Meaning of the parameter's rows.
@@ -81,6 +83,7 @@ impl Config {
             out,
             input,
             rows,
+            fp8: false,
             adapters: Vec::new(),
         };
         let ffn = DimSize { dim: Dim::Ffn, len: moe.expert_size };
@@ -154,6 +157,11 @@ impl MoeSpec {
         [&self.gate_up, &self.down].into_iter()
     }
 
+    /// Returns the matrices of the experts in forward order.
+    pub(crate) fn expert_matrices_mut(&mut self) -> impl Iterator<Item = &mut ExpertMatrixSpec> {
+        [&mut self.gate_up, &mut self.down].into_iter()
+    }
+
     /// Returns the module names of one linear layer of all experts, as in Hub checkpoints.
     pub(crate) fn expert_modules(&self, linear: &str) -> impl Iterator<Item = String> {
         (0..self.n_experts).map(move |expert_idx| format!("{}.experts.{expert_idx}.{linear}", self.hub.module))
@@ -193,6 +201,11 @@ impl MoeSpec {
 }
 
 impl ExpertMatrixSpec {
+    /// Returns the number of elements of all matrices.
+    pub fn n_weights(&self) -> usize {
+        self.n_experts * self.out * self.input.len
+    }
+
     /// Returns the parameter: the rows of the first expert, then those of the second, and so on.
     fn param(&self, hub: HubTensors, std: f64) -> ParamSpec {
         let rows = DimSize { dim: self.rows, len: self.n_experts * self.out };

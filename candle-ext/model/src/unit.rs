@@ -3,7 +3,8 @@
 use candlewick_ops::WeightStorage;
 
 use crate::{
-    AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LinearSpec, LoraConfig, ModelError, ParamScope, ParamSpec, mtp,
+    AdapterSpec, Config, Dim, DimSize, ExpertMatrixSpec, Init, LayerSpec, LinearSpec, LoraConfig, MlpSpec, ModelError,
+    ParamScope, ParamSpec, mtp,
 };
 
 /// Parameters that are all-gathered, computed and freed together, as by FSDP's `fully_shard`.
@@ -56,6 +57,15 @@ impl FsdpUnit {
     /// Returns the linear layers of the unit's decoder layer.
     pub(crate) fn linears_mut(&mut self) -> impl Iterator<Item = &mut LinearSpec> {
         self.layer_mut().into_iter().flat_map(LayerSpec::linears_mut)
+    }
+
+    /// Returns the matrices of the routed experts of the unit's decoder layer.
+    pub(crate) fn expert_matrices_mut(&mut self) -> impl Iterator<Item = &mut ExpertMatrixSpec> {
+        let moe = self.layer_mut().and_then(|layer| match &mut layer.mlp {
+            MlpSpec::Moe(moe) => Some(moe),
+            MlpSpec::SwiGlu(_) => None,
+        });
+        moe.into_iter().flat_map(|moe| moe.expert_matrices_mut())
     }
 
     /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.

@@ -76,8 +76,7 @@ impl EngineSpec {
         let options = StoreOptions { dtypes, mode, cpu_offload };
         let mut store = ParamStore::of_units(model.units(), options, &device, sharding)?;
         if let Some(config) = self.fp8 {
-            let modules = model.fp8_modules().map(str::to_owned).collect();
-            store = store.with_fp8(Fp8Layers::new(config, modules, &device)?)?;
+            store = store.with_fp8(Fp8Layers::new(config, model.fp8_modules(), &device)?)?;
         }
         let losses: Arc<dyn Collective> = match mode {
             StoreMode::Train => Arc::clone(&groups.loss),

@@ -45,6 +45,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         tiled_mlp: setup.modes.tiled_mlp(),
         exchange: exchange(setup, layer),
         experts: expert_exchange(setup),
+        n_expert_ranks: setup.ranks.n_expert_ranks(),
         padded_capacity_factor: setup.padded_capacity_factor,
         router: setup.router,
     }

@@ -95,14 +95,15 @@ impl Fp8Plan {
         Fp8Config { recipe, formats, gradient_rounding }
     }
 
-    /// Returns the names of the linear layers that multiply in FP8.
+    /// Returns the names of the linear layers and routed experts that multiply in FP8.
     pub(super) fn modules(&self, config: &Config) -> Vec<String> {
         let [at_start, at_end] = self.layers_in_bf16;
         let layers = at_start..config.n_layers().saturating_sub(at_end);
         let is_excluded = |name: &String| self.exclude_modules.iter().any(|text| name.contains(text.as_str()));
         let names = layers.flat_map(|layer_idx| {
             let layer = config.layer(layer_idx);
-            layer.linears().map(|linear| linear.module.clone()).collect::<Vec<_>>()
+            let linears = layer.linears().map(|linear| linear.module.clone());
+            linears.chain(layer.expert_matrices().map(|matrix| matrix.name.clone())).collect::<Vec<_>>()
         });
         names.filter(|name| !is_excluded(name)).collect()
     }

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{HumanFloat, HumanInt};
 
-/// FP8 training, with the names of Megatron-LM's flags without their prefix. The linear layers of decoder layers multiply
-/// in FP8; embedding, output layer, routers, experts, norms and attention stay in `model.dtype`.
+/// FP8 training, with the names of Megatron-LM's flags without their prefix. The linear layers and the routed
+/// experts of decoder layers multiply in FP8; embedding, output layer, routers, norms and attention stay in `model.dtype`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrecisionSection {
@@ -40,8 +40,8 @@ pub struct PrecisionSection {
     /// Measures at the start of the run which linear layers are faster in FP8 on rank 0's device, with the time of
     /// quantization, and keeps the others in `model.dtype`. `trainer fp8-advise` prints the measurement. Default false.
     pub exclude_slower_modules: Option<bool>,
-    /// Keeps the linear layers whose names contain one of these texts in `model.dtype`: `[o_proj, layers.3.mlp]`. torchtitan's
-    /// name is `filter_fqns`. Default: none.
+    /// Keeps the linear layers and routed experts whose names contain one of these texts in `model.dtype`:
+    /// `[o_proj, layers.3.mlp, experts]`. torchtitan's name is `filter_fqns`. Default: none.
     pub exclude_modules: Option<Vec<String>>,
 }
 

@@ -86,8 +86,8 @@ fn without_slower_modules(plan: &Plan, model: Model, ranks: &RankContext, notes:
     };
     let all = ranks.process.exchange(if ranks.process.rank() == 0 { own() } else { Ok(Vec::new()) })?;
     let slower: Vec<String> = serde_json::from_slice(&all[0])?;
-    let faster: Vec<String> =
-        model.fp8_modules().filter(|name| !slower.iter().any(|slow| slow == name)).map(str::to_owned).collect();
+    let names = model.fp8_modules().into_iter().map(|module| module.name);
+    let faster: Vec<String> = names.filter(|name| !slower.contains(name)).collect();
     notes.push(format!(
         "precision.exclude_slower_modules: {} linear layers multiply in FP8, {} are faster in model.dtype",
         faster.len(),

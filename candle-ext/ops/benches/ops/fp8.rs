@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{
-    AmaxHistoryPolicy, DelayedScaling, FlatBuffer, Fp8Config, Fp8Formats, Fp8Layers, Fp8Operand, Fp8Recipe,
+    AmaxHistoryPolicy, DelayedScaling, FlatBuffer, Fp8Config, Fp8Formats, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe,
     Fp8Rounding, OutputDtype, ScaleRule, Weight, linear,
 };
 
@@ -97,7 +97,7 @@ fn of_layers(&Layers { t, sizes }: &Layers) -> Vec<BenchCase> {
 
 fn fp8_layers(recipe: Fp8Recipe, device: &Device) -> Result<Arc<Fp8Layers>> {
     let config = Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest };
-    Ok(Arc::new(Fp8Layers::new(config, vec!["layer".to_owned()], device)?))
+    Ok(Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("layer")], device)?))
 }
 
 /// Cases of [`linears`] in FP8. Inputs and gradients are quantized in each run, the frozen weight once.

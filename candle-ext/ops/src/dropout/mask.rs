@@ -34,7 +34,7 @@ pub fn derive_key(key: u64, part: u64) -> u64 {
 const STRIDE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Returns the key of the stream that begins at `position` of the stream of `key`.
-pub(super) fn key_after(key: u64, position: u64) -> u64 {
+pub(crate) fn key_after(key: u64, position: u64) -> u64 {
     key.wrapping_add(position.wrapping_mul(STRIDE))
 }
 

@@ -16,8 +16,8 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_with, record, save};
 use crate::span::span;
 use crate::storage::{self, host};
-pub(crate) use mask::random;
 pub use mask::{Dropout, derive_key};
+pub(crate) use mask::{key_after, random};
 use rows::DropoutSpan;
 pub use rows::{ColumnShard, RowRanges};
 

@@ -3,6 +3,7 @@
 // Transposed codes are [columns, padded_rows]. Rows from `rows` to `padded_rows` are zeros.
 #include "blocks.cuh"
 #include "codes.cuh"
+#include "groups.cuh"
 #include "tensor.cuh"
 
 #define AMAX_KERNELS(T, suffix)                                                        \
@@ -22,6 +23,13 @@ KERNEL(256) finish_amax(const float* parts, int n, float* amax, float* scale, fl
     amax[0] = most;
     if (scale) scale[0] = Rule{epsilon, power_of_two != 0, largest}.scale(most, format_max);
 }
+
+#define GROUP_AMAXES_KERNEL(T, suffix)                                                                                 \
+    KERNEL(256) group_amaxes_##suffix(const T* x, const uint* offsets, int rows_per_group, float* amaxes,              \
+                                      float* slots, int stride, int n, int e, int columns) {                           \
+        group_amaxes(GroupInput<T>{x, {offsets, rows_per_group}, n, e, columns, {}}, amaxes, slots, stride);           \
+    }
+FOR_EACH_FLOAT(GROUP_AMAXES_KERNEL)
 
 // slot = max(slot, amax)
 KERNEL(32) record_amax(const float* amax, float* slot) {
@@ -50,7 +58,26 @@ KERNEL(32) record_amax(const float* amax, float* slot) {
         if (is_wide_tile(x, codes, columns)) blocks.tile<BLOCK, F, 8>(x);                                             \
         else blocks.tile<BLOCK, F, 1>(x);                                                                             \
     }
+#define GROUPS_KERNEL(F, format, T, suffix)                                                                            \
+    KERNEL(256) groups_##format##_##suffix(                                                                            \
+        const T* x, const uint* offsets, int rows_per_group, T* y, const float* scales, int stride,                    \
+        const float* amaxes, int n, int e, int columns, float epsilon, float largest, unsigned long long key,          \
+        int is_stochastic) {                                                                                           \
+        const GroupInput<T> input{x, {offsets, rows_per_group}, n, e, columns, {key, is_stochastic != 0}};             \
+        round_groups<F>(input, scales, stride, amaxes, Rule{epsilon, true, largest}, y);                               \
+    }
+#define GROUP_BLOCKS_KERNEL(BLOCK, block, F, format, T, suffix)                                                        \
+    KERNEL(256) group_blocks_##block##_##format##_##suffix(                                                            \
+        const T* x, const uint* offsets, int rows_per_group, T* y, int n, int e, int columns, float epsilon,           \
+        float largest, unsigned long long key, int is_stochastic) {                                                    \
+        const GroupInput<T> input{x, {offsets, rows_per_group}, n, e, columns, {key, is_stochastic != 0}};             \
+        round_group_blocks<BLOCK, F>(input, Rule{epsilon, true, largest}, y);                                          \
+    }
 #define FORMAT_KERNELS(F, format, T, suffix)                \
+    GROUPS_KERNEL(F, format, T, suffix)                     \
+    GROUP_BLOCKS_KERNEL(1, 1x128, F, format, T, suffix)     \
+    GROUP_BLOCKS_KERNEL(2, 128x1, F, format, T, suffix)     \
+    GROUP_BLOCKS_KERNEL(3, 128x128, F, format, T, suffix)   \
     CAST_KERNEL(F, format, T, suffix)                       \
     BLOCKS_KERNEL(1, 1x128, F, format, T, suffix)           \
     BLOCKS_KERNEL(2, 128x1, F, format, T, suffix)           \

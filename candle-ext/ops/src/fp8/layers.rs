@@ -1,11 +1,13 @@
 //! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, and quantized inputs in use.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
 use super::delayed::{DelayedState, SLOTS};
+use super::matrix::Fp8Matrix;
 use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
 use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
@@ -18,7 +20,7 @@ use crate::transfer::to_host;
 /// They multiply in FP8 while an [`Fp8Guard`] lives, and in the compute dtype otherwise.
 pub struct Fp8Layers {
     config: Fp8Config,
-    modules: Vec<String>,
+    modules: Vec<Fp8Module>,
     /// State of delayed scaling.
     delayed: Option<(DelayedScaling, DelayedState)>,
     /// Statistics of a step: requested, or collected.
@@ -27,6 +29,22 @@ pub struct Fp8Layers {
     has_history: AtomicBool,
     active: Mutex<Option<Active>>,
     device: Device,
+}
+
+/// A module whose weights multiply in FP8.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fp8Module {
+    /// Module name of a linear layer, or name of the routed experts' parameter.
+    pub name: String,
+    /// Number of matrices, each with its own scales: 1, or the number of experts.
+    pub n_matrices: usize,
+}
+
+impl Fp8Module {
+    /// Creates the module of a linear layer.
+    pub fn linear(name: impl Into<String>) -> Self {
+        Self { name: name.into(), n_matrices: 1 }
+    }
 }
 
 /// Statistics of one step.
@@ -49,7 +67,7 @@ struct Active {
     input: Option<QuantizedInput>,
     /// Seed of stochastic rounding in this step.
     key: u64,
-    /// Number of gradients that each layer has quantized in this step.
+    /// Number of gradients that each module has quantized in this step.
     n_gradients: Vec<u64>,
     /// Statistics of the step, if they are collected.
     stats: Option<Fp8StepStats>,
@@ -63,23 +81,26 @@ struct QuantizedInput {
     amax: Option<Tensor>,
 }
 
-/// One linear layer of [`Fp8Layers`].
+/// One module of [`Fp8Layers`].
 #[derive(Clone)]
 pub struct Fp8Linear {
     layers: Arc<Fp8Layers>,
-    layer_idx: usize,
+    module_idx: usize,
+    /// Matrices of the module that this rank holds.
+    matrices: Range<usize>,
 }
 
 /// Turns FP8 on for its lifetime.
 pub struct Fp8Guard<'a>(&'a Fp8Layers);
 
-/// The state of one layer's delayed scaling, as views that a checkpoint reads and writes.
+/// The state of one module's delayed scaling, as views that a checkpoint reads and writes. Each matrix has three slots:
+/// input, weight and gradient.
 pub struct Fp8LayerState {
-    /// Module name of the layer.
+    /// Name of the module.
     pub module: String,
-    /// Amaxes of input, weight and gradient in the last steps, the newest first, f32 [3, amax_history_len].
+    /// Amaxes of the slots in the last steps, the newest first, f32 [3 * matrices, amax_history_len].
     pub amax_history: Tensor,
-    /// Scales of input, weight and gradient, f32 [3].
+    /// Scales of the slots, f32 [3 * matrices].
     pub scales: Tensor,
 }
 
@@ -88,13 +109,14 @@ pub struct Fp8LayerState {
 const FIRST_SCALES: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
 
 impl Fp8Layers {
-    /// Creates the state of the layers with these module names.
+    /// Creates the state of these modules.
     ///
     /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two.
     /// TransformerEngine starts with scales of 1, at which small gradients become zero.
-    pub fn new(config: Fp8Config, modules: Vec<String>, device: &Device) -> Result<Self> {
+    pub fn new(config: Fp8Config, modules: Vec<Fp8Module>, device: &Device) -> Result<Self> {
+        let n_matrices = modules.iter().map(|module| module.n_matrices).sum();
         let delayed = match config.recipe {
-            Fp8Recipe::Delayed(scaling) => Some((scaling, DelayedState::new(modules.len(), scaling, device)?)),
+            Fp8Recipe::Delayed(scaling) => Some((scaling, DelayedState::new(n_matrices, scaling, device)?)),
             Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
         };
         Ok(Self {
@@ -108,29 +130,36 @@ impl Fp8Layers {
         })
     }
 
-    /// Returns the module names of the layers.
-    pub fn modules(&self) -> &[String] {
+    /// Returns the modules.
+    pub fn modules(&self) -> &[Fp8Module] {
         &self.modules
     }
 
-    /// Returns the layer with a module name.
-    pub fn layer(self: &Arc<Self>, module: &str) -> Option<Fp8Linear> {
-        let layer_idx = self.modules.iter().position(|name| name == module)?;
-        Some(Fp8Linear { layers: Arc::clone(self), layer_idx })
+    /// Returns the module with a name.
+    pub fn layer(self: &Arc<Self>, name: &str) -> Option<Fp8Linear> {
+        let module_idx = self.modules.iter().position(|module| module.name == name)?;
+        let matrices = 0..self.modules[module_idx].n_matrices;
+        Some(Fp8Linear { layers: Arc::clone(self), module_idx, matrices })
+    }
+
+    /// Returns the slots of a module's matrices.
+    fn slots(&self, module_idx: usize) -> Range<usize> {
+        let slots = |modules: &[Fp8Module]| SLOTS * modules.iter().map(|module| module.n_matrices).sum::<usize>();
+        slots(&self.modules[..module_idx])..slots(&self.modules[..=module_idx])
     }
 
     /// Turns FP8 on for a step, until the guard is dropped. `key` seeds stochastic rounding.
     pub fn enable(&self, key: u64) -> Result<Fp8Guard<'_>> {
         let is_first_step = self.is_first_step()?;
-        let n_layers = self.modules.len();
+        let n_modules = self.modules.len();
         let stats = match *self.lock_stats() {
             StepStats::Requested => Some(Fp8StepStats {
-                sums: Tensor::zeros((SLOTS * n_layers, N_SUMS), DType::F64, &self.device)?,
-                amaxes: Tensor::zeros(SLOTS * n_layers, DType::F32, &self.device)?,
+                sums: Tensor::zeros((SLOTS * n_modules, N_SUMS), DType::F64, &self.device)?,
+                amaxes: Tensor::zeros(SLOTS * n_modules, DType::F32, &self.device)?,
             }),
             StepStats::Off | StepStats::Collected(_) => None,
         };
-        *self.lock() = Some(Active { is_first_step, input: None, key, n_gradients: vec![0; n_layers], stats });
+        *self.lock() = Some(Active { is_first_step, input: None, key, n_gradients: vec![0; n_modules], stats });
         Ok(Fp8Guard(self))
     }
 
@@ -166,12 +195,12 @@ impl Fp8Layers {
         self.lock().is_some()
     }
 
-    /// Returns the amaxes since the last update, f32 [3 * layers]; `None` unless scaling is delayed.
+    /// Returns the amaxes since the last update, f32 [3 * matrices]; `None` unless scaling is delayed.
     pub fn amaxes(&self) -> Option<&Tensor> {
         self.delayed.as_ref().map(|(_, state)| &state.amaxes)
     }
 
-    /// Updates delayed scales from the amaxes of the step, f32 [3 * layers], which must be equal on all ranks.
+    /// Updates delayed scales from the amaxes of the step, f32 [3 * matrices], which must be equal on all ranks.
     ///
     /// As in TransformerEngine, the amax joins the history, and the scale follows from the history. A slot whose amax is 0,
     /// such as that of a skipped layer, or not finite keeps both: TransformerEngine puts infinities into the history, where
@@ -181,17 +210,18 @@ impl Fp8Layers {
         state.update(amaxes, *scaling, self.config.formats)
     }
 
-    /// Returns the state of each layer; none unless scaling is delayed.
+    /// Returns the state of each module; none unless scaling is delayed.
     pub fn states(&self) -> Result<Vec<Fp8LayerState>> {
         let Some((_, state)) = &self.delayed else { return Ok(Vec::new()) };
-        let of_layer = |(layer_idx, module): (usize, &String)| {
+        let of_module = |(module_idx, module): (usize, &Fp8Module)| {
+            let slots = self.slots(module_idx);
             Ok(Fp8LayerState {
-                module: module.clone(),
-                amax_history: state.history.narrow(0, layer_idx * SLOTS, SLOTS)?,
-                scales: state.scales.narrow(0, layer_idx * SLOTS, SLOTS)?,
+                module: module.name.clone(),
+                amax_history: state.history.narrow(0, slots.start, slots.len())?,
+                scales: state.scales.narrow(0, slots.start, slots.len())?,
             })
         };
-        self.modules.iter().enumerate().map(of_layer).collect()
+        self.modules.iter().enumerate().map(of_module).collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Active>> {
@@ -214,7 +244,21 @@ impl Fp8Linear {
 
     /// Returns the module name.
     pub(super) fn module(&self) -> &str {
-        &self.layers.modules[self.layer_idx]
+        &self.layers.modules[self.module_idx].name
+    }
+
+    /// Returns the layer with some of its matrices: those of a rank's experts.
+    pub fn with_matrices(self, matrices: Range<usize>) -> Self {
+        Self { matrices, ..self }
+    }
+
+    /// Returns the number of matrices that this rank holds.
+    pub fn n_matrices(&self) -> usize {
+        self.matrices.len()
+    }
+
+    pub(super) fn config(&self) -> Fp8Config {
+        self.layers.config
     }
 
     /// Quantizes a matrix, or the last two dims of a tensor, for both matmuls that read this operand.
@@ -245,16 +289,20 @@ impl Fp8Linear {
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
     pub(super) fn grad_output(&self, dy: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        let rounding = match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
+        Ok(self.quantize(Fp8Operand::GradOutput, dy, orientation, self.next_gradient_rounding())?.0)
+    }
+
+    /// Returns the rounding of the next gradient, with a key of its own.
+    pub(super) fn next_gradient_rounding(&self) -> Fp8Rounding {
+        match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
             (Fp8Rounding::Stochastic { key }, Some(active)) => {
-                let n = &mut active.n_gradients[self.layer_idx];
+                let n = &mut active.n_gradients[self.module_idx];
                 *n += 1;
-                let parts = [active.key, self.layer_idx as u64, *n];
+                let parts = [active.key, self.module_idx as u64, *n];
                 Fp8Rounding::Stochastic { key: parts.into_iter().fold(key, derive_key) }
             }
             (rounding, _) => rounding,
-        };
-        Ok(self.quantize(Fp8Operand::GradOutput, dy, orientation, rounding)?.0)
+        }
     }
 
     /// Quantizes an operand, records its amax if scaling is delayed, and its statistics if they are collected.
@@ -280,20 +328,33 @@ impl Fp8Linear {
         quantize: impl FnOnce(&Tensor, ScaleSource<'_>) -> Result<R>,
     ) -> Result<R> {
         let rows = x.flatten_to(x.rank().saturating_sub(2))?;
+        self.with_scale_source(operand, 0, |source| quantize(&rows, source))
+    }
+
+    /// Calls `f` with the source of the scales of an operand of one of this rank's matrices.
+    pub(super) fn with_scale_source<R>(
+        &self,
+        operand: Fp8Operand,
+        matrix: usize,
+        f: impl FnOnce(ScaleSource<'_>) -> Result<R>,
+    ) -> Result<R> {
         if let Some((_, state)) = &self.layers.delayed {
-            let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand), 1);
+            let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand) + SLOTS * matrix, 1);
             let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
-            let is_first_step = self.layers.lock().as_ref().is_some_and(|active| active.is_first_step);
-            return match is_first_step {
-                true => quantize(&rows, ScaleSource::First { rule: FIRST_SCALES, slot }),
-                false => quantize(&rows, ScaleSource::Delayed { scale, slot }),
+            return match self.is_first_step() {
+                true => f(ScaleSource::First { rule: FIRST_SCALES, slot }),
+                false => f(ScaleSource::Delayed { scale, slot }),
             };
         }
         match self.layers.config.recipe {
-            Fp8Recipe::Current(rule) => quantize(&rows, ScaleSource::Current(rule)),
-            Fp8Recipe::Blockwise(rule) => quantize(&rows, ScaleSource::Blockwise(rule, operand)),
+            Fp8Recipe::Current(rule) => f(ScaleSource::Current(rule)),
+            Fp8Recipe::Blockwise(rule) => f(ScaleSource::Blockwise(rule, operand)),
             Fp8Recipe::Delayed(_) => bail!("delayed scaling has no state"),
         }
+    }
+
+    fn is_first_step(&self) -> bool {
+        self.layers.lock().as_ref().is_some_and(|active| active.is_first_step)
     }
 
     /// Adds the statistics of a tensor that is quantized, if they are collected.
@@ -304,19 +365,32 @@ impl Fp8Linear {
         orientation: Fp8Orientation,
         rounding: Fp8Rounding,
     ) -> Result<()> {
-        let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
-        let Some(Fp8StepStats { sums, amaxes }) = stats else { return Ok(()) };
-        let slot = self.slot(operand);
-        let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
+        if !self.collects_stats() {
+            return Ok(());
+        }
         let format = self.layers.config.formats.of(operand);
         self.with_scales(operand, x, |rows, source| {
             for (_, matrix) in operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })? {
-                let (of_tensor, amax) = stats::sums(rows, &matrix)?;
-                sums.slice_set(&(&sums + of_tensor.unsqueeze(0)?)?, 0, 0)?;
-                largest.slice_set(&largest.maximum(&amax)?, 0, 0)?;
+                self.add_stats_of(operand, rows, &matrix)?;
             }
             Ok(())
         })
+    }
+
+    /// Returns true in a step whose statistics are collected.
+    pub(super) fn collects_stats(&self) -> bool {
+        self.layers.lock().as_ref().is_some_and(|active| active.stats.is_some())
+    }
+
+    /// Adds a matrix and its codes to the statistics of the step.
+    pub(super) fn add_stats_of(&self, operand: Fp8Operand, rows: &Tensor, matrix: &Fp8Matrix) -> Result<()> {
+        let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
+        let Some(Fp8StepStats { sums, amaxes }) = stats else { return Ok(()) };
+        let slot = SLOTS * self.module_idx + operand as usize;
+        let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
+        let (of_tensor, amax) = stats::sums(rows, matrix)?;
+        sums.slice_set(&(&sums + of_tensor.unsqueeze(0)?)?, 0, 0)?;
+        largest.slice_set(&largest.maximum(&amax)?, 0, 0)
     }
 
     fn raise_amax(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
@@ -324,8 +398,9 @@ impl Fp8Linear {
         raise_amax(&state.amaxes.narrow(0, self.slot(operand), 1)?, amax)
     }
 
+    /// Returns the slot of an operand of this rank's first matrix.
     fn slot(&self, operand: Fp8Operand) -> usize {
-        SLOTS * self.layer_idx + operand as usize
+        self.layers.slots(self.module_idx).start + SLOTS * self.matrices.start + operand as usize
     }
 }
 

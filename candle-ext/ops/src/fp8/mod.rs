@@ -10,6 +10,7 @@ mod cpu;
 pub(crate) mod cuda;
 mod delayed;
 mod format;
+mod groups;
 mod layers;
 mod linear;
 mod matrix;
@@ -19,7 +20,8 @@ mod rounding;
 mod stats;
 
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
-pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
+pub(crate) use groups::Groups;
+pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8Module};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
 pub use operands::Fp8Operands;

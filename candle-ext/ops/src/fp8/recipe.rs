@@ -169,7 +169,7 @@ pub(super) fn largest_number(dtype: DType) -> f32 {
 }
 
 /// Clears the mantissa of a positive number.
-fn power_of_two_below(x: f32) -> f32 {
+pub(super) fn power_of_two_below(x: f32) -> f32 {
     f32::from_bits(x.to_bits() & f32::INFINITY.to_bits())
 }
 

@@ -4,42 +4,13 @@
 #pragma once
 
 #include "common.cuh"
+#include "row_tile.cuh"
 
 // Rows or columns of an output tile, and terms per step.
 constexpr int SIDE = 64, DEPTH = 16;
 constexpr int GROUPED_THREADS = 256;
 // Rows and columns of a thread.
 constexpr int OWN = 4;
-
-// Tile of rows of a group; group e holds the rows after the last group, whose outputs are zero.
-struct RowTile {
-    int group, first, end;
-};
-
-// Finds tile `index`, counted over all groups. Each warp searches on its own.
-__device__ __forceinline__ RowTile row_tile(const uint* offsets, int e, int n, int index) {
-    const int lane = threadIdx.x % 32;
-    int before = 0;
-    for (int first = 0; first <= e; first += 32) {
-        const int group = first + lane;
-        const int start = group <= e ? offsets[group] : n, end = group < e ? offsets[group + 1] : n;
-        int tiles = (end - start + SIDE - 1) / SIDE;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_sync(0xffffffffu, tiles, lane >= step ? lane - step : lane);
-            if (lane >= step) tiles += other;
-        }
-        const int total = __shfl_sync(0xffffffffu, tiles, 31);
-        if (index < before + total) {
-            const int found = __popc(__ballot_sync(0xffffffffu, before + tiles <= index));
-            const int earlier = __shfl_sync(0xffffffffu, tiles, found > 0 ? found - 1 : 0);
-            const int row = __shfl_sync(0xffffffffu, start, found) + (index - before - (found > 0 ? earlier : 0)) * SIDE;
-            return {first + found, row, min(row + SIDE, __shfl_sync(0xffffffffu, end, found))};
-        }
-        before += total;
-    }
-    return {e, n, n};
-}
 
 // Operands in shared memory: DEPTH terms of SIDE rows of a, and of SIDE columns of b.
 struct Operands {
@@ -96,7 +67,7 @@ template <bool FORWARD, typename T>
 __device__ __forceinline__ void multiply_groups(const T* x, const T* w, const uint* offsets, T* y, int n, int e, int columns,
                                                 int terms) {
     __shared__ Operands operands;
-    const RowTile tile = row_tile(offsets, e, n, blockIdx.x);
+    const RowTile tile = row_tile<SIDE>(offsets, e, n, blockIdx.x);
     const int n_rows = tile.end - tile.first, first_column = blockIdx.y * SIDE;
     if (n_rows <= 0) return;
     Sums sums;

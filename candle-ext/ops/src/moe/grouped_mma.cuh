@@ -90,7 +90,7 @@ template <bool FORWARD, typename T>
 __device__ __forceinline__ void multiply_groups(const T* x, const T* w, const uint* offsets, T* y, int n, int e, int columns,
                                                 int terms) {
     using Of = Right<FORWARD, T>;
-    const RowTile tile = row_tile(offsets, e, n, blockIdx.x);
+    const RowTile tile = row_tile<SIDE>(offsets, e, n, blockIdx.x);
     const int n_rows = tile.end - tile.first, first_column = blockIdx.y * COLUMNS;
     if (n_rows <= 0) return;
     mma::Matrix<WARP_COLUMNS> sums;

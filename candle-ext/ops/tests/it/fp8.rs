@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_WEIGHT_FORMAT, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats,
-    Fp8Layers, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight, amax,
-    fp8_quantize, fp8_quantize_current, linear, record_exchange,
+    Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype, ScaleBlock, ScaleRule, Weight,
+    amax, fp8_quantize, fp8_quantize_current, linear, record_exchange,
 };
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -57,7 +57,7 @@ struct DelayedCase {
     scales: Vec<f32>,
 }
 
-fn devices() -> Vec<TestDevice> {
+pub(crate) fn devices() -> Vec<TestDevice> {
     TestDevice::all()
 }
 
@@ -170,7 +170,7 @@ fn delayed_scales_are_those_of_the_reference() {
         let slot = if case.format == "e4m3" { 0 } else { 2 };
         for test_device in devices() {
             let config = config(Fp8Recipe::Delayed(scaling));
-            let layers = Fp8Layers::new(config, vec!["m".to_string()], &test_device.device()).unwrap();
+            let layers = Fp8Layers::new(config, vec![Fp8Module::linear("m")], &test_device.device()).unwrap();
             let mut scales = Vec::new();
             for amax in &amaxes {
                 let amax: f32 = amax.parse().unwrap();
@@ -271,23 +271,26 @@ fn every_device_has_the_bits_of_the_cpu() {
     });
 }
 
-fn config(recipe: Fp8Recipe) -> Fp8Config {
+pub(crate) fn config(recipe: Fp8Recipe) -> Fp8Config {
     Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest }
 }
 
-fn rule(power_of_two: bool) -> ScaleRule {
+pub(crate) fn rule(power_of_two: bool) -> ScaleRule {
     ScaleRule { power_of_two, amax_epsilon: 0.0 }
 }
 
-const DELAYED: Fp8Recipe =
+pub(crate) const DELAYED: Fp8Recipe =
     Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 16, amax_compute: AmaxHistoryPolicy::Max });
 
-fn recipes() -> [Fp8Recipe; 4] {
+pub(crate) fn recipes() -> [Fp8Recipe; 4] {
     [DELAYED, Fp8Recipe::Current(rule(false)), Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))]
 }
 
-fn layers(recipe: Fp8Recipe, test_device: &TestDevice) -> Arc<Fp8Layers> {
-    Arc::new(Fp8Layers::new(config(recipe), vec!["a".to_string(), "b".to_string()], &test_device.device()).unwrap())
+pub(crate) fn layers(recipe: Fp8Recipe, test_device: &TestDevice) -> Arc<Fp8Layers> {
+    Arc::new(
+        Fp8Layers::new(config(recipe), vec![Fp8Module::linear("a"), Fp8Module::linear("b")], &test_device.device())
+            .unwrap(),
+    )
 }
 
 /// Quantizes and dequantizes as the recipe does in its first step, by the ops that the reference has proven.

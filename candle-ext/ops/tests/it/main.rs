@@ -12,6 +12,7 @@ mod devices;
 mod dropout;
 mod embedding;
 mod fp8;
+mod fp8_experts;
 mod grad_scaler;
 mod in_place;
 mod invariants;

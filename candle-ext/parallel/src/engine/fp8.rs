@@ -6,7 +6,7 @@ use candlewick_ops::{Fp8Operand, Fp8StepStats, Fp8TensorStats, to_host};
 
 use super::Engine;
 
-/// Statistics of one linear layer in a step.
+/// Statistics of one linear layer, or of all routed experts of a layer, in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fp8LayerStats {
     /// Module name of the layer.
@@ -39,7 +39,7 @@ impl Engine {
         });
         let of_slots: Vec<_> = of_slots.collect();
         let of_layers = fp8.modules().iter().zip(of_slots.as_chunks().0);
-        let stats = of_layers.map(|(module, tensors)| Fp8LayerStats { module: module.clone(), tensors: *tensors });
+        let stats = of_layers.map(|(module, tensors)| Fp8LayerStats { module: module.name.clone(), tensors: *tensors });
         Ok(Some(stats.collect()))
     }
 

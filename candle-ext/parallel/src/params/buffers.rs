@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Collective, Pending};
+use candlewick_model::ParamGroupKind;
 use candlewick_ops::{FlatBuffer, Fp8Layers, Weight, WeightStorage, copy_into, upload_into};
 
 use super::bytes::{StoreBytes, of_buffer, of_tensor};
@@ -56,12 +57,19 @@ impl ShardedBuffers {
     }
 
     /// Attaches the weights of `fp8` to their layers.
-    pub(crate) fn attach_fp8(&mut self, fp8: &Arc<Fp8Layers>) {
-        for module in fp8.modules() {
-            let (weight, layer) = (self.weights.get_mut(&format!("{module}.weight")), fp8.layer(module));
-            if let (Some(weight), Some(layer)) = (weight, layer) {
-                *weight = weight.clone().with_fp8(layer);
-            }
+    pub(crate) fn attach_fp8(&mut self, fp8: &Arc<Fp8Layers>, layout: &ParamLayout) {
+        for param in layout.groups.iter().flat_map(|group| &group.params) {
+            let name = param.spec.name.as_str();
+            let layer = fp8.layer(name.strip_suffix(".weight").unwrap_or(name));
+            let (Some(layer), Some(weight)) = (layer, self.weights.get_mut(name)) else { continue };
+            let layer = match param.spec.group {
+                ParamGroupKind::Dense => layer,
+                ParamGroupKind::Expert => {
+                    let experts = param.experts(layer.n_matrices());
+                    layer.with_matrices(experts)
+                }
+            };
+            *weight = weight.clone().with_fp8(layer);
         }
     }
 

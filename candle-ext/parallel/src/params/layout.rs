@@ -215,6 +215,18 @@ impl PlacedParam {
         (!piece.is_empty()).then_some(piece)
     }
 
+    /// Returns the experts whose matrices this rank holds, of a parameter of `n_experts` experts.
+    pub(crate) fn experts(&self, n_experts: usize) -> Range<usize> {
+        // A row of the slice's matrix is a row of an expert's matrix, or all of it.
+        let expert_at = |row: usize, n_rows: usize| row * n_experts / n_rows;
+        match self.placement.slice() {
+            Some(Slice { matrix: [n_rows, _], rows, .. }) => {
+                expert_at(rows.start, *n_rows)..expert_at(rows.start + rows.len, *n_rows)
+            }
+            None => 0..n_experts,
+        }
+    }
+
     /// Returns the position of this rank's slice in the whole parameter.
     pub(crate) fn position(&self) -> SlicePosition {
         let width = self.spec.shape.last().copied().unwrap_or(1);

@@ -99,7 +99,7 @@ impl ParamStore {
     /// Makes the linear layers of `fp8` multiply in FP8 while that is enabled. Layers of other stages may be among them.
     pub fn with_fp8(mut self, fp8: Fp8Layers) -> Result<Self> {
         let fp8 = Arc::new(fp8);
-        self.buffers.attach_fp8(&fp8);
+        self.buffers.attach_fp8(&fp8, &self.layout);
         self.layers = layers(&self.layout, &self.buffers)?;
         Ok(Self { fp8: Some(fp8), ..self })
     }

@@ -202,10 +202,10 @@ impl ModelCase {
         let lora = self.adapter.map(|dropout| LoraConfig::from_json(&self.peft_config(dropout)).unwrap());
         let config = Config::from_json(config).unwrap().with_mtp_layers(self.n_mtp_layers);
         let model = Model::new(config, lora).unwrap().with_frozen_storage(self.storage);
-        let linears = |model: &Model| {
-            model.layers().flat_map(|layer| layer.linears()).map(|it| it.module.clone()).collect::<Vec<_>>()
-        };
-        if self.fp8.is_some() { model.clone().with_fp8(&linears(&model)) } else { model }
+        let linears = model.layers().flat_map(|layer| layer.linears()).map(|linear| linear.module.clone());
+        let experts = model.layers().flat_map(|layer| layer.expert_matrices()).map(|matrix| matrix.name.clone());
+        let modules: Vec<String> = linears.chain(experts).collect();
+        if self.fp8.is_some() { model.with_fp8(&modules) } else { model }
     }
 }
 

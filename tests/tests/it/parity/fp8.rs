@@ -14,9 +14,9 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_ops::{AmaxHistoryPolicy, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule};
-use candlewick_parallel::{LossScale, PipelineScheduleKind, SequenceParallel, ZeroStage};
+use candlewick_parallel::{LossScale, PipelineScheduleKind, SequenceParallel, StepLoss, ZeroStage};
 
-use super::case::{ADAPTER, Batching, MODELS, ModelCase, micros};
+use super::case::{ADAPTER, Batching, MODELS, ModelCase, QWEN3_MOE, micros};
 use super::rank::{FEW_STEPS, RunResult, Strategy, TOLERANCE, compare_within, data_rank, engine, one_rank, run_with};
 use super::{ONE, dp, pipeline, tensor, ulysses, zero};
 
@@ -58,6 +58,23 @@ fn strategies() -> Vec<Strategy> {
     ]
 }
 
+/// Strategies over the axes of experts.
+fn expert_strategies() -> Vec<Strategy> {
+    let of = |degrees, zero_stage| Strategy {
+        degrees,
+        zero_stage,
+        sequence_parallel: SequenceParallel::On,
+        ..Strategy::ONE_RANK
+    };
+    vec![
+        of(Degrees { dp_replicate: 2, ep: 2, ..ONE }, None),
+        of(Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::Three)),
+        of(Degrees { tp: 2, ep: 2, ..ONE }, None),
+        of(Degrees { dp_replicate: 2, etp: 2, ..ONE }, None),
+        of(Degrees { cp: 2, ep: 2, ..ONE }, None),
+    ]
+}
+
 #[track_caller]
 fn check(strategies: &[Strategy], case: ModelCase, batching: Batching, one: &RunResult) {
     for &strategy in strategies {
@@ -77,6 +94,15 @@ fn parity_of_fp8_with_scales_that_do_not_depend_on_the_mesh() {
     }
 }
 
+/// Each expert has its scales on the rank that holds it.
+#[test]
+fn parity_of_experts_in_fp8() {
+    for fp8 in [DELAYED, CURRENT_POWER_OF_TWO, BLOCKWISE] {
+        let case = QWEN3_MOE.with_fp8(fp8);
+        check(&expert_strategies(), case, Batching::Padded, &one_rank(case, Batching::Padded, FEW_STEPS));
+    }
+}
+
 /// A rank's micro-batches have the scales that they have on one rank.
 #[test]
 fn parity_of_fp8_with_current_scaling() {
@@ -87,34 +113,60 @@ fn parity_of_fp8_with_current_scaling() {
     check(&[two_pipeline_stages()], case, Batching::Accumulated(4), &one);
 }
 
+/// Returns the delayed scales of each module after a step, by rank.
+fn delayed_scales(strategy: Strategy, case: ModelCase) -> Vec<Vec<Vec<f32>>> {
+    let of_rank = |world: &World| {
+        let engine = engine(world, strategy, case, None)?;
+        let (rank, n_ranks) = data_rank(world, strategy);
+        let (micros, n_targets) = micros(Batching::Padded, 0, rank, n_ranks);
+        let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
+        engine.store().zero_grads()?;
+        let auxiliary = Strategy::auxiliary(case, n_targets);
+        let loss = StepLoss { auxiliary: &auxiliary, ..StepLoss::from(&LossScale::mean_over(n_targets)) };
+        engine.forward_backward(&micros, loss, |_| 5)?;
+        engine.update_fp8_scales()?;
+        let states = engine.store().fp8().unwrap().states()?;
+        states.into_iter().map(|module| module.scales.to_vec1::<f32>()).collect::<candle_core::Result<Vec<_>>>()
+    };
+    threads::run(strategy.degrees.n_ranks(), Options::default(), of_rank).unwrap()
+}
+
+/// Returns the scales of the weights.
+fn of_weights(scales: &[Vec<f32>]) -> Vec<f32> {
+    scales.iter().flatten().skip(1).step_by(3).copied().collect()
+}
+
 /// After a step all ranks have the same scales, which are those of one rank where no rounding comes before: in the first
 /// layer's inputs, and in weights.
 #[test]
 fn delayed_scales_are_those_of_all_ranks() {
     let case = MODELS[0].with_fp8(DELAYED);
-    let scales = |strategy: Strategy| {
-        let of_rank = |world: &World| {
-            let engine = engine(world, strategy, case, None)?;
-            let (rank, n_ranks) = data_rank(world, strategy);
-            let (micros, n_targets) = micros(Batching::Padded, 0, rank, n_ranks);
-            let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
-            engine.store().zero_grads()?;
-            engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
-            engine.update_fp8_scales()?;
-            let states = engine.store().fp8().unwrap().states()?;
-            states.into_iter().map(|layer| layer.scales.to_vec1::<f32>()).collect::<candle_core::Result<Vec<_>>>()
-        };
-        threads::run(strategy.degrees.n_ranks(), Options::default(), of_rank).unwrap()
-    };
-    let one = scales(Strategy::ONE_RANK).remove(0);
+    let one = delayed_scales(Strategy::ONE_RANK, case).remove(0);
     assert!(one.iter().flatten().all(|scale| *scale != 1.0), "every slot has an amax");
     for strategy in strategies() {
-        let all = scales(strategy);
+        let all = delayed_scales(strategy, case);
         for of_rank in &all {
             assert_eq!(*of_rank, all[0], "{strategy:?}: ranks disagree");
             assert_eq!([0, 1, 2].map(|layer| of_rank[layer][0]), [one[0][0]; 3], "{strategy:?}: the first inputs");
-            let weights = |scales: &[Vec<f32>]| scales.iter().map(|of_layer| of_layer[1]).collect::<Vec<_>>();
-            assert_eq!(weights(of_rank), weights(&one), "{strategy:?}");
+            assert_eq!(of_weights(of_rank), of_weights(&one), "{strategy:?}");
+        }
+    }
+}
+
+/// All ranks have the scales of all experts, whichever rank holds an expert.
+#[test]
+fn delayed_scales_of_experts_are_those_of_all_ranks() {
+    let case = QWEN3_MOE.with_fp8(DELAYED);
+    let one = delayed_scales(Strategy::ONE_RANK, case).remove(0);
+    let weights = of_weights(&one);
+    assert!(weights.iter().all(|scale| *scale != 1.0), "every weight has an amax");
+    let n_matrices: Vec<usize> = one.iter().map(|scales| scales.len() / 3).collect();
+    assert!(n_matrices.iter().any(|n| *n > 1), "experts have scales: {n_matrices:?}");
+    for strategy in expert_strategies() {
+        let all = delayed_scales(strategy, case);
+        for of_rank in &all {
+            assert_eq!(*of_rank, all[0], "{strategy:?}: ranks disagree");
+            assert_eq!(of_weights(of_rank), weights, "{strategy:?}");
         }
     }
 }

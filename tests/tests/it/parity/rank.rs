@@ -71,7 +71,7 @@ impl Strategy {
         RouterSettings { losses, bias_update_rate: BIAS_UPDATE_RATE, ..RouterSettings::default() }
     }
 
-    fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
+    pub(super) fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
         let loss =
             |loss: RouterLoss| AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 0.05, normalizer: n_tokens };
         let of_mtp = (1..=case.n_mtp_layers()).map(|depth| AuxiliaryLoss {

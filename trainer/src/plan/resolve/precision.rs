@@ -64,20 +64,17 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8P
 fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
     let all = Fp8Plan { exclude_modules: Vec::new(), ..plan.clone() }.modules(config);
     for text in plan.exclude_modules.iter().filter(|text| !all.iter().any(|name| name.contains(text.as_str()))) {
-        let message = format!("{EXCLUDE}: no linear layer has a name with {text:?}");
+        let message = format!("{EXCLUDE}: no linear layer or expert has a name with {text:?}");
         let advice = format!("the names are like {}", all.first().map_or("none", String::as_str));
         resolver.report_with_advice(&[EXCLUDE], message, advice);
     }
     if plan.modules(config).is_empty() {
-        let message = format!("{RECIPE}: no linear layer is left to multiply in FP8");
+        let message = format!("{RECIPE}: no linear layer or expert is left to multiply in FP8");
         resolver.report_with_advice(
             &[RECIPE, EXCLUDE, FIRST_LAST],
             message,
             format!("shorten {EXCLUDE} or {AT_START}"),
         );
-    }
-    if config.moe().is_some() {
-        resolver.note("precision: the experts multiply in model.dtype; attention and shared experts in FP8");
     }
 }
 

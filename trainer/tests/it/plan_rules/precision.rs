@@ -50,7 +50,7 @@ fn every_key_reaches_the_engine() {
 
 fn modules(plan: &Plan) -> Vec<String> {
     let model = plan.build_model(plan.model.config.clone().unwrap()).unwrap();
-    model.fp8_modules().map(str::to_owned).collect()
+    model.fp8_modules().into_iter().map(|module| module.name).collect()
 }
 
 #[test]

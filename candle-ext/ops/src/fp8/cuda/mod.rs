@@ -1,5 +1,6 @@
 //! FP8 on CUDA: launches of `kernel.cu`, and the matmuls of linear layers.
 
+mod groups;
 mod linear;
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -14,6 +15,7 @@ use crate::cuda::{Arg, Blocks, DeviceAddress, FLAT_THREADS, Out, address, column
 use crate::quantized::ScaleBlock;
 use crate::quantized::cuda::dequantize_parts;
 use crate::quantized::format::QuantShape;
+pub(super) use groups::{GroupInput, Slots};
 pub(crate) use linear::{check_sizes, forward, grad_w, grad_x};
 
 kernels!("fp8");

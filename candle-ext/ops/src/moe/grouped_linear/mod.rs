@@ -16,11 +16,12 @@ use crate::backward::BackwardContext;
 use crate::cuda::gemm::grouped::GroupedOutput;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::fp8::{Contraction, Fp8Linear, Fp8Operand, Groups};
 use crate::recording::{record, requires_grad, save};
 use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::weight::Weight;
+use crate::weight::{StoredWeight, Weight};
 use crate::weight_matmul::Dims;
 pub use call::{GroupedCall, GroupedGemmImpl, TokensPerCall};
 pub use cost::GroupedLinearCost;
@@ -34,7 +35,8 @@ const OP: &str = "grouped_linear";
 /// `offsets` is u32 [e + 1] and starts at 0. Rows from `offsets[e]` on become zero.
 ///
 /// Weight gradients are added to the sink (dw_i += dy_i^T x_i); a frozen weight has none. The weight may be quantized
-/// or have another dtype than x.
+/// or have another dtype than x. A weight with an enabled [`Fp8Linear`] multiplies in FP8: values of codes with a scale per
+/// group, or per block of a group's rows. It has a matrix per group.
 ///
 /// # Errors
 ///
@@ -44,7 +46,9 @@ pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, call: impl Into<
     let GroupedCall { tokens, implementation } = call.into();
     let dims = check(x, w, offsets)?;
     let (input, offsets) = (x.contiguous()?, offsets.contiguous()?);
-    let layer = Layer { w: w.clone(), offsets, tokens, implementation, dims, dtype: x.dtype() };
+    let fp8 = w.fp8().cloned();
+    fp8.as_ref().map_or(Ok(()), |fp8| fp8.check_matrices(offsets.elem_count() - 1))?;
+    let layer = Layer { w: w.clone(), fp8, offsets, tokens, implementation, dims, dtype: x.dtype() };
     let y = layer.forward(&input)?;
     let saved = w.sink().map(|_| save(&input));
     let wants_dx = requires_grad(x);
@@ -56,6 +60,8 @@ pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, call: impl Into<
 /// Weights, row ranges and sizes of a call.
 struct Layer {
     w: Weight,
+    /// FP8 layer of the weight, if FP8 is enabled.
+    fp8: Option<Fp8Linear>,
     offsets: Tensor,
     tokens: TokensPerCall,
     implementation: GroupedGemmImpl,
@@ -68,6 +74,7 @@ struct Layer {
 impl Layer {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Dims { t, n, .. } = self.dims;
+        let x = &self.quantized_input(x, Contraction::Columns)?;
         on_device!(OP, x, {
             cpu => {
                 if self.implementation == GroupedGemmImpl::Cublas {
@@ -80,7 +87,7 @@ impl Layer {
                 let x = host(OP, x)?;
                 let x = x.floats()?;
                 self.with_groups(|grouped| {
-                    self.w.stored()?.with_operand(OP, |w| match self.tokens {
+                    self.operand()?.with_operand(OP, |w| match self.tokens {
                         TokensPerCall::One => cpu::forward_one(x, w, y.view(), grouped),
                         TokensPerCall::Many => cpu::forward(x, w, y.view(), grouped),
                     })
@@ -99,19 +106,39 @@ impl Layer {
         wants_dx: bool,
         context: &mut BackwardContext<'_>,
     ) -> Result<Option<Tensor>> {
+        let [for_dx, for_dw] = match &self.fp8 {
+            Some(fp8) => fp8.grad_group_values(dy, Groups::Offsets(&self.offsets))?,
+            None => [dy.clone(), dy.clone()],
+        };
         if !context.defers() {
-            self.add_grad_w(dy, x.as_ref())?;
-            return wants_dx.then(|| self.grad_x(dy)).transpose();
+            self.add_grad_w(&for_dw, x.as_ref())?;
+            return wants_dx.then(|| self.grad_x(&for_dx)).transpose();
         }
-        let (dx, dy) = (wants_dx.then(|| self.grad_x(dy)).transpose()?, dy.clone());
-        context.defer(move || self.add_grad_w(&dy, x.as_ref()))?;
+        let dx = wants_dx.then(|| self.grad_x(&for_dx)).transpose()?;
+        context.defer(move || self.add_grad_w(&for_dw, x.as_ref()))?;
         Ok(dx)
+    }
+
+    /// Returns the input as matmuls read it that sum over `contraction`.
+    fn quantized_input(&self, x: &Tensor, contraction: Contraction) -> Result<Tensor> {
+        match &self.fp8 {
+            Some(fp8) => fp8.group_values(Fp8Operand::Input, x, Groups::Offsets(&self.offsets), contraction),
+            None => Ok(x.clone()),
+        }
+    }
+
+    /// Returns the weight as matmuls read it.
+    fn operand(&self) -> Result<StoredWeight> {
+        let stored = self.w.stored()?;
+        let Some(fp8) = &self.fp8 else { return Ok(stored) };
+        let w = stored.dense(self.dtype)?;
+        Ok(StoredWeight::Dense(fp8.group_values(Fp8Operand::Weight, &w, Groups::Equal, Contraction::Columns)?))
     }
 
     /// Computes y from x, or dx from dy.
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     fn multiply_on_gpu(&self, output: GroupedOutput, from: &Tensor) -> Result<Tensor> {
-        let w = self.w.stored()?.dense(self.dtype)?;
+        let w = self.operand()?.dense(self.dtype)?;
         cuda::multiply(output, from, &w, &self.offsets, self.dims, self.implementation)
     }
 
@@ -123,7 +150,7 @@ impl Layer {
                 let dy = host(OP, dy)?;
                 let dy = dy.floats()?;
                 self.with_groups(|grouped| {
-                    self.w.stored()?.with_operand(OP, |w| match self.tokens {
+                    self.operand()?.with_operand(OP, |w| match self.tokens {
                         TokensPerCall::One => cpu::grad_x_one(dy, w, dx.view(), grouped),
                         TokensPerCall::Many => cpu::grad_x(dy, w, dx.view(), grouped),
                     })
@@ -141,7 +168,7 @@ impl Layer {
         }
         on_device!(OP, dy, {
             cpu => {
-                let x = x.get()?;
+                let x = self.quantized_input(&x.get()?, Contraction::Rows)?;
                 let (x, dy) = (host(OP, &x)?, host(OP, dy)?);
                 let (x, dy) = (x.floats()?, dy.floats()?);
                 self.with_groups(|grouped| {
@@ -150,7 +177,8 @@ impl Layer {
             },
             cuda => {
                 let (dw, accumulate) = sink.grad_to_write()?;
-                cuda::grad_w(dy, &x.get()?, &self.offsets, (&dw, accumulate), self.dims, self.implementation)
+                let x = self.quantized_input(&x.get()?, Contraction::Rows)?;
+                cuda::grad_w(dy, &x, &self.offsets, (&dw, accumulate), self.dims, self.implementation)
             },
         })
     }

@@ -1,0 +1,131 @@
+// Quantization of the rows of groups to the values of codes. Scales are powers of two: a scale per group, or per block of a
+// group's rows.
+#pragma once
+
+#include "../moe/row_tile.cuh"
+#include "codes.cuh"
+
+// First row of each group: a table, or equally many rows.
+struct GroupRows {
+    const uint* offsets;
+    int rows_per_group;
+
+    __device__ __forceinline__ int operator[](int group) const {
+        return offsets ? static_cast<int>(offsets[group]) : group * rows_per_group;
+    }
+};
+
+// Returns the value of a code that encoding has returned.
+template <typename F> __device__ __forceinline__ float code_value(uint code) {
+    const uint magnitude = code & 0x7f;
+    if (magnitude == 0x7f) return __uint_as_float(0x7fc00000u);
+    const float normal = __uint_as_float((magnitude << DROPPED<F>) + ((127u - F::EXPONENT_BIAS) << 23));
+    const float subnormal = static_cast<float>(magnitude) * (F::SMALLEST / (1 << F::MANTISSA_BITS));
+    const float value = magnitude >> F::MANTISSA_BITS ? normal : subnormal;
+    return code & 0x80 ? -value : value;
+}
+
+// Rows [n, columns] in groups, and the rounding of their codes.
+template <typename T> struct GroupInput {
+    const T* x;
+    GroupRows rows;
+    int n, e, columns;
+    Rounding rounding;
+
+    template <typename F> __device__ __forceinline__ T rounded(long long place, float scale) const {
+        const float values[1] = {__fmul_rn(widen(x[place]), scale)};
+        const auto code = encode<F, 1>(values, rounding, [=](int) { return place; });
+        return narrow<T>(__fmul_rn(code_value<F>(code.at[0]), 1.0f / scale));
+    }
+
+    __device__ __forceinline__ float magnitude(long long place) const { return fabsf(widen(x[place])); }
+};
+
+// Rows of a tile with one scale, and blocks that share a tile.
+constexpr int GROUP_TILE_ROWS = 64;
+
+// Raises the amax of each group, and that of its slot. amaxes [e]; slots, every `stride` elements, may be null.
+template <typename T>
+__device__ __forceinline__ void group_amaxes(const GroupInput<T>& input, float* amaxes, float* slots, int stride) {
+    const RowTile tile = row_tile<GROUP_TILE_ROWS>(input.rows, input.e, input.n, blockIdx.x);
+    if (tile.group >= input.e || tile.end <= tile.first) return;
+    const long long end = static_cast<long long>(tile.end) * input.columns;
+    float most = 0.0f;
+    long long place = static_cast<long long>(tile.first) * input.columns + blockIdx.y * blockDim.x + threadIdx.x;
+    for (; place < end; place += gridDim.y * blockDim.x) most = fmaxf(most, input.magnitude(place));
+    most = block_max(most);
+    if (threadIdx.x > 0 || most == 0.0f) return;
+    raise(amaxes + tile.group, most);
+    if (slots) raise(slots + static_cast<long long>(tile.group) * stride, most);
+}
+
+// Quantizes with a scale per group: the given one, every `stride` elements, or by `rule` from the group's amax.
+template <typename F, typename T>
+__device__ __forceinline__ void round_groups(const GroupInput<T>& input, const float* scales, int stride, const float* amaxes,
+                                             Rule rule, T* y) {
+    const RowTile tile = row_tile<GROUP_TILE_ROWS>(input.rows, input.e, input.n, blockIdx.x);
+    if (tile.end <= tile.first) return;
+    const long long end = static_cast<long long>(tile.end) * input.columns;
+    long long place = static_cast<long long>(tile.first) * input.columns + blockIdx.y * blockDim.x + threadIdx.x;
+    const bool is_in_group = tile.group < input.e;
+    float scale = 1.0f;
+    if (is_in_group && scales) {
+        scale = __uint_as_float(__float_as_uint(scales[static_cast<long long>(tile.group) * stride]) & 0x7f800000u);
+    } else if (is_in_group) {
+        scale = rule.scale<F>(amaxes[tile.group]);
+    }
+    for (; place < end; place += gridDim.y * blockDim.x) {
+        y[place] = is_in_group ? input.template rounded<F>(place, scale) : narrow<T>(0.0f);
+    }
+}
+
+// Quantizes tiles of 128 x 128 by blocks of 256 threads. BLOCK 1: a scale per row of a tile; 2: per column; 3: per tile.
+template <int BLOCK, typename F, typename T>
+__device__ __forceinline__ void round_group_blocks(const GroupInput<T>& input, Rule rule, T* y) {
+    constexpr int SIDE = 128;
+    __shared__ float scales[SIDE], of_half[SIDE];
+    const RowTile tile = row_tile<SIDE>(input.rows, input.e, input.n, blockIdx.x);
+    const int n_rows = tile.end - tile.first, first_column = blockIdx.y * SIDE;
+    if (n_rows <= 0) return;
+    const int n_columns = min(SIDE, input.columns - first_column);
+    const auto place = [&](int row, int column) {
+        return static_cast<long long>(tile.first + row) * input.columns + first_column + column;
+    };
+    const bool is_in_group = tile.group < input.e;
+    if (is_in_group) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        float most = 0.0f;
+        if constexpr (BLOCK == 2) {
+            const int column = threadIdx.x % SIDE, half = threadIdx.x / SIDE;
+            if (column < n_columns) {
+                for (int row = half; row < n_rows; row += 2) most = fmaxf(most, input.magnitude(place(row, column)));
+            }
+            if (half == 1) of_half[column] = most;
+            __syncthreads();
+            if (half == 0) scales[column] = rule.scale<F>(fmaxf(most, of_half[column]));
+        } else {
+            for (int row = warp; row < SIDE; row += 8) {
+                float of_row = 0.0f;
+                for (int column = lane; column < n_columns && row < n_rows; column += 32) {
+                    of_row = fmaxf(of_row, input.magnitude(place(row, column)));
+                }
+                if constexpr (BLOCK == 1) {
+                    of_row = warp_max(of_row);
+                    if (lane == 0) scales[row] = rule.scale<F>(of_row);
+                }
+                most = fmaxf(most, of_row);
+            }
+            if constexpr (BLOCK == 3) {
+                most = block_max(most);
+                if (threadIdx.x == 0) scales[0] = rule.scale<F>(most);
+            }
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < SIDE * SIDE; i += blockDim.x) {
+        const int row = i / SIDE, column = i % SIDE;
+        if (row >= n_rows || column >= n_columns) continue;
+        const float scale = is_in_group ? scales[BLOCK == 1 ? row : BLOCK == 2 ? column : 0] : 1.0f;
+        y[place(row, column)] = is_in_group ? input.template rounded<F>(place(row, column), scale) : narrow<T>(0.0f);
+    }
+}

@@ -1,0 +1,202 @@
+//! Quantization of the rows of groups, each group with scales of its own: the operands of `grouped_linear`.
+//!
+//! Grouped matmuls multiply the values of the codes in the dtype of the rows. Scales are rounded down to powers of two, so that
+//! every value is exact in bf16, and y, dx and dw are what scaled codes give.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor, bail};
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::cuda;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::delayed::SLOTS;
+use super::layers::Fp8Linear;
+use super::matrix::{Fp8Host, Fp8Matrix, amax};
+use super::operands::{Quantization, ScaleSource, plain_matrices, raise_amax};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::recipe::Fp8Recipe;
+use super::recipe::{Contraction, Fp8Operand, Fp8Orientation, ScaleRule, power_of_two_below};
+use super::rounding::Fp8Rounding;
+use crate::device::on_device;
+use crate::dropout::key_after;
+use crate::floats::FloatBuf;
+use crate::storage;
+use crate::transfer::to_host;
+
+/// Rows of each group of a matrix.
+#[derive(Clone, Copy)]
+pub(crate) enum Groups<'a> {
+    /// Group i has the rows `offsets[i]..offsets[i + 1]`; u32 [groups + 1].
+    Offsets(&'a Tensor),
+    /// Groups of equally many rows: the matrices of a weight.
+    Equal,
+}
+
+impl Fp8Linear {
+    /// Fails unless this rank has `n` matrices.
+    pub(crate) fn check_matrices(&self, n: usize) -> Result<()> {
+        if n != self.n_matrices() {
+            bail!("{}: the scales of {} matrices cannot serve {n} groups", self.module(), self.n_matrices())
+        }
+        Ok(())
+    }
+
+    /// Returns the values of the codes of an input or a weight [n, k], in its dtype, for matmuls that sum over `contraction`.
+    /// Rows after the last group become zero. Records amaxes if scaling is delayed.
+    pub(crate) fn group_values(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        groups: Groups<'_>,
+        contraction: Contraction,
+    ) -> Result<Tensor> {
+        self.round_groups(operand, x, groups, contraction, Fp8Rounding::Nearest)
+    }
+
+    /// Returns the values of the codes of the gradient of the output, for dx = dy w and for dw = dy^T x.
+    pub(crate) fn grad_group_values(&self, dy: &Tensor, groups: Groups<'_>) -> Result<[Tensor; 2]> {
+        let operand = Fp8Operand::GradOutput;
+        let values = |contraction| self.round_groups(operand, dy, groups, contraction, self.next_gradient_rounding());
+        let for_dx = values(Contraction::Columns)?;
+        let block = |contraction| self.config().recipe.block(operand, contraction);
+        let for_dw = match block(Contraction::Columns) == block(Contraction::Rows) {
+            true => for_dx.clone(),
+            false => values(Contraction::Rows)?,
+        };
+        Ok([for_dx, for_dw])
+    }
+
+    fn round_groups(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        groups: Groups<'_>,
+        contraction: Contraction,
+        rounding: Fp8Rounding,
+    ) -> Result<Tensor> {
+        let x = x.detach().contiguous()?;
+        if self.collects_stats() {
+            self.with_matrices_of_groups(operand, &x, groups, (contraction, rounding), |_, rows, matrix| {
+                self.add_stats_of(operand, rows, matrix)
+            })?;
+        }
+        on_device!("fp8_quantize", x, {
+            cpu => self.round_groups_on_cpu(operand, &x, groups, (contraction, rounding)),
+            cuda => self.round_groups_on_cuda(operand, &x, groups, (contraction, rounding)),
+        })
+    }
+
+    fn round_groups_on_cpu(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        groups: Groups<'_>,
+        how: (Contraction, Fp8Rounding),
+    ) -> Result<Tensor> {
+        let k = x.dim(1)?;
+        let mut values = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+        let mut scratch = Vec::new();
+        self.with_matrices_of_groups(operand, x, groups, how, |rows, _, matrix| {
+            let codes = Fp8Host::lock(matrix)?;
+            values.view().write(rows.start * k, codes.rows()?.widened(&mut scratch));
+            Ok(())
+        })?;
+        Ok(storage::tensor(values, x.shape()))
+    }
+
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    fn round_groups_on_cuda(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        groups: Groups<'_>,
+        (contraction, rounding): (Contraction, Fp8Rounding),
+    ) -> Result<Tensor> {
+        let offsets = match groups {
+            Groups::Offsets(offsets) => Some(offsets),
+            Groups::Equal => None,
+        };
+        let encoding = (self.config().formats.of(operand), rounding);
+        let input = cuda::GroupInput { x, offsets, n_groups: self.n_matrices(), encoding };
+        fn slots(first: &Tensor) -> cuda::Slots<'_> {
+            cuda::Slots { first, stride: SLOTS }
+        }
+        // The slots of the other matrices follow those of the first.
+        self.with_scale_source(operand, 0, |source| match source {
+            ScaleSource::Delayed { scale, slot } => input.with_scales(slots(scale), slots(slot)),
+            ScaleSource::First { rule, slot } => input.with_current_scales(rule, Some(slots(slot))),
+            ScaleSource::Current(rule) => input.with_current_scales(rule, None),
+            ScaleSource::Blockwise(rule, operand) => {
+                input.with_block_scales(Fp8Recipe::Blockwise(rule).block(operand, contraction), rule)
+            }
+        })
+    }
+
+    /// Calls `f` with the row range, the rows and the codes of each group that has rows. Reads offsets on the host.
+    fn with_matrices_of_groups(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        groups: Groups<'_>,
+        (contraction, rounding): (Contraction, Fp8Rounding),
+        mut f: impl FnMut(Range<usize>, &Tensor, &Fp8Matrix) -> Result<()>,
+    ) -> Result<()> {
+        let format = self.config().formats.of(operand);
+        let orientation = match contraction {
+            Contraction::Columns => Fp8Orientation::Rowwise,
+            Contraction::Rows => Fp8Orientation::Columnwise,
+        };
+        for (matrix_idx, rows) in
+            self.row_ranges(x, groups)?.into_iter().enumerate().filter(|(_, rows)| !rows.is_empty())
+        {
+            let of_group = x.narrow(0, rows.start, rows.len())?;
+            let first = (rows.start * x.dim(1)?) as u64;
+            let rounding = match rounding {
+                Fp8Rounding::Nearest => rounding,
+                Fp8Rounding::Stochastic { key } => Fp8Rounding::Stochastic { key: key_after(key, first) },
+            };
+            let quantization = Quantization { format, rounding, orientation };
+            self.with_scale_source(operand, matrix_idx, |source| {
+                with_powers_of_two(source, |source| {
+                    if let ScaleSource::Delayed { slot, .. } | ScaleSource::First { slot, .. } = source {
+                        raise_amax(slot, &amax(&of_group)?)?;
+                    }
+                    for (_, matrix) in plain_matrices(&of_group, source, quantization)? {
+                        f(rows.clone(), &of_group, &matrix)?;
+                    }
+                    Ok(())
+                })
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Returns the row range of each group.
+    fn row_ranges(&self, x: &Tensor, groups: Groups<'_>) -> Result<Vec<Range<usize>>> {
+        match groups {
+            Groups::Offsets(offsets) => {
+                let offsets = to_host(offsets)?.to_vec1::<u32>()?;
+                Ok(offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).collect())
+            }
+            Groups::Equal => {
+                let height = x.dim(0)? / self.n_matrices().max(1);
+                Ok((0..self.n_matrices()).map(|i| i * height..(i + 1) * height).collect())
+            }
+        }
+    }
+}
+
+/// Calls `f` with a source whose scales are powers of two.
+fn with_powers_of_two<R>(source: ScaleSource<'_>, f: impl FnOnce(ScaleSource<'_>) -> Result<R>) -> Result<R> {
+    let power_of_two = |rule| ScaleRule { power_of_two: true, ..rule };
+    match source {
+        ScaleSource::Delayed { scale, slot } => {
+            let rounded = power_of_two_below(to_host(scale)?.to_vec1::<f32>()?[0]);
+            f(ScaleSource::Delayed { scale: &Tensor::new(&[rounded], scale.device())?, slot })
+        }
+        ScaleSource::First { rule, slot } => f(ScaleSource::First { rule: power_of_two(rule), slot }),
+        ScaleSource::Current(rule) => f(ScaleSource::Current(power_of_two(rule))),
+        ScaleSource::Blockwise(rule, operand) => f(ScaleSource::Blockwise(power_of_two(rule), operand)),
+    }
+}
