@@ -52,6 +52,11 @@ fn check_all() {
         check(&[&["model.activation_checkpoint=full"], EXPERTS, &[&lora]].concat());
         check(&[EXPERTS, &[&lora]].concat());
     }
+    for recipe in ["current", "blockwise"] {
+        let recipe = format!("precision.recipe={recipe}");
+        check(&[EXPERTS, &[&recipe, "model.activation_checkpoint=full"]].concat());
+        check(&[EXPERTS, &[&recipe, "model.dtype=bf16"]].concat());
+    }
     let [qwen3, qwen2] = ["qwen3_moe", "qwen2_moe"].map(|name| format!("model.config.model_type={name}"));
     let top = |k: usize| format!("model.config.num_experts_per_tok={k}");
     let (shared, recomputed) =
