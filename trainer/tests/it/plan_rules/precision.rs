@@ -6,7 +6,7 @@ use candlewick_ops::{
 };
 use trainer::plan::Plan;
 
-use super::{plan, refused};
+use super::{plan, ranks::plan_of, refused};
 
 fn config(arguments: &[&str]) -> Option<Fp8Config> {
     plan(arguments).fp8.map(|fp8| fp8.config(0))
@@ -100,4 +100,28 @@ fn keys_without_effect_are_refused() {
     refused(&["precision.recipe=current", "precision.exclude_modules=[layers]"], &["no linear layer is left"]);
     refused(&["precision.recipe=delayed", "precision.amax_history_len=0"], &["expected at least 1, found 0"]);
     refused(&["precision.recipe=delayed", "precision.margin=99"], &["expected at most 64, found 99"]);
+}
+
+#[test]
+fn weights_are_gathered_in_fp8_at_zero_stage_3() {
+    let (gather, stage_3) = ("precision.fp8_param_gather=true", "deepspeed.zero_optimization.stage=3");
+    let of = |n_ranks, recipe: &str| {
+        let plan = plan_of(n_ranks, &[&format!("precision.recipe={recipe}"), gather, stage_3]).unwrap();
+        (plan.fp8.unwrap().param_gather, plan.notes.iter().any(|note| note.contains("fp8_param_gather")))
+    };
+    assert_eq!(["delayed", "current"].map(|recipe| of(2, recipe)), [(true, false); 2]);
+    assert_eq!(of(1, "current"), (false, true), "one rank gathers nothing, which is a note");
+    assert!(!plan(&["precision.recipe=current", stage_3]).fp8.unwrap().param_gather);
+    refused(&[gather, stage_3], &["precision.fp8_param_gather", "only with precision.recipe: delayed or current"]);
+    for stage in ["deepspeed.zero_optimization.stage=2", "deepspeed={}"] {
+        let want = ["precision.fp8_param_gather: only ZeRO stage 3", "set deepspeed.zero_optimization.stage: 3"];
+        refused(&["precision.recipe=current", gather, stage], &want);
+    }
+    let want = ["fp8_param_gather: ranks divide the 128x128 blocks", "set precision.recipe: current or delayed"];
+    refused(&["precision.recipe=blockwise", gather, stage_3], &want);
+    let base = ["model.quantize_base=fp8", "model.peft_config={r: 4, target_modules: all-linear}"];
+    let want = ["model.quantize_base: fp8 gathers a byte per weight already", "remove one of the keys"];
+    refused(&[&base[..], &["precision.recipe=current", gather, stage_3]].concat(), &want);
+    refused(&["precision.enable_fsdp_float8_all_gather=true"], &["precision.fp8_param_gather"]);
+    refused(&["fp8_param_gather=true"], &["precision.fp8_param_gather"]);
 }
