@@ -102,13 +102,13 @@ fn ranks_send_what_the_formulas_say() {
     }
 }
 
-/// A step in bf16 gathers the linear layers of a block in a byte per weight instead of two; evaluations would not.
+/// A step in bf16 gathers the linear layers of a block in a byte per weight instead of two, and the embedding in two.
 #[test]
 fn gathered_fp8_weights_take_half_the_bytes_of_bf16() {
     let linears = 2 * D * D + 2 * KV * D + 3 * F * D;
     let (norms, rest) = (2 * D, 2 * V * D + D);
     let fp8 = ["deepspeed.zero_optimization.stage=3", "model.dtype=bf16", "precision.recipe=current"];
-    // Gradients are f32; the initial weights are broadcast in the dtype of the masters before the first step.
+    // Gradients are f32.
     let gradients = 4 * (V * D + N_BLOCKS * (linears + norms) + D) / 2;
     let gathered =
         |bytes_of_weight: usize| ((2 * N_BLOCKS - 1) * (bytes_of_weight * linears + 2 * norms) + 2 * rest) / 2;

@@ -60,11 +60,9 @@ KERNEL(32) record_amax(const float* amax, float* slot) {
     FORMAT_KERNELS(E5m2, e5m2, T, suffix)
 FOR_EACH_FLOAT(QUANTIZE_KERNELS)
 
-// transposed [columns, rows] = codes [rows, columns]; rows are a multiple of 16.
+// transposed [columns, rows] = codes [rows, columns]; both are multiples of 16, and the codes are aligned to 16 bytes.
 KERNEL(256) transpose_codes(const unsigned char* codes, unsigned char* transposed, int rows, int columns) {
-    const Cast cast{nullptr, nullptr, nullptr, transposed, nullptr, nullptr, rows, rows, columns, {0, false}};
-    if (columns % 16 == 0 && reinterpret_cast<uintptr_t>(codes) % 16 == 0) cast.transpose_tile<16>(codes);
-    else cast.transpose_tile<1>(codes);
+    Cast{nullptr, nullptr, nullptr, transposed, nullptr, nullptr, rows, rows, columns, {0, false}}.transpose_tile(codes);
 }
 
 // Updates delayed scaling, a warp per slot. Amaxes that are 0 or not finite change nothing. `max_0` to `max_2` are the

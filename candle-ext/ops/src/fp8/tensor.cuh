@@ -79,7 +79,8 @@ struct Cast {
     }
 
     // Transposes a tile of row-major codes. The scale is not read.
-    template <int W> __device__ __forceinline__ void transpose_tile(const unsigned char* from) const {
+    __device__ __forceinline__ void transpose_tile(const unsigned char* from) const {
+        constexpr int W = 16;
         __shared__ uint words[SIDE * STRIDE / 4];
         unsigned char* shared = reinterpret_cast<unsigned char*>(words);
         const int first_row = blockIdx.y * SIDE, first_column = blockIdx.x * SIDE;

@@ -177,22 +177,17 @@ unsafe fn finish_parts(
     unsafe { KERNELS.launch(gpu("amax", x)?, "finish_amax", [1, 1, 1], FLAT_THREADS, &args) }
 }
 
-/// Returns row-major codes [rows, columns] transposed: [columns, rows]. There are a multiple of 16 rows.
+/// Returns row-major codes [rows, columns] transposed: [columns, rows]. Both are multiples of 16, as is the address.
 pub(super) fn transpose(codes: &Tensor) -> Result<Tensor> {
     let (rows, columns) = codes.dims2()?;
-    if !rows.is_multiple_of(MULTIPLE) {
-        bail!("{OP}: cannot transpose {rows} rows of codes, which are not a multiple of {MULTIPLE}")
+    let (on, from) = (gpu(OP, codes)?, address(OP, codes)?);
+    if ![rows, columns, from as usize].iter().all(|n| n.is_multiple_of(MULTIPLE)) {
+        bail!("{OP}: cannot transpose [{rows}, {columns}] codes at {from:#x}: want multiples of {MULTIPLE}")
     }
-    let on = gpu(OP, codes)?;
     let transposed = Out::new(on, DType::U8, rows * columns)?;
-    let args = [
-        Arg::Address(address(OP, codes)?),
-        Arg::Address(transposed.address),
-        Arg::I32(rows as i32),
-        Arg::I32(columns as i32),
-    ];
+    let args = [Arg::Address(from), Arg::Address(transposed.address), Arg::I32(rows as i32), Arg::I32(columns as i32)];
     let grid = [columns.div_ceil(TILE).max(1), rows.div_ceil(TILE).max(1), 1];
-    // SAFETY: both have rows * columns codes; the grid has a block per tile.
+    // SAFETY: both have rows * columns codes, aligned to 16 bytes; the grid has a block per tile.
     unsafe { KERNELS.launch(on, "transpose_codes", grid, FLAT_THREADS, &args)? };
     Ok(transposed.into_tensor((columns, rows)))
 }
