@@ -204,9 +204,12 @@ impl GroupWeights {
         Ok(())
     }
 
-    /// Frees what is or is being gathered.
+    /// Frees what is or is being gathered, and forgets the scales of FP8 codes.
     fn discard(&self) {
         self.lock_gathering().take();
+        if let Some(fp8) = &self.fp8 {
+            fp8.clear_scales();
+        }
         self.reshard();
     }
 

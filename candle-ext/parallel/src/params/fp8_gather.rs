@@ -72,6 +72,11 @@ impl Fp8Gather {
         Ok(())
     }
 
+    /// Forgets the scales: the weights change.
+    pub(crate) fn clear_scales(&self) {
+        self.lock_scales().clear();
+    }
+
     /// Returns the number of weights.
     pub(crate) fn n_weights(&self) -> usize {
         self.weights.len()

@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
-use candlewick_ops::{AdamW, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
+use candlewick_ops::{AdamW, Fp8Guard, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
@@ -114,10 +114,13 @@ impl ParamStore {
         self.fp8.as_deref()
     }
 
-    /// Sets the scales of the weights that are gathered as FP8 codes, for a step. Collective.
-    pub(crate) fn start_fp8_step(&self) -> Result<()> {
-        let shard = &*self.layout.sharding.dense.shard;
-        self.fp8().map_or(Ok(()), |fp8| self.buffers.start_fp8_step(fp8, shard))
+    /// Turns FP8 on for a step, until the guard is dropped, and sets the scales of the weights that are gathered as FP8 codes.
+    /// `key` seeds stochastic rounding. Collective.
+    pub(crate) fn enable_fp8(&self, key: u64) -> Result<Option<Fp8Guard<'_>>> {
+        let Some(fp8) = self.fp8() else { return Ok(None) };
+        let guard = fp8.enable(key)?;
+        self.buffers.start_fp8_step(fp8, &*self.layout.sharding.dense.shard)?;
+        Ok(Some(guard))
     }
 
     /// Drops the FP8 copies of all weights, whose scales have changed.

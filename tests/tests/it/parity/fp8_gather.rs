@@ -87,7 +87,7 @@ fn gathered_codes_of_offloaded_weights_give_the_bits_of_gathered_weights() {
 
 /// Scales are those of a rank's slices of the weights, as without the all-gather of codes.
 #[test]
-fn gathered_codes_give_the_bits_of_gathered_weights_beside_other_axes() {
+fn gathered_codes_give_the_bits_of_gathered_weights_on_other_axes() {
     let three = |strategy| Strategy { zero_stage: Some(ZeroStage::Three), ..strategy };
     for fp8 in [DELAYED, CURRENT] {
         let tensor = |sequence_parallel| tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, sequence_parallel);
