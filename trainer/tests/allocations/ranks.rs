@@ -22,10 +22,6 @@ const EXPERTS: [&str; 6] = [
 /// Twice the rows of a balanced load.
 const PADDED: [&str; 2] = ["moe.expert_capacity_factor=2", "moe.pad_expert_input_to_capacity=true"];
 
-/// Weights that are gathered in FP8 or in bf16. A short row makes them a large part of the memory.
-const FP8: [&str; 4] =
-    ["deepspeed.zero_optimization.stage=3", "model.dtype=bf16", "precision.recipe=current", "data.max_length=64"];
-
 #[test]
 fn ranks_allocate_what_the_formulas_say() {
     alone(check_all);
@@ -49,8 +45,6 @@ fn check_all() {
         (2, vec!["pipeline_parallel_size=2", tall, "pipeline_schedule=afab", "gradient_accumulation_steps=4"]),
         (4, vec!["pipeline_parallel_size=2", "tensor_parallel_size=2", long, "gradient_accumulation_steps=2"]),
         (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
-        (2, FP8.to_vec()),
-        (2, [&FP8[..], &["precision.fp8_param_gather=true"]].concat()),
         (2, vec!["tensor_parallel_size=2", "model.mtp_num_layers=2", long]),
         (2, vec!["pipeline_parallel_size=2", tall, "model.mtp_num_layers=1", "gradient_accumulation_steps=2"]),
         (2, vec!["deepspeed.zero_optimization.stage=3", "model.mtp_num_layers=2", long]),

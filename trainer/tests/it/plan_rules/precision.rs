@@ -4,6 +4,7 @@ use candlewick_ops::{
     AmaxHistoryPolicy, DelayedScaling, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule,
     WeightStorage,
 };
+use trainer::estimate::{Category, DeviceKind, Phase, Setup, estimate_stage};
 use trainer::plan::Plan;
 
 use super::{plan, ranks::plan_of, refused};
@@ -124,4 +125,28 @@ fn weights_are_gathered_in_fp8_at_zero_stage_3() {
     refused(&[&base[..], &["precision.recipe=current", gather, stage_3]].concat(), &want);
     refused(&["precision.enable_fsdp_float8_all_gather=true"], &["precision.fp8_param_gather"]);
     refused(&["fp8_param_gather=true"], &["precision.fp8_param_gather"]);
+}
+
+/// A layer of the model has 36864 weights of linear layers and 128 of norms, the head 8256.
+#[test]
+fn gathered_fp8_weights_are_estimated_once() {
+    let arguments = ["precision.recipe=current", "deepspeed.zero_optimization.stage=3", "data.eval_sources=[b.jsonl]"];
+    let bytes = |more: &[&str]| {
+        let plan = plan_of(2, &[&arguments[..], more].concat()).unwrap();
+        let estimate = estimate_stage(&Setup::of(&plan, DeviceKind::Gpu).unwrap());
+        let of = |phase: Phase, category| {
+            estimate.phases.iter().find(|it| it.phase == phase).unwrap().breakdown.of(category)
+        };
+        [
+            (Phase::Step, Category::Exchange),
+            (Phase::Step, Category::Fp8Weights),
+            (Phase::Evaluation, Category::Exchange),
+        ]
+        .map(|(phase, category)| of(phase, category))
+    };
+    let [elements, copies, evaluation] = bytes(&[]);
+    assert_eq!(copies, 2 * 2 * 36864, "two units, each with its transposed codes");
+    let two_units_in_bf16 = |n: u64| 2 * 2 * n;
+    let saved = two_units_in_bf16(36864 + 128) - two_units_in_bf16(8256);
+    assert_eq!(bytes(&["precision.fp8_param_gather=true"]), [elements - saved, copies, evaluation]);
 }
