@@ -194,14 +194,15 @@ impl GroupWeights {
     pub(crate) fn unshard(&self) -> Result<()> {
         self.prefetch()?;
         let gathering = self.lock_gathering().take();
-        match (gathering, &self.fp8) {
-            (Some(Gathering::Fp8Codes(codes)), Some(fp8)) => self.all.hold_fp8_copies(fp8.weights(&codes.wait()?)?),
-            (Some(Gathering::Elements(elements) | Gathering::Fp8Codes(elements)), _) => {
-                self.all.materialize(elements.wait()?)?;
+        match gathering {
+            Some(Gathering::Elements(elements)) => self.all.materialize(elements.wait()?),
+            Some(Gathering::Fp8Codes(codes)) => {
+                let fp8 = self.fp8.as_ref().expect("codes are of FP8 weights");
+                self.all.hold_fp8_copies(fp8.weights(&codes.wait()?)?);
+                Ok(())
             }
-            (None, _) => {}
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Frees what is or is being gathered, and forgets the scales of FP8 codes.
