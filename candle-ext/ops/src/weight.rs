@@ -63,6 +63,17 @@ impl FlatBuffer {
         Ok(())
     }
 
+    /// Holds FP8 copies of matrices by their first elements, instead of contents. Linear layers in FP8 read them.
+    pub fn hold_fp8_copies(&self, copies: BTreeMap<usize, Fp8Operands>) {
+        self.lock().take();
+        *self.lock_fp8_copies() = copies;
+    }
+
+    /// Returns true if the buffer holds FP8 copies.
+    pub fn has_fp8_copies(&self) -> bool {
+        !self.lock_fp8_copies().is_empty()
+    }
+
     /// Releases the contents and returns them, if there are any.
     pub fn release(&self) -> Option<Tensor> {
         self.drop_fp8_copies();
@@ -362,22 +373,23 @@ impl Weight {
         self.fp8.as_ref().filter(|layer| layer.is_enabled())
     }
 
-    /// Returns the weight in FP8: the copy in its buffer if it `serves`, or what `quantize` makes of the value, which is then
-    /// the copy.
+    /// Returns the weight in FP8: what `complete` makes of the copy in its buffer, or `quantize` of the value. The result is
+    /// then the copy.
     ///
     /// A weight that is no view of a buffer is quantized at each use.
     pub(crate) fn fp8_copy(
         &self,
-        serves: impl FnOnce(&Fp8Operands) -> bool,
+        complete: impl FnOnce(&Fp8Operands) -> Result<Option<Fp8Operands>>,
         quantize: impl FnOnce(&Tensor) -> Result<Fp8Operands>,
     ) -> Result<Fp8Operands> {
         // FP8 storage is exact in bf16.
         let copy_of = || quantize(&self.stored()?.dense(DType::BF16)?);
         let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of() };
-        if let Some(copy) = buffer.lock_fp8_copies().get(start).filter(|copy| serves(copy)) {
-            return Ok(copy.clone());
-        }
-        let copy = copy_of()?;
+        let known = buffer.lock_fp8_copies().get(start).cloned();
+        let copy = match known.as_ref().map(complete).transpose()?.flatten() {
+            Some(copy) => copy,
+            None => copy_of()?,
+        };
         buffer.lock_fp8_copies().insert(*start, copy.clone());
         Ok(copy)
     }

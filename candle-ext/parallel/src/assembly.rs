@@ -40,6 +40,8 @@ pub struct EngineSpec {
     pub router: RouterSettings,
     /// Settings of FP8 in the linear layers that the model marks; `None` if all multiply in the compute dtype.
     pub fp8: Option<Fp8Config>,
+    /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes of a byte.
+    pub fp8_param_gather: bool,
 }
 
 impl EngineSpec {
@@ -58,6 +60,7 @@ impl EngineSpec {
             token_dispatcher: TokenDispatcher::default(),
             router: RouterSettings::default(),
             fp8: None,
+            fp8_param_gather: false,
         }
     }
 
@@ -73,7 +76,7 @@ impl EngineSpec {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
         let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
-        let options = StoreOptions { dtypes, mode, cpu_offload };
+        let options = StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather: self.fp8_param_gather };
         let mut store = ParamStore::of_units(model.units(), options, &device, sharding)?;
         if let Some(config) = self.fp8 {
             store = store.with_fp8(Fp8Layers::new(config, model.fp8_modules(), &device)?)?;

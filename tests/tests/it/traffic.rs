@@ -102,6 +102,25 @@ fn ranks_send_what_the_formulas_say() {
     }
 }
 
+/// A step in bf16 gathers the linear layers of a block in a byte per weight instead of two, and the embedding in two.
+#[test]
+fn gathered_fp8_weights_take_half_the_bytes_of_bf16() {
+    let linears = 2 * D * D + 2 * KV * D + 3 * F * D;
+    let (norms, rest) = (2 * D, 2 * V * D + D);
+    let fp8 = ["deepspeed.zero_optimization.stage=3", "model.dtype=bf16", "precision.recipe=current"];
+    // Gradients are f32.
+    let gradients = 4 * (V * D + N_BLOCKS * (linears + norms) + D) / 2;
+    let gathered =
+        |bytes_of_weight: usize| ((2 * N_BLOCKS - 1) * (bytes_of_weight * linears + 2 * norms) + 2 * rest) / 2;
+    let [bf16, codes] = [(2, vec![]), (1, vec!["precision.fp8_param_gather=true"])].map(|(n_bytes, more)| {
+        let (sent, want) = (sent(2, &[&fp8[..], &more].concat()), (gradients + gathered(n_bytes)) as f64);
+        eprintln!("{more:?}: {sent:.0} bytes, {want:.0} by the formula, {:.4}", sent / want);
+        assert!((sent / want - 1.0).abs() < 0.02, "{more:?}: {sent} bytes, {want} by the formula");
+        sent - gradients as f64
+    });
+    eprintln!("all-gathers: {codes:.0} of {bf16:.0} bytes, {:.3}", codes / bf16);
+}
+
 /// A mixture of experts with full rows: each token selects two of four experts.
 const EXPERTS: [&str; 6] = [
     "model.config.model_type=qwen3_moe",

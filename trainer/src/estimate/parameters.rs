@@ -58,20 +58,22 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
 }
 
 /// Returns the bytes of the FP8 copies of weights, which exist from a step's first forward to its end: a byte per element,
-/// and on a GPU another for the transpose that backward reads. At ZeRO stage 3 those of the current and the next unit exist.
-/// Scales are not counted.
+/// and on a GPU another for the transpose that backward reads. At ZeRO stage 3 those of the current and the next unit exist;
+/// gathered codes are among them. Scales are not counted.
 pub(super) fn fp8_copies(setup: &Setup) -> u64 {
-    let of_unit = |unit: &FsdpUnit| {
-        let linears = unit.layer().into_iter().flat_map(|layer| layer.linears().filter(|linear| linear.fp8));
-        let names: Vec<String> = linears.map(LinearSpec::weight_name).collect();
-        let params = unit.params.iter().filter(|param| names.contains(&param.name));
-        params.map(|param| setup.numel_here(param)).sum::<u64>()
-    };
+    let of_unit = |unit: &FsdpUnit| fp8_params(unit).map(|param| setup.numel_here(param)).sum::<u64>();
     let n_elements: u64 = match setup.ranks.zero_stage {
         3 => 2 * setup.units().map(of_unit).max().unwrap_or(0),
         _ => setup.units().map(of_unit).sum(),
     };
     n_elements * if setup.compute_device == DeviceKind::Gpu { 2 } else { 1 }
+}
+
+/// Returns the weights of a unit that multiply in FP8.
+fn fp8_params(unit: &FsdpUnit) -> impl Iterator<Item = &ParamSpec> {
+    let linears = unit.layer().into_iter().flat_map(|layer| layer.linears().filter(|linear| linear.fp8));
+    let names: Vec<String> = linears.map(LinearSpec::weight_name).collect();
+    unit.params.iter().filter(move |param| names.contains(&param.name))
 }
 
 /// Returns a rank's shard of elements or bytes, which ZeRO stages from `from_stage` on divide over ranks.
@@ -90,7 +92,10 @@ fn shard_of(setup: &Setup, from_stage: usize, amount: ByGroup) -> u64 {
 pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
     // The head's weights are in use while MTP layers are computed one by one.
-    let weights = if zero_stage == 3 { whole_weights(setup).max(with_head(setup, 1, weights_of)) } else { 0 };
+    let weights = match zero_stage {
+        3 => two_units(setup, gathered_in_step).max(with_head(setup, 1, gathered_in_step)),
+        _ => 0,
+    };
     if setup.ranks.n_shards() * dp_replicate * setup.ranks.n_expert_shards() == 1 {
         return weights;
     }
@@ -115,12 +120,20 @@ fn weights_of(setup: &Setup, unit: &FsdpUnit) -> u64 {
     unit.params.iter().map(|param| setup.weight_bytes(param)).sum()
 }
 
-/// Returns the bytes of the all-gathered weights of the current and the next unit; 0 below ZeRO stage 3.
+/// Returns the bytes of a unit's weights that a step gathers in their dtype. Gathered FP8 codes are [`fp8_copies`].
+fn gathered_in_step(setup: &Setup, unit: &FsdpUnit) -> u64 {
+    let as_codes = fp8_params(unit).filter(|_| setup.fp8_param_gather).map(|param| setup.weight_bytes(param));
+    weights_of(setup, unit) - as_codes.sum::<u64>()
+}
+
+/// Returns the bytes of the all-gathered weights of the current and the next unit in evaluation; 0 below ZeRO stage 3.
 pub(super) fn whole_weights(setup: &Setup) -> u64 {
-    match setup.ranks.zero_stage {
-        3 => 2 * setup.units().map(|unit| weights_of(setup, unit)).max().unwrap_or(0),
-        _ => 0,
-    }
+    if setup.ranks.zero_stage == 3 { two_units(setup, weights_of) } else { 0 }
+}
+
+/// Returns the size of two of the largest units.
+fn two_units(setup: &Setup, size: impl Fn(&Setup, &FsdpUnit) -> u64) -> u64 {
+    2 * setup.units().map(|unit| size(setup, unit)).max().unwrap_or(0)
 }
 
 /// Returns the bytes that an asynchronous checkpoint copies: a rank's shard of masters and two moments, in f32.

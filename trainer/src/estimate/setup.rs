@@ -52,6 +52,8 @@ pub struct Setup {
     pub gpu_bytes: Option<u64>,
     /// The attention implementation.
     pub attention: AttentionImpl,
+    /// True if weights that multiply in FP8 are gathered as codes.
+    pub fp8_param_gather: bool,
     /// The dtype of the routers' matmuls.
     pub router: RouterDtype,
     /// The source of the initial weights.
@@ -126,6 +128,7 @@ impl Setup {
             compute_device,
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
+            fp8_param_gather: plan.fp8.as_ref().is_some_and(|fp8| fp8.param_gather),
             router: plan.moe.as_ref().map(|moe| moe.dtype.into()).unwrap_or_default(),
             init: plan.model.init,
             evaluates: plan.eval.is_some(),

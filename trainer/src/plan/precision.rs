@@ -22,6 +22,9 @@ pub struct Fp8Plan {
     /// Number of steps between statistics; 0 without them.
     #[serde(skip)]
     pub stats_interval: usize,
+    /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes. It changes no result.
+    #[serde(skip)]
+    pub param_gather: bool,
     /// True if layers that are slower in FP8 on the run's device stay in the compute dtype.
     pub exclude_slower_modules: bool,
     /// Texts in the names of linear layers that stay in the compute dtype.

@@ -63,6 +63,12 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("fp8_margin", "precision.margin", ""),
     key("fp8_amax_history_len", "precision.amax_history_len", ""),
     key("fp8_amax_compute_algo", "precision.amax_compute_algo", ""),
+    key("enable_fsdp_float8_all_gather", "precision.fp8_param_gather", "with ZeRO stage 3"),
+    key(
+        "precompute_float8_dynamic_scale_for_fsdp",
+        "",
+        "remove the key: the amaxes of all weights take one all-reduce",
+    ),
     // The model.
     key("base_model", "model.name_or_path", ""),
     key("model_name_or_path", "model.name_or_path", ""),

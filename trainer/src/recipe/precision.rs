@@ -34,6 +34,9 @@ pub struct PrecisionSection {
     pub num_layers_at_start_in_bf16: Option<HumanInt>,
     /// The number of last layers that `first_last_layers_bf16` keeps. Default 1.
     pub num_layers_at_end_in_bf16: Option<HumanInt>,
+    /// With ZeRO stage 3 and `delayed` or `current`: gathers weights that multiply in FP8 as codes of a byte, not in
+    /// `model.dtype`. No result changes. torchtitan's name is `enable_fsdp_float8_all_gather`. Default false.
+    pub fp8_param_gather: Option<bool>,
     /// The number of steps between statistics of all quantized tensors in metrics.jsonl, as TransformerEngine's debug feature
     /// `LogFp8TensorStats`: amax, underflows, overflows and mean squared error. Such a step takes longer. Default 0: none.
     pub stats_interval: Option<HumanInt>,

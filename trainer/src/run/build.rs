@@ -107,6 +107,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         schedule: pipeline.schedule_kind(),
         checkpointing: checkpointing(plan.model.activations, config.n_layers()),
         fp8: plan.fp8.as_ref().map(|fp8| fp8.config(plan.seed)),
+        fp8_param_gather: plan.fp8.as_ref().is_some_and(|fp8| fp8.param_gather),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }
 }

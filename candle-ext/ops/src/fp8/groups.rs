@@ -76,9 +76,9 @@ impl Fp8Linear {
         rounding: Fp8Rounding,
     ) -> Result<Tensor> {
         let x = x.detach().contiguous()?;
-        if self.collects_stats() {
+        if let Some(stats) = self.step_stats() {
             self.with_matrices_of_groups(operand, &x, groups, (contraction, rounding), |_, rows, matrix| {
-                self.add_stats_of(operand, rows, matrix)
+                self.add_sums(operand, rows, matrix, &stats)
             })?;
         }
         on_device!("fp8_quantize", x, {
@@ -117,7 +117,7 @@ impl Fp8Linear {
             Groups::Offsets(offsets) => Some(offsets),
             Groups::Equal => None,
         };
-        let encoding = (self.config().formats.of(operand), rounding);
+        let encoding = (self.format(operand), rounding);
         let input = cuda::GroupInput { x, offsets, n_groups: self.n_matrices(), encoding };
         fn slots(first: &Tensor) -> cuda::Slots<'_> {
             cuda::Slots { first, stride: SLOTS }
@@ -142,7 +142,7 @@ impl Fp8Linear {
         (contraction, rounding): (Contraction, Fp8Rounding),
         mut f: impl FnMut(Range<usize>, &Tensor, &Fp8Matrix) -> Result<()>,
     ) -> Result<()> {
-        let format = self.config().formats.of(operand);
+        let format = self.format(operand);
         let orientation = match contraction {
             Contraction::Columns => Fp8Orientation::Rowwise,
             Contraction::Rows => Fp8Orientation::Columnwise,

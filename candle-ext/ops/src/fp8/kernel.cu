@@ -87,6 +87,11 @@ KERNEL(32) record_amax(const float* amax, float* slot) {
     FORMAT_KERNELS(E5m2, e5m2, T, suffix)
 FOR_EACH_FLOAT(QUANTIZE_KERNELS)
 
+// transposed [columns, rows] = codes [rows, columns]; both are multiples of 16, and the codes are aligned to 16 bytes.
+KERNEL(256) transpose_codes(const unsigned char* codes, unsigned char* transposed, int rows, int columns) {
+    Cast{nullptr, nullptr, nullptr, transposed, nullptr, nullptr, rows, rows, columns, {0, false}}.transpose_tile(codes);
+}
+
 // Updates delayed scaling, a warp per slot. Amaxes that are 0 or not finite change nothing. `max_0` to `max_2` are the
 // maxima of the formats of a layer's three slots; `is_max` selects the amax of the history, or its newest.
 KERNEL(256) update_delayed(const float* amaxes, float* history, float* scales, int n_slots, int length, int is_max,

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
 use super::delayed::{DelayedState, SLOTS};
+use super::format::Fp8Format;
 use super::matrix::Fp8Matrix;
 use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
 use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
@@ -190,6 +191,12 @@ impl Fp8Layers {
         Ok(!self.has_history.load(Ordering::Relaxed))
     }
 
+    /// Returns true if the scales of weights follow from their amaxes in this step: with current scaling, and in the first
+    /// step of delayed scaling.
+    pub fn weight_scales_need_amaxes(&self) -> bool {
+        self.delayed.is_none() || self.lock().as_ref().is_some_and(|active| active.is_first_step)
+    }
+
     /// Returns true while FP8 is on.
     pub fn is_enabled(&self) -> bool {
         self.lock().is_some()
@@ -321,7 +328,7 @@ impl Fp8Linear {
     }
 
     /// Calls `quantize` with the rows of an operand and the source of their scales.
-    fn with_scales<R>(
+    pub(super) fn with_scales<R>(
         &self,
         operand: Fp8Operand,
         x: &Tensor,
@@ -365,27 +372,27 @@ impl Fp8Linear {
         orientation: Fp8Orientation,
         rounding: Fp8Rounding,
     ) -> Result<()> {
-        if !self.collects_stats() {
-            return Ok(());
-        }
-        let format = self.layers.config.formats.of(operand);
+        let Some(stats) = self.step_stats() else { return Ok(()) };
+        let format = self.format(operand);
         self.with_scales(operand, x, |rows, source| {
-            for (_, matrix) in operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })? {
-                self.add_stats_of(operand, rows, &matrix)?;
-            }
-            Ok(())
+            let matrices = operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })?;
+            matrices.iter().try_for_each(|(_, matrix)| self.add_sums(operand, rows, matrix, &stats))
         })
     }
 
-    /// Returns true in a step whose statistics are collected.
-    pub(super) fn collects_stats(&self) -> bool {
-        self.layers.lock().as_ref().is_some_and(|active| active.stats.is_some())
+    /// Returns the statistics of the step, if they are collected.
+    pub(super) fn step_stats(&self) -> Option<Fp8StepStats> {
+        self.layers.lock().as_ref().and_then(|active| active.stats.clone())
     }
 
-    /// Adds a matrix and its codes to the statistics of the step.
-    pub(super) fn add_stats_of(&self, operand: Fp8Operand, rows: &Tensor, matrix: &Fp8Matrix) -> Result<()> {
-        let stats = self.layers.lock().as_ref().and_then(|active| active.stats.clone());
-        let Some(Fp8StepStats { sums, amaxes }) = stats else { return Ok(()) };
+    /// Adds a matrix and its codes to the statistics of a step.
+    pub(super) fn add_sums(
+        &self,
+        operand: Fp8Operand,
+        rows: &Tensor,
+        matrix: &Fp8Matrix,
+        Fp8StepStats { sums, amaxes }: &Fp8StepStats,
+    ) -> Result<()> {
         let slot = SLOTS * self.module_idx + operand as usize;
         let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
         let (of_tensor, amax) = stats::sums(rows, matrix)?;
@@ -393,7 +400,12 @@ impl Fp8Linear {
         largest.slice_set(&largest.maximum(&amax)?, 0, 0)
     }
 
-    fn raise_amax(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
+    /// Returns the format of an operand.
+    pub(super) fn format(&self, operand: Fp8Operand) -> Fp8Format {
+        self.layers.config.formats.of(operand)
+    }
+
+    pub(super) fn raise_amax(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
         let Some((_, state)) = &self.layers.delayed else { return Ok(()) };
         raise_amax(&state.amaxes.narrow(0, self.slot(operand), 1)?, amax)
     }

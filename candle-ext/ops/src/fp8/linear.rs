@@ -128,7 +128,7 @@ impl SavedFp8Linear {
 
 /// Returns the quantized weight, from the copy in its buffer if there is one.
 fn quantized_weight(layer: &Fp8Linear, w: &Weight, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-    w.fp8_copy(|copy| copy.serve(orientation), |value| layer.quantized_weight(value, orientation))
+    w.fp8_copy(|copy| copy.for_matmuls(orientation), |value| layer.quantized_weight(value, orientation))
 }
 
 fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {

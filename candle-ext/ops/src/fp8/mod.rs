@@ -17,6 +17,7 @@ mod matrix;
 mod operands;
 mod recipe;
 mod rounding;
+mod sharded;
 mod stats;
 
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};

@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor, bail};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
 use super::format::Fp8Format;
-use super::matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
+use super::matrix::{Fp8Matrix, ScaleOrder, amax, fp8_quantize, fp8_quantize_current};
 use super::recipe::{Contraction, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
 use crate::device::on_device;
@@ -52,6 +52,39 @@ impl Fp8Operands {
     pub(super) fn serve(&self, orientation: Fp8Orientation) -> bool {
         (!orientation.is_rowwise() || self.rowwise.is_some())
             && (!orientation.is_columnwise() || self.columnwise.is_some())
+    }
+
+    /// Returns the operands of row-major codes [rows, columns] with one scale, f32 [1]. On CUDA
+    /// [`Fp8Operands::for_matmuls`] transposes the codes when a matmul needs that.
+    pub(super) fn from_codes(codes: Tensor, scale: &Tensor, format: Fp8Format) -> Result<Self> {
+        let scale_inv = scale.recip()?;
+        on_device!("fp8", codes, {
+            cpu => {
+                let (block, scale_order) = (ScaleBlock::Tensor, ScaleOrder::Rows);
+                let matrix = Fp8Matrix { codes, scale_inv, format, block, scale_order };
+                Ok(Self { rowwise: Some(matrix.clone()), columnwise: Some(matrix) })
+            },
+            cuda => {
+                let rowwise = Fp8Matrix::in_order_of_cublas_lt(codes, scale_inv, format, ScaleBlock::Tensor);
+                Ok(Self { rowwise: Some(rowwise), columnwise: None })
+            },
+        })
+    }
+
+    /// Returns the operands for all matmuls of `orientation`, with transposed codes if only these are missing; `None` if
+    /// the matrix must be quantized again.
+    pub(super) fn for_matmuls(&self, orientation: Fp8Orientation) -> Result<Option<Self>> {
+        if self.serve(orientation) {
+            return Ok(Some(self.clone()));
+        }
+        let Some(rowwise) = self.rowwise.as_ref().filter(|matrix| matrix.block == ScaleBlock::Tensor) else {
+            return Ok(None);
+        };
+        let columnwise = on_device!("fp8", rowwise.codes, {
+            cpu => rowwise.clone(),
+            cuda => Fp8Matrix { codes: cuda::transpose(&rowwise.codes)?, ..rowwise.clone() },
+        });
+        Ok(Some(Self { rowwise: Some(rowwise.clone()), columnwise: Some(columnwise) }))
     }
 
     /// Returns the operand of matmuls that sum over the columns.
@@ -165,6 +198,17 @@ pub(super) fn plain_matrices(
     }
     let quantize = |(orientation, block)| Ok((orientation, fp8_quantize_current(x, block, rule, format, rounding)?));
     wanted.into_iter().map(quantize).collect()
+}
+
+/// Returns the scale of a matrix with this amax, f32 [1].
+pub(super) fn scale_of_amax(amax: &Tensor, rule: ScaleRule, format: Fp8Format) -> Result<Tensor> {
+    on_device!("fp8_quantize", amax, {
+        cpu => {
+            let amax_host = host("fp8_quantize", amax)?.slice::<f32>()?[0];
+            Tensor::new(&[rule.scale(amax_host, format, f32::MAX)], amax.device())
+        },
+        cuda => cuda::scale_of_amax(amax, rule, format),
+    })
 }
 
 /// Raises the amax of a slot, f32 [1], to that of a matrix.

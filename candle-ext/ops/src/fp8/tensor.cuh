@@ -78,6 +78,21 @@ struct Cast {
         if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) scale_inv[0] = 1.0f / factor;
     }
 
+    // Transposes a tile of row-major codes. The scale is not read.
+    __device__ __forceinline__ void transpose_tile(const unsigned char* from) const {
+        constexpr int W = 16;
+        __shared__ uint words[SIDE * STRIDE / 4];
+        unsigned char* shared = reinterpret_cast<unsigned char*>(words);
+        const int first_row = blockIdx.y * SIDE, first_column = blockIdx.x * SIDE;
+        for (int i = threadIdx.x * W; i < SIDE * SIDE; i += blockDim.x * W) {
+            const int row = first_row + i / SIDE, column = first_column + i % SIDE;
+            if (row >= rows || column >= columns) continue;
+            store_words(shared + i / SIDE * STRIDE + i % SIDE, load<W>(from + static_cast<long long>(row) * columns + column));
+        }
+        __syncthreads();
+        transpose(shared, first_row, first_column);
+    }
+
     // Writes the tile transposed: 16 rows of a column per thread. Two neighbouring lanes write 32 contiguous bytes.
     __device__ __forceinline__ void transpose(const unsigned char* shared, int first_row, int first_column) const {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -104,7 +104,7 @@ impl Engine {
         routing: StepRouting<'_>,
     ) -> Result<(StepLosses, Option<ExpertReadback>)> {
         let fp8_key = if step.micros.is_empty() { 0 } else { dropout_key(0) };
-        let _fp8 = self.store.fp8().map(|fp8| fp8.enable(fp8_key)).transpose()?;
+        let _fp8 = self.store.enable_fp8(fp8_key)?;
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
         let mut routers = StepRouters { record, ..StepRouters::default() };

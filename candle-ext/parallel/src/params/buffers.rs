@@ -1,14 +1,15 @@
 //! Weights that ops read: flat buffers that stay resident, or are all-gathered (unsharded) before use.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_comm::{Collective, Pending};
+use candlewick_comm::{Collective, Pending, Reduce};
 use candlewick_model::ParamGroupKind;
 use candlewick_ops::{FlatBuffer, Fp8Layers, Weight, WeightStorage, copy_into, upload_into};
 
 use super::bytes::{StoreBytes, of_buffer, of_tensor};
+use super::fp8_gather::Fp8Gather;
 use super::layout::{ParamGroup, ParamLayout, PlacedParam};
 use super::offload::MemoryLocation;
 use super::reducer::GradReducer;
@@ -33,7 +34,17 @@ pub(crate) struct GroupWeights {
     shard: Arc<dyn Collective>,
     /// Device that computes.
     device: Device,
-    gathering: Mutex<Option<Pending>>,
+    gathering: Mutex<Option<Gathering>>,
+    /// Weights that are gathered as FP8 codes while they multiply in FP8; `None` if the buffer is gathered in its dtype.
+    fp8: Option<Fp8Gather>,
+}
+
+/// Running all-gather of a buffer.
+enum Gathering {
+    /// Elements in the buffer's dtype.
+    Elements(Pending),
+    /// FP8 codes.
+    Fp8Codes(Pending),
 }
 
 impl ShardedBuffers {
@@ -73,6 +84,35 @@ impl ShardedBuffers {
         }
     }
 
+    /// Gathers the groups that the layout marks as codes of `fp8`.
+    pub(crate) fn attach_fp8_gathers(&mut self, layout: &ParamLayout, fp8: &Arc<Fp8Layers>) -> Result<()> {
+        for (group, weights) in layout.groups.iter().zip(&mut self.groups).filter(|(group, _)| group.gathers_fp8) {
+            weights.fp8 = Some(Fp8Gather::new(group, fp8)?);
+        }
+        Ok(())
+    }
+
+    /// Sets the scales of the weights that are gathered as FP8 codes, for a step. Collective over `shard`.
+    ///
+    /// The amaxes of whole weights take one all-reduce, and none if scales are delayed.
+    pub(crate) fn start_fp8_step(&self, fp8: &Fp8Layers, shard: &dyn Collective) -> Result<()> {
+        let gathers: Vec<_> = self.groups.iter().filter_map(|group| Some((group, group.fp8.as_ref()?))).collect();
+        if gathers.is_empty() {
+            return Ok(());
+        }
+        // What is gathered has the scales of an earlier step.
+        gathers.iter().for_each(|(group, _)| group.discard());
+        let own = gathers.iter().map(|(group, gather)| gather.record_amaxes(&group.own, &group.device));
+        let own = Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)?;
+        let amaxes = if fp8.weight_scales_need_amaxes() { shard.all_reduce(&own, Reduce::Max)? } else { own };
+        let mut first = 0;
+        gathers.iter().try_for_each(|(_, gather)| {
+            let of_group = amaxes.narrow(0, first, gather.n_weights())?;
+            first += gather.n_weights();
+            gather.set_scales(&of_group)
+        })
+    }
+
     /// Drops the FP8 copies of all weights.
     pub(crate) fn drop_fp8_copies(&self) {
         self.groups.iter().for_each(|group| group.all.drop_fp8_copies());
@@ -103,7 +143,7 @@ impl GroupWeights {
             false => (FlatBuffer::unallocated(n, dtype), Tensor::zeros(shard.len(), dtype, location.device(device))?),
         };
         let shard = Arc::clone(&group.ranks.shard);
-        Ok(Self { all, own, is_resident, shard, device: device.clone(), gathering: Mutex::default() })
+        Ok(Self { all, own, is_resident, shard, device: device.clone(), gathering: Mutex::default(), fp8: None })
     }
 
     /// Returns the view of a parameter.
@@ -125,11 +165,28 @@ impl GroupWeights {
 
     /// Starts the all-gather of a sharded buffer.
     pub(crate) fn prefetch(&self) -> Result<()> {
-        let mut gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
-        if gathering.is_none() && !self.all.is_allocated() {
-            *gathering = Some(self.shard.start_all_gather(&self.own_on_device()?)?);
+        let mut gathering = self.lock_gathering();
+        if gathering.is_none() && !self.is_unsharded() {
+            let own = self.own_on_device()?;
+            *gathering = Some(match self.enabled_fp8() {
+                Some(fp8) => Gathering::Fp8Codes(self.shard.start_all_gather(&fp8.quantize(&own)?)?),
+                None => Gathering::Elements(self.shard.start_all_gather(&own)?),
+            });
         }
         Ok(())
+    }
+
+    /// Returns the weights to gather as FP8 codes now.
+    fn enabled_fp8(&self) -> Option<&Fp8Gather> {
+        self.fp8.as_ref().filter(|fp8| fp8.is_enabled())
+    }
+
+    fn is_unsharded(&self) -> bool {
+        self.all.is_allocated() || (self.enabled_fp8().is_some() && self.all.has_fp8_copies())
+    }
+
+    fn lock_gathering(&self) -> MutexGuard<'_, Option<Gathering>> {
+        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn own_on_device(&self) -> Result<Tensor> {
@@ -141,13 +198,28 @@ impl GroupWeights {
         Ok(own)
     }
 
-    /// Makes the unsharded buffer available on the device.
+    /// Makes the unsharded buffer, or the FP8 copies of its weights, available on the device.
     pub(crate) fn unshard(&self) -> Result<()> {
         self.prefetch()?;
-        match self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(gathering) => self.all.materialize(gathering.wait()?),
+        let gathering = self.lock_gathering().take();
+        match gathering {
+            Some(Gathering::Elements(elements)) => self.all.materialize(elements.wait()?),
+            Some(Gathering::Fp8Codes(codes)) => {
+                let fp8 = self.fp8.as_ref().expect("codes are of FP8 weights");
+                self.all.hold_fp8_copies(fp8.weights(&codes.wait()?)?);
+                Ok(())
+            }
             None => Ok(()),
         }
+    }
+
+    /// Frees what is or is being gathered, and forgets the scales of FP8 codes.
+    fn discard(&self) {
+        self.lock_gathering().take();
+        if let Some(fp8) = &self.fp8 {
+            fp8.clear_scales();
+        }
+        self.reshard();
     }
 
     /// Frees the unsharded buffer (FSDP's reshard).
@@ -161,8 +233,7 @@ impl GroupWeights {
     pub(crate) fn publish(&self) -> Result<()> {
         if !self.is_resident {
             // A buffer that is or is being gathered holds stale values.
-            self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take();
-            self.all.release();
+            self.discard();
             return Ok(());
         }
         self.all.drop_fp8_copies();

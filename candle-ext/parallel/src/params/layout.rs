@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use candle_core::{Result, bail};
-use candlewick_model::{FsdpUnit, ParamGroupKind, ParamSpec};
+use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
 use candlewick_ops::WeightStorage;
 
 use super::offload::UnitOffload;
@@ -51,12 +51,16 @@ pub(crate) struct ParamGroup {
     pub(crate) shard: Range<usize>,
     /// Number of elements with weight decay, which come first.
     pub(crate) n_decayed: usize,
+    /// True if all parameters are weights that ranks gather as FP8 codes.
+    pub(crate) gathers_fp8: bool,
 }
 
 /// Properties that all groups of a unit share.
 struct PlaceContext {
     mode: StoreMode,
     offload: UnitOffload,
+    /// Names of the weights that ranks gather as FP8 codes.
+    fp8_gathered: BTreeSet<String>,
 }
 
 /// A parameter in its group's flat buffer.
@@ -72,7 +76,8 @@ impl ParamLayout {
     pub(crate) fn new(units: &[FsdpUnit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
         let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
         for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
-            let context = PlaceContext { mode: options.mode, offload };
+            let fp8_gathered = if options.fp8_param_gather { fp8_weights(&units[unit_idx]) } else { BTreeSet::new() };
+            let context = PlaceContext { mode: options.mode, offload, fp8_gathered };
             let stage_unit = layout.has(unit_idx).then(|| layout.place(&units[unit_idx], &context)).transpose()?;
             layout.stage_units.push(stage_unit);
         }
@@ -85,7 +90,7 @@ impl ParamLayout {
         for kind in ParamGroupKind::ALL {
             let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
                 unit.params.iter().filter(|spec| spec.group == kind).partition(|spec| context.mode.trains(spec));
-            for specs in by_storage(frozen).iter().chain(&by_storage(trainable)) {
+            for specs in context.by_storage(frozen).iter().chain(&context.by_storage(trainable)) {
                 self.groups.push(ParamGroup::new(specs, context, &self.sharding)?);
             }
         }
@@ -162,7 +167,7 @@ impl ParamLayout {
 impl ParamGroup {
     /// Lays out `specs`, which have one kind and storage and are all trainable or all frozen.
     fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
-        let PlaceContext { mode, offload } = *context;
+        let PlaceContext { mode, offload, ref fp8_gathered } = *context;
         let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
         let storage = specs[0].storage;
         if is_trainable && storage != WeightStorage::Dense {
@@ -182,7 +187,8 @@ impl ParamGroup {
         }
         let numel = ranks.padded(end);
         let shard = ranks.own(numel);
-        Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed })
+        let gathers_fp8 = fp8_gathered.contains(&specs[0].name);
+        Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed, gathers_fp8 })
     }
 
     /// Returns the ranges of these parameters within this rank's shard.
@@ -251,14 +257,28 @@ pub(crate) struct SlicePosition {
     pub(crate) first: usize,
 }
 
-/// Groups parameters by storage, in order of first occurrence.
-fn by_storage(specs: Vec<&ParamSpec>) -> Vec<Vec<&ParamSpec>> {
-    let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
-    for spec in specs {
-        match groups.iter_mut().find(|group| group[0].storage == spec.storage) {
-            Some(group) => group.push(spec),
-            None => groups.push(vec![spec]),
+impl PlaceContext {
+    /// Groups parameters by storage and by the dtype of their all-gather, in order of first occurrence.
+    fn by_storage<'s>(&self, specs: Vec<&'s ParamSpec>) -> Vec<Vec<&'s ParamSpec>> {
+        let key = |spec: &ParamSpec| (spec.storage, self.fp8_gathered.contains(&spec.name));
+        let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
+        for spec in specs {
+            match groups.iter_mut().find(|group| key(group[0]) == key(spec)) {
+                Some(group) => group.push(spec),
+                None => groups.push(vec![spec]),
+            }
         }
+        groups
     }
-    groups
+}
+
+/// Returns the names of a unit's dense weights that multiply in FP8. Experts are not among them, nor are quantized weights,
+/// which have a byte per element already.
+fn fp8_weights(unit: &FsdpUnit) -> BTreeSet<String> {
+    let linears = unit.layer().into_iter().flat_map(|layer| layer.linears().filter(|linear| linear.fp8));
+    let names: BTreeSet<String> = linears.map(LinearSpec::weight_name).collect();
+    let is_gathered = |spec: &&ParamSpec| {
+        spec.group == ParamGroupKind::Dense && spec.storage == WeightStorage::Dense && names.contains(&spec.name)
+    };
+    unit.params.iter().filter(is_gathered).map(|spec| spec.name.clone()).collect()
 }

@@ -1,13 +1,14 @@
 //! Parameters and their training state: layout, sharded buffers, gradient reduction, optimizer.
 //!
-//! A unit's parameters form groups (dense or expert, frozen or trainable), each with its own process groups and one
-//! flat buffer. Frozen buffers are in the compute dtype or quantized. Trainable groups have master weights, gradients
+//! A unit's parameters form groups (dense or expert, frozen or trainable, gathered in FP8 or not), each with its own process
+//! groups and one flat buffer. Frozen buffers are in the compute dtype or quantized. Trainable groups have master weights, gradients
 //! and AdamW moments, and a copy in the compute dtype if that differs. Ops read zero-copy views. Master weights and
 //! moments may be in CPU memory.
 
 mod buffer_state;
 mod buffers;
 mod bytes;
+mod fp8_gather;
 mod grads;
 mod layout;
 mod offload;
@@ -23,7 +24,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
-use candlewick_ops::{AdamW, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
+use candlewick_ops::{AdamW, Fp8Guard, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
@@ -73,7 +74,7 @@ impl ParamStore {
         device: &Device,
         sharding: ShardingGroups,
     ) -> Result<Self> {
-        let options = StoreOptions { dtypes, mode, cpu_offload: CpuOffload::default() };
+        let options = StoreOptions { dtypes, mode, cpu_offload: CpuOffload::default(), fp8_param_gather: false };
         Self::of_units(model.units(), options, device, sharding)
     }
 
@@ -84,7 +85,10 @@ impl ParamStore {
         device: &Device,
         sharding: ShardingGroups,
     ) -> Result<Self> {
-        let StoreOptions { dtypes, mode, cpu_offload } = options;
+        let StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather } = options;
+        if fp8_param_gather && sharding.zero_stage != ZeroStage::Three {
+            bail!("fp8_param_gather needs weights that ZeRO stage 3 shards")
+        }
         if cpu_offload.weights && mode == StoreMode::Train && cpu_offload.optimizer < 1.0 {
             bail!("weights in the host's memory while AdamW updates them elsewhere")
         }
@@ -100,6 +104,7 @@ impl ParamStore {
     pub fn with_fp8(mut self, fp8: Fp8Layers) -> Result<Self> {
         let fp8 = Arc::new(fp8);
         self.buffers.attach_fp8(&fp8, &self.layout);
+        self.buffers.attach_fp8_gathers(&self.layout, &fp8)?;
         self.layers = layers(&self.layout, &self.buffers)?;
         Ok(Self { fp8: Some(fp8), ..self })
     }
@@ -107,6 +112,15 @@ impl ParamStore {
     /// Returns the linear layers that multiply in FP8.
     pub fn fp8(&self) -> Option<&Fp8Layers> {
         self.fp8.as_deref()
+    }
+
+    /// Turns FP8 on for a step, until the guard is dropped, and sets the scales of the weights that are gathered as FP8 codes.
+    /// `key` seeds stochastic rounding. Collective.
+    pub(crate) fn enable_fp8(&self, key: u64) -> Result<Option<Fp8Guard<'_>>> {
+        let Some(fp8) = self.fp8() else { return Ok(None) };
+        let guard = fp8.enable(key)?;
+        self.buffers.start_fp8_step(fp8, &*self.layout.sharding.dense.shard)?;
+        Ok(Some(guard))
     }
 
     /// Drops the FP8 copies of all weights, whose scales have changed.

@@ -49,4 +49,6 @@ pub struct StoreOptions {
     pub mode: StoreMode,
     /// CPU offload settings.
     pub cpu_offload: CpuOffload,
+    /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes of a byte. Experts are gathered in their dtype.
+    pub fp8_param_gather: bool,
 }

@@ -150,12 +150,11 @@ impl GradReducer {
     pub(crate) fn squares(&self, layout: &ParamLayout) -> Result<Tensor> {
         let of_kind = |(kind, ranks): (ParamGroupKind, &GroupRanks)| {
             let of_unit = |unit_idx| {
-                let mut groups = layout.groups_of(unit_idx).filter(|_| layout.owns(unit_idx));
-                let group = groups.find(|idx| layout.groups[*idx].kind == kind && self.grads.contains_key(idx));
-                match group {
-                    Some(group_idx) => self.distinct_squares(group_idx, &layout.groups[group_idx]),
-                    None => Tensor::zeros((), DType::F64, &self.device),
-                }
+                let groups = layout.groups_of(unit_idx).filter(|_| layout.owns(unit_idx));
+                let trained = groups.filter(|idx| layout.groups[*idx].kind == kind && self.grads.contains_key(idx));
+                let squares = trained.map(|idx| self.distinct_squares(idx, &layout.groups[idx]));
+                let sum = squares.reduce(|sum, squares| sum? + squares?);
+                sum.unwrap_or_else(|| Tensor::zeros((), DType::F64, &self.device))
             };
             let squares = (0..layout.units.len()).map(of_unit).collect::<Result<Vec<_>>>()?;
             Ok(ranks.distinct.all_reduce(&Tensor::stack(&squares, 0)?, Reduce::Sum)?)

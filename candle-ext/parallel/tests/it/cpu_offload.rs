@@ -20,7 +20,12 @@ fn model() -> Model {
 
 fn store(dtypes: ParamDtypes, cpu_offload: Option<CpuOffload>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
-    let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload: cpu_offload.unwrap_or_default() };
+    let options = StoreOptions {
+        dtypes,
+        mode: StoreMode::Train,
+        cpu_offload: cpu_offload.unwrap_or_default(),
+        fp8_param_gather: false,
+    };
     let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {

@@ -42,7 +42,7 @@ fn engine_with(
     cpu_offload: CpuOffload,
     checkpointing: ActivationCheckpointing,
 ) -> Engine {
-    let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload };
+    let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload, fp8_param_gather: false };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {

@@ -31,10 +31,10 @@ const fn rule(power_of_two: bool) -> ScaleRule {
     ScaleRule { power_of_two, amax_epsilon: 0.0 }
 }
 
-const DELAYED: Fp8Config =
+pub(super) const DELAYED: Fp8Config =
     config(Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 4, amax_compute: AmaxHistoryPolicy::Max }));
-const CURRENT: Fp8Config = config(Fp8Recipe::Current(rule(false)));
-const CURRENT_POWER_OF_TWO: Fp8Config = config(Fp8Recipe::Current(rule(true)));
+pub(super) const CURRENT: Fp8Config = config(Fp8Recipe::Current(rule(false)));
+pub(super) const CURRENT_POWER_OF_TWO: Fp8Config = config(Fp8Recipe::Current(rule(true)));
 const BLOCKWISE: Fp8Config = config(Fp8Recipe::Blockwise(rule(true)));
 
 fn two_pipeline_stages() -> Strategy {

@@ -9,6 +9,7 @@ mod expert_adapters;
 mod experts;
 mod faulty_group;
 mod fp8;
+mod fp8_gather;
 mod label_smoothing;
 mod mtp;
 mod objective;

@@ -44,6 +44,8 @@ pub(crate) struct Strategy {
     pub(crate) label_smoothing: f32,
     pub(crate) cpu_offload: CpuOffload,
     pub(crate) token_dispatcher: TokenDispatcher,
+    /// True if weights that multiply in FP8 are gathered as codes.
+    pub(crate) fp8_param_gather: bool,
 }
 
 impl Strategy {
@@ -58,6 +60,7 @@ impl Strategy {
         label_smoothing: 0.0,
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
         token_dispatcher: TokenDispatcher::AllToAll,
+        fp8_param_gather: false,
     };
 
     /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
@@ -249,6 +252,7 @@ pub(crate) fn engine_with_routers(
         token_dispatcher: strategy.token_dispatcher,
         router,
         fp8: case.fp8(),
+        fp8_param_gather: strategy.fp8_param_gather,
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), strategy.layout(model.n_blocks()))
     };
     let engine = spec

@@ -44,7 +44,8 @@ const DISABLED_ONLY: &[(&str, DisabledValue)] = &[
 /// The key for the number of ranks in a shard group (MiCS); the groups replicate each other.
 pub(super) const SHARD_SIZE: &str = "deepspeed.zero_optimization.mics_shard_size";
 
-const STAGE: &str = "zero_optimization.stage";
+/// The key of the ZeRO stage.
+pub(super) const STAGE: &str = "zero_optimization.stage";
 
 /// The prefix of the keys of optimizer offload.
 const OFFLOAD: &str = "zero_optimization.offload_optimizer.";
@@ -210,9 +211,13 @@ pub(super) fn wants_weights_on_host(resolver: &Resolver) -> bool {
 
 /// Returns the ZeRO stage, 0 by default. A stage out of bounds is reported elsewhere.
 pub(super) fn zero_stage(resolver: &mut Resolver) -> usize {
-    let given = lookup(&resolver.recipe().deepspeed, "zero_optimization.stage").and_then(number);
-    let stage = given.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage));
-    resolver.pick("deepspeed.zero_optimization.stage", stage.map(|stage| stage as usize), 0)
+    resolver.pick("deepspeed.zero_optimization.stage", stage(resolver), 0)
+}
+
+/// Returns the ZeRO stage that the section sets, if it is within bounds.
+pub(super) fn stage(resolver: &Resolver) -> Option<usize> {
+    let given = lookup(&resolver.recipe().deepspeed, STAGE).and_then(number);
+    given.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage)).map(|stage| stage as usize)
 }
 
 /// Returns the number of ranks in a shard group, if the section sets it.

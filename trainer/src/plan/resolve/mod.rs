@@ -47,7 +47,7 @@ impl Plan {
         let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
         let ranks = ranks::resolve(&mut resolver, &model, pipeline.stages);
         let moe = moe::resolve(&mut resolver, &model, &ranks);
-        let fp8 = precision::resolve(&mut resolver, &model);
+        let fp8 = precision::resolve(&mut resolver, &model, &ranks);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let label_smoothing_factor = optimizer::label_smoothing_factor(&mut resolver);

@@ -2,8 +2,9 @@
 
 use candlewick_model::Config;
 
+use super::deepspeed;
 use super::resolver::Resolver;
-use crate::plan::{Fp8Plan, Fp8RecipePlan, ModelPlan, ScaleRulePlan};
+use crate::plan::{Fp8Plan, Fp8RecipePlan, ModelPlan, RanksPlan, ScaleRulePlan};
 use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, HumanFloat, HumanInt, PrecisionRecipe};
 
 const RECIPE: &str = "precision.recipe";
@@ -20,9 +21,10 @@ const AT_END: &str = "precision.num_layers_at_end_in_bf16";
 const EXCLUDE: &str = "precision.exclude_modules";
 const EXCLUDE_SLOWER: &str = "precision.exclude_slower_modules";
 const STATS: &str = "precision.stats_interval";
+const PARAM_GATHER: &str = "precision.fp8_param_gather";
 
 /// Returns the settings of FP8; `None` without a recipe. Reports keys that the recipe does not read.
-pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8Plan> {
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<Fp8Plan> {
     let recipe = resolver.pick(RECIPE, resolver.recipe().precision.recipe, PrecisionRecipe::None);
     report_unread_keys(resolver, recipe);
     if recipe == PrecisionRecipe::None {
@@ -45,8 +47,10 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> Option<Fp8P
     let exclude_modules = resolver.pick(EXCLUDE, section.exclude_modules.clone(), Vec::new());
     let exclude_slower_modules = resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false);
     let stats_interval = resolver.count(STATS, section.stats_interval, 0);
+    let param_gather = param_gather(resolver, recipe, model, ranks);
     let plan = Fp8Plan {
         stats_interval,
+        param_gather,
         exclude_slower_modules,
         recipe: scales,
         format,
@@ -76,6 +80,39 @@ fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
             format!("shorten {EXCLUDE} or {AT_START}"),
         );
     }
+}
+
+/// Returns true if ZeRO stage 3 gathers FP8 weights as codes. Reports recipes that cannot.
+fn param_gather(resolver: &mut Resolver, recipe: PrecisionRecipe, model: &ModelPlan, ranks: &RanksPlan) -> bool {
+    let is_on = resolver.pick(PARAM_GATHER, resolver.recipe().precision.fp8_param_gather, false);
+    if !is_on {
+        return false;
+    }
+    let mut refuse = |keys: &[&str], reason: &str, advice: &str| {
+        resolver.report_with_advice(keys, format!("{PARAM_GATHER}: {reason}"), advice);
+    };
+    if recipe == PrecisionRecipe::Blockwise {
+        refuse(
+            &[PARAM_GATHER, RECIPE],
+            "ranks divide the 128x128 blocks of blockwise scaling",
+            "set precision.recipe: current or delayed, or remove the key",
+        );
+    }
+    if model.quantize_base.is_some() {
+        refuse(
+            &[PARAM_GATHER, "model.quantize_base"],
+            "model.quantize_base: fp8 gathers a byte per weight already",
+            "remove one of the keys",
+        );
+    }
+    if deepspeed::stage(resolver) != Some(3) {
+        let advice = format!("set deepspeed.{}: 3, or remove the key", deepspeed::STAGE);
+        let message = format!("{PARAM_GATHER}: only ZeRO stage 3 gathers weights for each use");
+        resolver.report_with_advice(&[PARAM_GATHER], message, advice);
+    } else if ranks.zero_stage != 3 {
+        resolver.note(format!("{PARAM_GATHER} has no effect: the weights of one rank are not gathered"));
+    }
+    ranks.zero_stage == 3
 }
 
 fn margin(resolver: &mut Resolver) -> i32 {
@@ -129,6 +166,7 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (AT_END, section.num_layers_at_end_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (EXCLUDE_SLOWER, section.exclude_slower_modules.is_some(), is_on, "delayed, current or blockwise"),
         (STATS, section.stats_interval.is_some(), is_on, "delayed, current or blockwise"),
+        (PARAM_GATHER, section.fp8_param_gather.is_some(), is_on, "delayed or current"),
         (EXCLUDE, section.exclude_modules.is_some(), is_on, "delayed, current or blockwise"),
     ];
     for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {

@@ -4,9 +4,10 @@ use candlewick_ops::{
     AmaxHistoryPolicy, DelayedScaling, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule,
     WeightStorage,
 };
+use trainer::estimate::{Category, DeviceKind, Phase, Setup, estimate_stage};
 use trainer::plan::Plan;
 
-use super::{plan, refused};
+use super::{plan, ranks::plan_of, refused};
 
 fn config(arguments: &[&str]) -> Option<Fp8Config> {
     plan(arguments).fp8.map(|fp8| fp8.config(0))
@@ -100,4 +101,52 @@ fn keys_without_effect_are_refused() {
     refused(&["precision.recipe=current", "precision.exclude_modules=[layers]"], &["no linear layer is left"]);
     refused(&["precision.recipe=delayed", "precision.amax_history_len=0"], &["expected at least 1, found 0"]);
     refused(&["precision.recipe=delayed", "precision.margin=99"], &["expected at most 64, found 99"]);
+}
+
+#[test]
+fn weights_are_gathered_in_fp8_at_zero_stage_3() {
+    let (gather, stage_3) = ("precision.fp8_param_gather=true", "deepspeed.zero_optimization.stage=3");
+    let of = |n_ranks, recipe: &str| {
+        let plan = plan_of(n_ranks, &[&format!("precision.recipe={recipe}"), gather, stage_3]).unwrap();
+        (plan.fp8.unwrap().param_gather, plan.notes.iter().any(|note| note.contains("fp8_param_gather")))
+    };
+    assert_eq!(["delayed", "current"].map(|recipe| of(2, recipe)), [(true, false); 2]);
+    assert_eq!(of(1, "current"), (false, true), "one rank gathers nothing, which is a note");
+    assert!(!plan(&["precision.recipe=current", stage_3]).fp8.unwrap().param_gather);
+    refused(&[gather, stage_3], &["precision.fp8_param_gather", "only with precision.recipe: delayed or current"]);
+    for stage in ["deepspeed.zero_optimization.stage=2", "deepspeed={}"] {
+        let want = ["precision.fp8_param_gather: only ZeRO stage 3", "set deepspeed.zero_optimization.stage: 3"];
+        refused(&["precision.recipe=current", gather, stage], &want);
+    }
+    let want = ["fp8_param_gather: ranks divide the 128x128 blocks", "set precision.recipe: current or delayed"];
+    refused(&["precision.recipe=blockwise", gather, stage_3], &want);
+    let base = ["model.quantize_base=fp8", "model.peft_config={r: 4, target_modules: all-linear}"];
+    let want = ["model.quantize_base: fp8 gathers a byte per weight already", "remove one of the keys"];
+    refused(&[&base[..], &["precision.recipe=current", gather, stage_3]].concat(), &want);
+    refused(&["precision.enable_fsdp_float8_all_gather=true"], &["precision.fp8_param_gather"]);
+    refused(&["fp8_param_gather=true"], &["precision.fp8_param_gather"]);
+}
+
+/// A layer of the model has 36864 weights of linear layers and 128 of norms, the head 8256.
+#[test]
+fn gathered_fp8_weights_are_estimated_once() {
+    let arguments = ["precision.recipe=current", "deepspeed.zero_optimization.stage=3", "data.eval_sources=[b.jsonl]"];
+    let bytes = |more: &[&str]| {
+        let plan = plan_of(2, &[&arguments[..], more].concat()).unwrap();
+        let estimate = estimate_stage(&Setup::of(&plan, DeviceKind::Gpu).unwrap());
+        let of = |phase: Phase, category| {
+            estimate.phases.iter().find(|it| it.phase == phase).unwrap().breakdown.of(category)
+        };
+        [
+            (Phase::Step, Category::Exchange),
+            (Phase::Step, Category::Fp8Weights),
+            (Phase::Evaluation, Category::Exchange),
+        ]
+        .map(|(phase, category)| of(phase, category))
+    };
+    let [elements, copies, evaluation] = bytes(&[]);
+    assert_eq!(copies, 2 * 2 * 36864, "two units, each with its transposed codes");
+    let two_units_in_bf16 = |n: u64| 2 * 2 * n;
+    let saved = two_units_in_bf16(36864 + 128) - two_units_in_bf16(8256);
+    assert_eq!(bytes(&["precision.fp8_param_gather=true"]), [elements - saved, copies, evaluation]);
 }

@@ -8,11 +8,15 @@ use trainer::recipe::{DdpBackend, Loaded};
 use super::{BASE, known, plan};
 
 /// Resolves the plan of rank 0 of `n_ranks`, or returns the error.
-fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
+pub(super) fn plan_of(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
     let known = Environment { world: WorldInfo::first_of(n_ranks), ..known() };
-    Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
+    Plan::resolve(&loaded, &known).map_err(|error| error.to_string())
+}
+
+fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
+    plan_of(n_ranks, arguments).map(|plan| plan.ranks)
 }
 
 #[test]

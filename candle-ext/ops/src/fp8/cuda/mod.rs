@@ -129,6 +129,16 @@ pub(super) fn current_scale(x: &Tensor, rule: ScaleRule, format: Fp8Format) -> R
     Ok([amax, scale].map(|out| out.into_tensor(1)))
 }
 
+/// Returns the scale of a matrix with this amax, f32 [1].
+pub(super) fn scale_of_amax(amax: &Tensor, rule: ScaleRule, format: Fp8Format) -> Result<Tensor> {
+    let on = gpu(OP, amax)?;
+    let (same_amax, scale) = (Out::new(on, DType::F32, 1)?, Out::new(on, DType::F32, 1)?);
+    let of_scale = Some((scale.address, rule, format));
+    // SAFETY: the only part is the amax, and both outputs have one element.
+    unsafe { finish_parts(amax, (address(OP, amax)?, 1), same_amax.address, of_scale)? };
+    Ok(scale.into_tensor(1))
+}
+
 /// Writes the amax of x, and the scale that follows from it if wanted.
 fn finish_amax(x: &Tensor, amax: DeviceAddress, scale: Option<(DeviceAddress, ScaleRule, Fp8Format)>) -> Result<()> {
     let (on, n) = (gpu("amax", x)?, x.elem_count());
@@ -138,10 +148,25 @@ fn finish_amax(x: &Tensor, amax: DeviceAddress, scale: Option<(DeviceAddress, Sc
     let name = format!("amax_parts_{}", suffix("amax", x.dtype())?);
     // SAFETY: x has n elements; `parts` has one element per block.
     unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], FLAT_THREADS, &args)? };
+    // SAFETY: `parts` has n_parts elements; the callers' outputs have one.
+    unsafe { finish_parts(x, (parts.address, n_parts), amax, scale) }
+}
+
+/// Writes the largest of the parts of an amax, and the scale that follows from it if wanted, on the device of `x`.
+///
+/// # Safety
+///
+/// There are as many f32 parts as the number says. The outputs have one f32.
+unsafe fn finish_parts(
+    x: &Tensor,
+    (parts, n_parts): (DeviceAddress, usize),
+    amax: DeviceAddress,
+    scale: Option<(DeviceAddress, ScaleRule, Fp8Format)>,
+) -> Result<()> {
     let no_scale = (0, ScaleRule { power_of_two: false, amax_epsilon: 0.0 }, Fp8Format::E4m3);
     let (scale, rule, format) = scale.unwrap_or(no_scale);
     let args = [
-        Arg::Address(parts.address),
+        Arg::Address(parts),
         Arg::I32(n_parts as i32),
         Arg::Address(amax),
         Arg::Address(scale),
@@ -150,8 +175,23 @@ fn finish_amax(x: &Tensor, amax: DeviceAddress, scale: Option<(DeviceAddress, Sc
         Arg::I32(i32::from(rule.power_of_two)),
         Arg::F32(f32::MAX),
     ];
-    // SAFETY: parts has n_parts elements; amax and the scale have one, and a zero address means no scale.
-    unsafe { KERNELS.launch(on, "finish_amax", [1, 1, 1], FLAT_THREADS, &args) }
+    // SAFETY: the caller's; a zero address means no scale.
+    unsafe { KERNELS.launch(gpu("amax", x)?, "finish_amax", [1, 1, 1], FLAT_THREADS, &args) }
+}
+
+/// Returns row-major codes [rows, columns] transposed: [columns, rows]. Both are multiples of 16, as is the address.
+pub(super) fn transpose(codes: &Tensor) -> Result<Tensor> {
+    let (rows, columns) = codes.dims2()?;
+    let (on, from) = (gpu(OP, codes)?, address(OP, codes)?);
+    if ![rows, columns, from as usize].iter().all(|n| n.is_multiple_of(MULTIPLE)) {
+        bail!("{OP}: cannot transpose [{rows}, {columns}] codes at {from:#x}: want multiples of {MULTIPLE}")
+    }
+    let transposed = Out::new(on, DType::U8, rows * columns)?;
+    let args = [Arg::Address(from), Arg::Address(transposed.address), Arg::I32(rows as i32), Arg::I32(columns as i32)];
+    let grid = [columns.div_ceil(TILE).max(1), rows.div_ceil(TILE).max(1), 1];
+    // SAFETY: both have rows * columns codes, aligned to 16 bytes; the grid has a block per tile.
+    unsafe { KERNELS.launch(on, "transpose_codes", grid, FLAT_THREADS, &args)? };
+    Ok(transposed.into_tensor((columns, rows)))
 }
 
 /// Outputs of a quantization with one scale.

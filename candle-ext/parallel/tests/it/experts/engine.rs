@@ -47,7 +47,12 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let sharding =
             groups.sharding_groups(zero_stage, PipelineLayout::single_stage(model.n_blocks()), SequenceParallel::Off);
         let dtypes = ParamDtypes::computing_in(DType::F32);
-        let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload: CpuOffload::default() };
+        let options = StoreOptions {
+            dtypes,
+            mode: StoreMode::Train,
+            cpu_offload: CpuOffload::default(),
+            fp8_param_gather: false,
+        };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         let checkpointing = vec![ActivationCheckpointing::None, ActivationCheckpointing::Full];

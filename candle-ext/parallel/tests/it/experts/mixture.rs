@@ -102,7 +102,7 @@ impl ExpertRank {
         let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
         let sharding = groups.sharding_groups(zero_stage, PipelineLayout::single_stage(1), SequenceParallel::Off);
         let dtypes = ParamDtypes::computing_in(DType::F32);
-        let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload };
+        let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload, fp8_param_gather: false };
         let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         Ok(Self { mesh, rank: world.rank(), all: world.group(), store })

@@ -160,6 +160,7 @@ fn experts_without_expert_groups_are_refused_by_name() {
         dtypes: ParamDtypes::computing_in(DType::F32),
         mode: StoreMode::Train,
         cpu_offload: CpuOffload::default(),
+        fp8_param_gather: false,
     };
     let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharding).err().unwrap().to_string();
     assert!(refused.contains("up belongs to an expert"), "{refused}");
