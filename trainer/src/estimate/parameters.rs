@@ -61,6 +61,9 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
 /// and on a GPU another for the transpose that backward reads. At ZeRO stage 3 those of the current and the next unit exist;
 /// gathered codes are among them. Scales are not counted.
 pub(super) fn fp8_copies(setup: &Setup) -> u64 {
+    if setup.fake_quantize {
+        return 0;
+    }
     let of_unit = |unit: &FsdpUnit| fp8_params(unit).map(|param| setup.numel_here(param)).sum::<u64>();
     let n_elements: u64 = match setup.ranks.zero_stage {
         3 => 2 * setup.units().map(of_unit).max().unwrap_or(0),

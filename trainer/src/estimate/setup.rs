@@ -54,6 +54,8 @@ pub struct Setup {
     pub attention: AttentionImpl,
     /// True if weights that multiply in FP8 are gathered as codes.
     pub fp8_param_gather: bool,
+    /// True if FP8 layers keep no copies of their weights.
+    pub fake_quantize: bool,
     /// The dtype of the routers' matmuls.
     pub router: RouterDtype,
     /// The source of the initial weights.
@@ -129,6 +131,7 @@ impl Setup {
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
             fp8_param_gather: plan.fp8.as_ref().is_some_and(|fp8| fp8.param_gather),
+            fake_quantize: plan.fp8.as_ref().is_some_and(|fp8| fp8.fake_quantize),
             router: plan.moe.as_ref().map(|moe| moe.dtype.into()).unwrap_or_default(),
             init: plan.model.init,
             evaluates: plan.eval.is_some(),

@@ -27,6 +27,8 @@ pub struct Fp8Plan {
     pub param_gather: bool,
     /// True if layers that are slower in FP8 on the run's device stay in the compute dtype.
     pub exclude_slower_modules: bool,
+    /// True if linear layers multiply the values of FP8 codes in the compute dtype.
+    pub fake_quantize: bool,
     /// Texts in the names of linear layers that stay in the compute dtype.
     pub exclude_modules: Vec<String>,
 }
@@ -95,7 +97,7 @@ impl Fp8Plan {
             GradientRounding::Nearest => Fp8Rounding::Nearest,
             GradientRounding::Stochastic => Fp8Rounding::Stochastic { key: derive_key(seed, ROUNDING) },
         };
-        Fp8Config { recipe, formats, gradient_rounding }
+        Fp8Config { recipe, formats, gradient_rounding, fake_quantize: self.fake_quantize }
     }
 
     /// Returns the names of the linear layers and routed experts that multiply in FP8.

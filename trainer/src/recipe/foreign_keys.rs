@@ -58,6 +58,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     // FP8.
     key("fp8", "precision.recipe", "delayed, current or blockwise"),
     key("filter_fqns", "precision.exclude_modules", "texts in the names of modules"),
+    key("fake_quant", "precision.fake_quantize", ""),
     key("fp8_format", "precision.format", ""),
     key("fp8_recipe", "precision.recipe", ""),
     key("fp8_margin", "precision.margin", ""),

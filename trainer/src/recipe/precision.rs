@@ -43,6 +43,9 @@ pub struct PrecisionSection {
     /// Measures at the start of the run which linear layers are faster in FP8 on rank 0's device, with the time of
     /// quantization, and keeps the others in `model.dtype`. `trainer fp8-advise` prints the measurement. Default false.
     pub exclude_slower_modules: Option<bool>,
+    /// Rounds the operands of linear layers to FP8 but multiplies them in `model.dtype`, on any device, as TransformerEngine's debug
+    /// feature `FakeQuant`. Scales are powers of two. It shows the effect of FP8 on the loss without a GPU for FP8. Default false.
+    pub fake_quantize: Option<bool>,
     /// Keeps the linear layers and routed experts whose names contain one of these texts in `model.dtype`:
     /// `[o_proj, layers.3.mlp, experts]`. torchtitan's name is `filter_fqns`. Default: none.
     pub exclude_modules: Option<Vec<String>>,

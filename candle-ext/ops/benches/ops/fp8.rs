@@ -96,7 +96,8 @@ fn of_layers(&Layers { t, sizes }: &Layers) -> Vec<BenchCase> {
 }
 
 fn fp8_layers(recipe: Fp8Recipe, device: &Device) -> Result<Arc<Fp8Layers>> {
-    let config = Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest };
+    let formats = Fp8Formats::Hybrid;
+    let config = Fp8Config { recipe, formats, gradient_rounding: Fp8Rounding::Nearest, fake_quantize: false };
     Ok(Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("layer")], device)?))
 }
 

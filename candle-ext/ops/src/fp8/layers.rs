@@ -264,6 +264,11 @@ impl Fp8Linear {
         self.matrices.len()
     }
 
+    /// Returns true if the layer multiplies the values of codes in the dtype of its input.
+    pub(crate) fn fake_quantizes(&self) -> bool {
+        self.layers.config.fake_quantize
+    }
+
     pub(super) fn config(&self) -> Fp8Config {
         self.layers.config
     }

@@ -9,6 +9,7 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod cuda;
 mod delayed;
+mod fake_quantize;
 mod format;
 mod groups;
 mod layers;
@@ -20,6 +21,7 @@ mod rounding;
 mod sharded;
 mod stats;
 
+pub(crate) use fake_quantize::fake_quantized_linear;
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
 pub(crate) use groups::Groups;
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8Module};

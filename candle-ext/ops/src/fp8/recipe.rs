@@ -15,6 +15,9 @@ pub struct Fp8Config {
     pub formats: Fp8Formats,
     /// Rounding of the gradients of outputs. Inputs and weights are rounded to nearest.
     pub gradient_rounding: Fp8Rounding,
+    /// True if linear layers multiply the values of the codes in the dtype of their input, on any device, as routed experts
+    /// do: TransformerEngine's `FakeQuant`.
+    pub fake_quantize: bool,
 }
 
 /// Recipe of the scales.

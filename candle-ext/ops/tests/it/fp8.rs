@@ -272,7 +272,8 @@ fn every_device_has_the_bits_of_the_cpu() {
 }
 
 pub(crate) fn config(recipe: Fp8Recipe) -> Fp8Config {
-    Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest }
+    let formats = Fp8Formats::Hybrid;
+    Fp8Config { recipe, formats, gradient_rounding: Fp8Rounding::Nearest, fake_quantize: false }
 }
 
 pub(crate) fn rule(power_of_two: bool) -> ScaleRule {
@@ -359,6 +360,44 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
             }
         }
     });
+}
+
+/// With `fake_quantize` any device multiplies the rounded operands of any sizes, with scales that are powers of two.
+#[test]
+fn a_fake_quantized_layer_multiplies_rounded_operands() {
+    for recipe in [DELAYED, Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))] {
+        let (t, k, n) = (150, 130, 33);
+        let (x, w, dy) =
+            (randn((3, t / 3, k), 1), (randn((n, k), 2) * 0.05).unwrap(), (randn((3, t / 3, n), 3) * 1e-3).unwrap());
+        let bias = randn(n, 4);
+        let round = |x: &Tensor, operand, contraction| {
+            rounded(recipe, &x.flatten_to(x.rank() - 2).unwrap(), operand, contraction)
+        };
+        let wq = round(&w, Fp8Operand::Weight, Contraction::Columns);
+        let product = round(&x, Fp8Operand::Input, Contraction::Columns).matmul(&wq.t().unwrap()).unwrap();
+        let y = product.broadcast_add(&bias.to_dtype(DType::F64).unwrap()).unwrap().reshape((3, t / 3, n)).unwrap();
+        let dx = round(&dy, Fp8Operand::GradOutput, Contraction::Columns).matmul(&wq).unwrap();
+        let dx = dx.reshape((3, t / 3, k)).unwrap();
+        let dy_rows = round(&dy, Fp8Operand::GradOutput, Contraction::Rows);
+        let dw = dy_rows.t().unwrap().matmul(&round(&x, Fp8Operand::Input, Contraction::Rows)).unwrap();
+        let db = dy.to_dtype(DType::F64).unwrap().sum((0, 1)).unwrap();
+        for test_device in devices() {
+            let config = Fp8Config { fake_quantize: true, ..config(recipe) };
+            let layers = Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("a")], &test_device.device()).unwrap());
+            let w = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
+            let (x, bias) = (test_device.put(&x), trainable(&test_device.put(&bias)));
+            let got = test_device.run(|| {
+                let _on = layers.enable(0).unwrap();
+                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, Some(&bias), OutputDtype::SameAsInput));
+                let y = tape.output().clone();
+                let dx = tape.backward(&test_device.put(&dy)).unwrap().remove(&x).unwrap();
+                [y, dx, grad_of(&w), grad_of(&bias)]
+            });
+            for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
+                assert_close(&format!("{what} {recipe:?} {test_device:?}"), got, want, SUMS);
+            }
+        }
+    }
 }
 
 /// Small integers times powers of two have exact sums, so that any order of summation gives the same bits.

@@ -24,7 +24,8 @@ use super::{ONE, dp, pipeline, tensor, ulysses, zero};
 const FLIPS: f64 = 0.1;
 
 const fn config(recipe: Fp8Recipe) -> Fp8Config {
-    Fp8Config { recipe, formats: Fp8Formats::Hybrid, gradient_rounding: Fp8Rounding::Nearest }
+    let formats = Fp8Formats::Hybrid;
+    Fp8Config { recipe, formats, gradient_rounding: Fp8Rounding::Nearest, fake_quantize: false }
 }
 
 const fn rule(power_of_two: bool) -> ScaleRule {

@@ -21,6 +21,7 @@ const AT_END: &str = "precision.num_layers_at_end_in_bf16";
 const EXCLUDE: &str = "precision.exclude_modules";
 const EXCLUDE_SLOWER: &str = "precision.exclude_slower_modules";
 const STATS: &str = "precision.stats_interval";
+const FAKE: &str = "precision.fake_quantize";
 const PARAM_GATHER: &str = "precision.fp8_param_gather";
 
 /// Returns the settings of FP8; `None` without a recipe. Reports keys that the recipe does not read.
@@ -48,8 +49,18 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     let exclude_slower_modules = resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false);
     let stats_interval = resolver.count(STATS, section.stats_interval, 0);
     let param_gather = param_gather(resolver, recipe, model, ranks);
+    let fake_quantize = resolver.pick(FAKE, section.fake_quantize, false);
+    if fake_quantize {
+        for (key, _) in
+            [(EXCLUDE_SLOWER, exclude_slower_modules), (PARAM_GATHER, param_gather)].iter().filter(|it| it.1)
+        {
+            let message = format!("{key}: it has no effect with {FAKE}, which multiplies in model.dtype");
+            resolver.report_with_advice(&[key, FAKE], message, "remove one of the keys");
+        }
+    }
     let plan = Fp8Plan {
         stats_interval,
+        fake_quantize,
         param_gather,
         exclude_slower_modules,
         recipe: scales,
@@ -167,6 +178,7 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (EXCLUDE_SLOWER, section.exclude_slower_modules.is_some(), is_on, "delayed, current or blockwise"),
         (STATS, section.stats_interval.is_some(), is_on, "delayed, current or blockwise"),
         (PARAM_GATHER, section.fp8_param_gather.is_some(), is_on, "delayed or current"),
+        (FAKE, section.fake_quantize.is_some(), is_on, "delayed, current or blockwise"),
         (EXCLUDE, section.exclude_modules.is_some(), is_on, "delayed, current or blockwise"),
     ];
     for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {

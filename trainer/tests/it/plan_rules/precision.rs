@@ -19,7 +19,7 @@ fn recipes_have_the_defaults_of_transformer_engine() {
     assert_eq!(config(&["precision.recipe=none"]), None);
     let delayed = DelayedScaling { margin: 0, amax_history_len: 1024, amax_compute: AmaxHistoryPolicy::Max };
     let nearest = Fp8Rounding::Nearest;
-    let fp8 = |recipe, formats| Some(Fp8Config { recipe, formats, gradient_rounding: nearest });
+    let fp8 = |recipe, formats| Some(Fp8Config { recipe, formats, gradient_rounding: nearest, fake_quantize: false });
     assert_eq!(config(&["precision.recipe=delayed"]), fp8(Fp8Recipe::Delayed(delayed), Fp8Formats::Hybrid));
     let rule = |power_of_two| ScaleRule { power_of_two, amax_epsilon: 0.0 };
     let current = fp8(Fp8Recipe::Current(rule(false)), Fp8Formats::Hybrid);
@@ -30,7 +30,8 @@ fn recipes_have_the_defaults_of_transformer_engine() {
 
 #[test]
 fn every_key_reaches_the_engine() {
-    let keys = ["margin=2", "amax_history_len=16", "amax_compute_algo=most_recent", "format=e4m3"];
+    let keys =
+        ["margin=2", "amax_history_len=16", "amax_compute_algo=most_recent", "format=e4m3", "fake_quantize=true"];
     let keys = keys.map(|key| format!("precision.{key}"));
     let arguments: Vec<&str> =
         ["precision.recipe=delayed"].into_iter().chain(keys.iter().map(String::as_str)).collect();
@@ -39,6 +40,7 @@ fn every_key_reaches_the_engine() {
         recipe: Fp8Recipe::Delayed(delayed),
         formats: Fp8Formats::E4m3,
         gradient_rounding: Fp8Rounding::Nearest,
+        fake_quantize: true,
     };
     assert_eq!(config(&arguments), Some(want));
     let rule =
@@ -97,8 +99,17 @@ fn keys_without_effect_are_refused() {
     refused(&at_start, &["no effect without precision.first_last_layers_bf16"]);
     refused(&["precision.num_layers_at_start_in_bf16=2"], &["precision.num_layers_at_start_in_bf16"]);
     let unknown = ["precision.recipe=current", "precision.exclude_modules=[qproj]"];
-    refused(&unknown, &["no linear layer has a name with \"qproj\"", "model.layers.0.self_attn.q_proj"]);
-    refused(&["precision.recipe=current", "precision.exclude_modules=[layers]"], &["no linear layer is left"]);
+    refused(&unknown, &["no linear layer or expert has a name with \"qproj\"", "model.layers.0.self_attn.q_proj"]);
+    refused(
+        &["precision.recipe=current", "precision.exclude_modules=[layers]"],
+        &["no linear layer or expert is left"],
+    );
+    refused(&["precision.fake_quantize=true"], &["precision.fake_quantize", "only with precision.recipe"]);
+    for key in ["exclude_slower_modules", "fp8_param_gather"] {
+        let (key, stage_3) = (format!("precision.{key}=true"), "deepspeed.zero_optimization.stage=3");
+        let fake = ["precision.recipe=current", "precision.fake_quantize=true", &key, stage_3];
+        refused(&fake, &["no effect with precision.fake_quantize"]);
+    }
     refused(&["precision.recipe=delayed", "precision.amax_history_len=0"], &["expected at least 1, found 0"]);
     refused(&["precision.recipe=delayed", "precision.margin=99"], &["expected at most 64, found 99"]);
 }
