@@ -51,9 +51,8 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     let param_gather = param_gather(resolver, recipe, model, ranks);
     let fake_quantize = resolver.pick(FAKE, section.fake_quantize, false);
     if fake_quantize {
-        for (key, _) in
-            [(EXCLUDE_SLOWER, exclude_slower_modules), (PARAM_GATHER, param_gather)].iter().filter(|it| it.1)
-        {
+        let gathers = section.fp8_param_gather == Some(true);
+        for (key, _) in [(EXCLUDE_SLOWER, exclude_slower_modules), (PARAM_GATHER, gathers)].iter().filter(|it| it.1) {
             let message = format!("{key}: it has no effect with {FAKE}, which multiplies in model.dtype");
             resolver.report_with_advice(&[key, FAKE], message, "remove one of the keys");
         }
