@@ -65,7 +65,7 @@ pub use cuda::emulator::{MemoryLimit, emulate, emulate_with_limit};
 pub use cuda::poison::poison;
 
 pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_unavailable_reason, gpu_uuid, gpus};
-pub use adamw::{AdamW, AdamWState, adamw};
+pub use adamw::{AdamW, AdamWState, ShardPosition, StochasticRounding, adamw, adamw_stochastic};
 pub use add::add;
 pub use add_columns::add_columns;
 pub use attention::{

@@ -10,6 +10,7 @@ mod experts;
 mod faulty_group;
 mod fp8;
 mod label_smoothing;
+mod master_rounding;
 mod mtp;
 mod objective;
 mod quantized;

@@ -39,6 +39,17 @@ fn optimizer_states_can_be_bf16() {
 }
 
 #[test]
+fn stochastic_rounding_is_for_master_weights_in_bf16() {
+    let (dtype, round) = ("model.dtype=bf16", "optimizer.bf16_stochastic_round=true");
+    let masters = "deepspeed.bf16.bf16_master_weights_and_grads=true";
+    assert!(!plan(&[dtype, masters]).optimizer.bf16_stochastic_round);
+    assert!(plan(&[dtype, masters, round]).optimizer.bf16_stochastic_round);
+    let advice = "set deepspeed.bf16.bf16_master_weights_and_grads: true, or remove the key";
+    refused(&[dtype, round], &["bf16_stochastic_round: true needs master weights in bf16", advice]);
+    plan(&[dtype, "optimizer.bf16_stochastic_round=false"]);
+}
+
+#[test]
 fn the_optimizer_may_be_offloaded_to_the_host() {
     let on_host = |arguments: &[&str]| plan(arguments).optimizer_on_host;
     let offload = "deepspeed.zero_optimization.offload_optimizer";
