@@ -399,6 +399,9 @@ fn settings(plan: &Plan) -> Fingerprint {
     if let Some(fp8) = &plan.fp8 {
         settings["precision"] = json!(fp8);
     }
+    if plan.model.fp32_residual_connection {
+        settings["fp32_residual_connection"] = json!(true);
+    }
     if let Some(storage) = plan.model.quantize_base {
         settings["quantize_base"] = json!(storage);
     }

@@ -7,6 +7,7 @@
 mod case;
 mod expert_adapters;
 mod experts;
+mod f32_residual;
 mod faulty_group;
 mod fp8;
 mod label_smoothing;
