@@ -1,5 +1,7 @@
-//! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, and quantized inputs in use.
+//! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, or fixed scales, and quantized
+//! inputs in use.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
 use super::delayed::{DelayedState, SLOTS};
 use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
-use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
+use super::recipe::{DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
 use super::stats::{self, Fp8StepStats, N_SUMS};
 use crate::derive_key;
@@ -17,16 +19,37 @@ use crate::transfer::to_host;
 ///
 /// They multiply in FP8 while an [`Fp8Guard`] lives, and in the compute dtype otherwise.
 pub struct Fp8Layers {
-    config: Fp8Config,
+    formats: Fp8Formats,
+    gradient_rounding: Fp8Rounding,
     modules: Vec<String>,
-    /// State of delayed scaling.
-    delayed: Option<(DelayedScaling, DelayedState)>,
+    scaling: Scaling,
     /// Statistics of a step: requested, or collected.
     stats: Mutex<StepStats>,
     /// True once delayed scaling has a history.
     has_history: AtomicBool,
     active: Mutex<Option<Active>>,
     device: Device,
+}
+
+/// Source of the scales.
+enum Scaling {
+    /// Amaxes of earlier steps.
+    Delayed(DelayedScaling, DelayedState),
+    /// The amax of the tensor.
+    Current(ScaleRule),
+    /// The amaxes of blocks.
+    Blockwise(ScaleRule),
+    /// Scales that never change, f32 [slots].
+    Fixed(Tensor),
+}
+
+/// Scales of a linear layer in inference.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fp8LinearScales {
+    /// Scale of the input.
+    pub input: f32,
+    /// Scale of the weight.
+    pub weight: f32,
 }
 
 /// Statistics of one step.
@@ -93,19 +116,58 @@ impl Fp8Layers {
     /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two.
     /// TransformerEngine starts with scales of 1, at which small gradients become zero.
     pub fn new(config: Fp8Config, modules: Vec<String>, device: &Device) -> Result<Self> {
-        let delayed = match config.recipe {
-            Fp8Recipe::Delayed(scaling) => Some((scaling, DelayedState::new(modules.len(), scaling, device)?)),
-            Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
+        let Fp8Config { recipe, formats, gradient_rounding } = config;
+        let scaling = match recipe {
+            Fp8Recipe::Delayed(scaling) => {
+                Scaling::Delayed(scaling, DelayedState::new(modules.len(), scaling, device)?)
+            }
+            Fp8Recipe::Current(rule) => Scaling::Current(rule),
+            Fp8Recipe::Blockwise(rule) => Scaling::Blockwise(rule),
         };
-        Ok(Self {
-            config,
+        Ok(Self::of_scaling(scaling, (formats, gradient_rounding), modules, device))
+    }
+
+    /// Creates layers for inference, which multiply in E4M3 with the same scales in every forward. So the output of a row does
+    /// not depend on the others.
+    pub fn with_fixed_scales(scales: &BTreeMap<String, Fp8LinearScales>, device: &Device) -> Result<Self> {
+        // Gradients have no scale.
+        let slots: Vec<f32> = scales.values().flat_map(|layer| [layer.input, layer.weight, 1.0]).collect();
+        if slots.iter().any(|scale| !(scale.is_finite() && *scale > 0.0)) {
+            bail!("fixed FP8 scales must be positive and finite")
+        }
+        let scaling = Scaling::Fixed(Tensor::from_vec(slots, SLOTS * scales.len(), device)?);
+        let modules = scales.keys().cloned().collect();
+        Ok(Self::of_scaling(scaling, (Fp8Formats::E4m3, Fp8Rounding::Nearest), modules, device))
+    }
+
+    fn of_scaling(
+        scaling: Scaling,
+        (formats, gradient_rounding): (Fp8Formats, Fp8Rounding),
+        modules: Vec<String>,
+        device: &Device,
+    ) -> Self {
+        Self {
+            formats,
+            gradient_rounding,
             modules,
-            delayed,
+            scaling,
             stats: Mutex::default(),
             has_history: AtomicBool::new(false),
             active: Mutex::default(),
             device: device.clone(),
-        })
+        }
+    }
+
+    /// Returns true if the layers are for inference, with fixed scales.
+    pub fn has_fixed_scales(&self) -> bool {
+        matches!(self.scaling, Scaling::Fixed(_))
+    }
+
+    fn delayed(&self) -> Option<(&DelayedScaling, &DelayedState)> {
+        match &self.scaling {
+            Scaling::Delayed(scaling, state) => Some((scaling, state)),
+            Scaling::Current(_) | Scaling::Blockwise(_) | Scaling::Fixed(_) => None,
+        }
     }
 
     /// Returns the module names of the layers.
@@ -153,7 +215,7 @@ impl Fp8Layers {
 
     /// Returns true if delayed scaling has no history. Waits for the device until there is one.
     fn is_first_step(&self) -> Result<bool> {
-        let Some((_, state)) = &self.delayed else { return Ok(false) };
+        let Some((_, state)) = self.delayed() else { return Ok(false) };
         if !self.has_history.load(Ordering::Relaxed) {
             let newest = to_host(&state.history.narrow(1, 0, 1)?.contiguous()?)?.flatten_all()?.to_vec1::<f32>()?;
             self.has_history.store(newest.iter().any(|amax| *amax != 0.0), Ordering::Relaxed);
@@ -168,7 +230,7 @@ impl Fp8Layers {
 
     /// Returns the amaxes since the last update, f32 [3 * layers]; `None` unless scaling is delayed.
     pub fn amaxes(&self) -> Option<&Tensor> {
-        self.delayed.as_ref().map(|(_, state)| &state.amaxes)
+        self.delayed().map(|(_, state)| &state.amaxes)
     }
 
     /// Updates delayed scales from the amaxes of the step, f32 [3 * layers], which must be equal on all ranks.
@@ -177,13 +239,13 @@ impl Fp8Layers {
     /// such as that of a skipped layer, or not finite keeps both: TransformerEngine puts infinities into the history, where
     /// they stop updates until they leave. Other recipes have no state.
     pub fn update(&self, amaxes: &Tensor) -> Result<()> {
-        let Some((scaling, state)) = &self.delayed else { return Ok(()) };
-        state.update(amaxes, *scaling, self.config.formats)
+        let Some((scaling, state)) = self.delayed() else { return Ok(()) };
+        state.update(amaxes, *scaling, self.formats)
     }
 
     /// Returns the state of each layer; none unless scaling is delayed.
     pub fn states(&self) -> Result<Vec<Fp8LayerState>> {
-        let Some((_, state)) = &self.delayed else { return Ok(Vec::new()) };
+        let Some((_, state)) = self.delayed() else { return Ok(Vec::new()) };
         let of_layer = |(layer_idx, module): (usize, &String)| {
             Ok(Fp8LayerState {
                 module: module.clone(),
@@ -245,7 +307,7 @@ impl Fp8Linear {
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
     pub(super) fn grad_output(&self, dy: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        let rounding = match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
+        let rounding = match (self.layers.gradient_rounding, self.layers.lock().as_mut()) {
             (Fp8Rounding::Stochastic { key }, Some(active)) => {
                 let n = &mut active.n_gradients[self.layer_idx];
                 *n += 1;
@@ -267,7 +329,7 @@ impl Fp8Linear {
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.add_stats(operand, x, orientation, rounding)?;
         self.with_scales(operand, x, |rows, source| {
-            let format = self.layers.config.formats.of(operand);
+            let format = self.layers.formats.of(operand);
             operands::quantize(rows, source, Quantization { format, rounding, orientation })
         })
     }
@@ -280,19 +342,19 @@ impl Fp8Linear {
         quantize: impl FnOnce(&Tensor, ScaleSource<'_>) -> Result<R>,
     ) -> Result<R> {
         let rows = x.flatten_to(x.rank().saturating_sub(2))?;
-        if let Some((_, state)) = &self.layers.delayed {
-            let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand), 1);
-            let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
-            let is_first_step = self.layers.lock().as_ref().is_some_and(|active| active.is_first_step);
-            return match is_first_step {
-                true => quantize(&rows, ScaleSource::First { rule: FIRST_SCALES, slot }),
-                false => quantize(&rows, ScaleSource::Delayed { scale, slot }),
-            };
-        }
-        match self.layers.config.recipe {
-            Fp8Recipe::Current(rule) => quantize(&rows, ScaleSource::Current(rule)),
-            Fp8Recipe::Blockwise(rule) => quantize(&rows, ScaleSource::Blockwise(rule, operand)),
-            Fp8Recipe::Delayed(_) => bail!("delayed scaling has no state"),
+        let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand), 1);
+        match &self.layers.scaling {
+            Scaling::Fixed(scales) => quantize(&rows, ScaleSource::Fixed { scale: &of_slot(scales)? }),
+            Scaling::Current(rule) => quantize(&rows, ScaleSource::Current(*rule)),
+            Scaling::Blockwise(rule) => quantize(&rows, ScaleSource::Blockwise(*rule, operand)),
+            Scaling::Delayed(_, state) => {
+                let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
+                let is_first_step = self.layers.lock().as_ref().is_some_and(|active| active.is_first_step);
+                match is_first_step {
+                    true => quantize(&rows, ScaleSource::First { rule: FIRST_SCALES, slot }),
+                    false => quantize(&rows, ScaleSource::Delayed { scale, slot }),
+                }
+            }
         }
     }
 
@@ -308,7 +370,7 @@ impl Fp8Linear {
         let Some(Fp8StepStats { sums, amaxes }) = stats else { return Ok(()) };
         let slot = self.slot(operand);
         let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
-        let format = self.layers.config.formats.of(operand);
+        let format = self.layers.formats.of(operand);
         self.with_scales(operand, x, |rows, source| {
             for (_, matrix) in operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })? {
                 let (of_tensor, amax) = stats::sums(rows, &matrix)?;
@@ -320,7 +382,7 @@ impl Fp8Linear {
     }
 
     fn raise_amax(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
-        let Some((_, state)) = &self.layers.delayed else { return Ok(()) };
+        let Some((_, state)) = self.layers.delayed() else { return Ok(()) };
         raise_amax(&state.amaxes.narrow(0, self.slot(operand), 1)?, amax)
     }
 

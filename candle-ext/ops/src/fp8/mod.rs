@@ -19,7 +19,7 @@ mod rounding;
 mod stats;
 
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
-pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear};
+pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
 pub use operands::Fp8Operands;
