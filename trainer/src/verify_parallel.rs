@@ -10,7 +10,9 @@ use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{AdapterSpec, Config, Model, RouterLoss};
 use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, to_host};
-use candlewick_parallel::{AuxiliaryLoss, Engine, LossScale, Micro, ParallelGroups, StepLoss, mtp_loss_name};
+use candlewick_parallel::{
+    AuxiliaryLoss, Engine, LossScale, MasterRounding, Micro, ParallelGroups, StepLoss, mtp_loss_name,
+};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -204,7 +206,7 @@ fn train_rank(group: &dyn Collective, model: &Model, layout: RankLayout) -> Resu
         let squares = engine.store().grad_squares()?;
         norms.push(to_host(&squares.sum_all()?)?.to_scalar::<f64>()?.sqrt());
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [ADAMW.beta1, ADAMW.beta2])?;
-        engine.store().step(&ADAMW, &scaler)?;
+        engine.store().step(&ADAMW, &scaler, MasterRounding::Nearest)?;
     }
     let mut updates = masters(&engine)?;
     for (after, before) in updates.values_mut().zip(before.values()) {

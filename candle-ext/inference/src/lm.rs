@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Config, Model};
+use candlewick_model::{AdapterFolder, Config, FP8_SCALES, Model, read_fp8_scales};
 use candlewick_ops::{AttentionChoice, CuSeqlens};
 use candlewick_parallel::{Engine, EngineSpec, Micro, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
@@ -120,6 +120,33 @@ impl Lm {
     /// Sets the attention implementation.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { engine: self.engine.with_attention(attention), attention, ..self }
+    }
+
+    /// Makes linear layers multiply in FP8 with the scales that a run with delayed scaling stored in its export: the adapter
+    /// folder, or the model folder without an adapter.
+    ///
+    /// # Errors
+    /// If the folder has no scales, or scales of other layers.
+    pub fn with_fp8_scales(self) -> Result<Self> {
+        let folder = self.folders.last().expect("a model has a folder");
+        let Some(scales) = read_fp8_scales(folder)? else {
+            let error = anyhow!(
+                "failed to quantize to FP8: {} has no {FP8_SCALES}, the scales of inputs and weights; choose the export of a \
+                 run with `precision.recipe: delayed`",
+                folder.display()
+            );
+            return Err(error.context(ExitCode::Usage));
+        };
+        let engine = self.engine.with_fp8_scales(&scales);
+        let folder = folder.display();
+        let engine =
+            engine.map_err(|error| anyhow!("failed to quantize to FP8 with the scales of {folder}: {error}"))?;
+        Ok(Self { engine, ..self })
+    }
+
+    /// Returns true if linear layers multiply in FP8.
+    pub fn multiplies_in_fp8(&self) -> bool {
+        self.engine.store().fp8().is_some()
     }
 
     /// Returns the engine.

@@ -28,6 +28,8 @@ pub struct LayerCost<'a> {
     pub longest: u64,
     /// Dtype of forward and backward.
     pub dtype: DType,
+    /// Dtype of the residual stream: `dtype`, or f32.
+    pub residual: DType,
     /// Dtype of the base weights' gradients; `None` if the base weights are frozen.
     pub grad: Option<DType>,
     /// Device that computes.
@@ -73,7 +75,17 @@ impl LayerCost<'_> {
 
     /// Returns the bytes of the layer's input, which equal those of its output and of their gradients.
     pub fn activation_bytes(&self) -> u64 {
+        self.n_residual_tokens * self.widths().d * self.residual.size_in_bytes() as u64
+    }
+
+    /// Returns the bytes of a sublayer's output in the compute dtype, for the tokens of the residual stream.
+    fn output_bytes(&self) -> u64 {
         self.n_residual_tokens * self.widths().d * self.n_bytes()
+    }
+
+    /// Returns the bytes of the copy of a gradient in the compute dtype; zero if the residual stream has that dtype.
+    fn rounded_grad_bytes(&self) -> u64 {
+        if self.residual == self.dtype { 0 } else { self.output_bytes() }
     }
 
     /// Returns the bytes of keys and values of `n_tokens` tokens, at `n_bytes` bytes an element.
@@ -119,7 +131,8 @@ impl LayerCost<'_> {
             .mlp
             .swiglu()
             .map_or(0, |mlp| self.linear(u, [f, d], (&mlp.down, LinearInput::Unused)).forward().scratch_bytes);
-        let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
+        // Attention's projection, the residual sum, and the output.
+        let residual = self.activation_bytes() + 2 * self.output_bytes() + self.sublayer_bytes();
         let dense = u * s * 3 * f + tile + down;
         let shared = self.layer.mlp.swiglu().map(|_| SharedExpertBytes {
             peak: dense,
@@ -147,10 +160,11 @@ impl LayerCost<'_> {
             }
         };
         // The gradients of the sum, of attention's output, of q, k and v.
-        let grads = t * s * (d + 2 * q + 2 * kv);
+        let grads = t * s * (d + 2 * q + 2 * kv) + self.activation_bytes() - self.output_bytes();
         let scratch = self.attention_cost().backward().scratch_bytes + self.exchange.backward_bytes;
         let attention = self.saved_until_attention() + grads + scratch;
-        mlp.max(self.router_backward()).max(attention).max(self.projections_backward()) + self.sublayer_bytes()
+        let worst = mlp.max(self.router_backward()).max(attention).max(self.projections_backward());
+        worst + self.sublayer_bytes() + self.rounded_grad_bytes()
     }
 
     /// Returns the peak bytes of the routed experts' backward with the saved activations; zero for a dense layer.
@@ -163,16 +177,16 @@ impl LayerCost<'_> {
         if self.experts != ExpertExchange::None {
             return bytes;
         }
-        let shared = self.layer.mlp.swiglu().map_or(0, |_| self.activation_bytes());
+        let shared = self.layer.mlp.swiglu().map_or(0, |_| self.output_bytes());
         let freed = self.mlp_saved(self.n_tokens) + self.ungated_bytes();
-        bytes - freed + shared + self.activation_bytes()
+        bytes - freed + shared + self.output_bytes()
     }
 
     /// Returns the peak bytes of the backward of the projections to q, k and v, after that of attention: the layer's output,
     /// the gradient of the sum, the recomputed norm, the gradients of q and k, those of their inputs, and the sum of these.
     fn projections_backward(&self) -> u64 {
         let Widths { d, q, kv, .. } = self.widths();
-        self.activation_bytes() + self.n_tokens * self.n_bytes() * (5 * d + q + kv)
+        2 * self.activation_bytes() - self.output_bytes() + self.n_tokens * self.n_bytes() * (5 * d + q + kv)
     }
 
     /// Returns the bytes of the RoPE tables, which all layers share.
@@ -216,7 +230,7 @@ impl LayerCost<'_> {
 
     /// Returns the bytes of a shared expert's output before its gate; zero without a gate.
     fn ungated_bytes(&self) -> u64 {
-        self.layer.shared_expert_gate().map_or(0, |_| self.activation_bytes())
+        self.layer.shared_expert_gate().map_or(0, |_| self.output_bytes())
     }
 
     /// Returns the peak bytes of a router's forward in f64: the copies, and the rounded logits.
@@ -230,7 +244,7 @@ impl LayerCost<'_> {
             return 0;
         }
         // The residual sum, and the gradients of the MLP's input by the experts and by the router.
-        let rows = 3 * self.activation_bytes();
+        let rows = self.activation_bytes() + 2 * self.output_bytes();
         self.saved_until_attention() + rows + 2 * self.router_logits() + self.router_copies()
     }
 
@@ -308,7 +322,7 @@ impl LayerCost<'_> {
 
     /// Returns the bytes saved after attention: the residual sum, gate and up. A tiled MLP saves its input alone.
     fn saved_after_attention(&self) -> u64 {
-        let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.dtype).saved_bytes;
+        let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.residual).saved_bytes;
         let routed = self.experts().map_or(0, |experts| experts.saved_bytes());
         let routed = routed + self.expert_adapters().map_or(0, |adapters| adapters.saved_bytes());
         sum + routed
@@ -372,6 +386,7 @@ mod tests {
             n_residual_tokens: 10,
             longest: 10,
             dtype: DType::F32,
+            residual: DType::F32,
             grad: None,
             device: DeviceKind::Cpu,
             attention: AttentionImpl::Auto,

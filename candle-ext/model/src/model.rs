@@ -2,8 +2,8 @@
 //!
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size, k head size
 
-use candle_core::{Device, Result, Tensor};
-use candlewick_ops::{Fp8Module, Weight, WeightStorage};
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_ops::{self as ops, Fp8Module, Weight, WeightStorage};
 
 use crate::{
     AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps,
@@ -17,6 +17,8 @@ pub struct Model {
     lora: Option<LoraConfig>,
     units: Vec<FsdpUnit>,
     rope: Rope,
+    /// True if the residual stream is f32 in every compute dtype.
+    has_f32_residual: bool,
 }
 
 impl Model {
@@ -24,13 +26,24 @@ impl Model {
     pub fn new(config: Config, adapter: Option<LoraConfig>) -> std::result::Result<Model, ModelError> {
         let units = unit::units(&config, adapter.as_ref())?;
         let rope = Rope::new(&config);
-        Ok(Model { config, lora: adapter, units, rope })
+        Ok(Model { config, lora: adapter, units, rope, has_f32_residual: false })
     }
 
     /// Sets the storage (dense or quantized) of all frozen linear weights. Embedding and output layer stay dense.
     pub fn with_frozen_storage(mut self, storage: WeightStorage) -> Model {
         self.units.iter_mut().for_each(|unit| unit.store_frozen(storage));
         self
+    }
+
+    /// Keeps the residual stream in f32 while the layers compute in another dtype, as Megatron-LM's
+    /// `fp32_residual_connection`.
+    pub fn with_f32_residual(self) -> Model {
+        Model { has_f32_residual: true, ..self }
+    }
+
+    /// Returns the dtype of the residual stream: of the inputs and outputs of layers, which compute in `compute`.
+    pub fn residual_dtype(&self, compute: DType) -> DType {
+        if self.has_f32_residual { DType::F32 } else { compute }
     }
 
     /// Makes the linear layers and the routed experts with these names multiply in FP8 during training.
@@ -124,10 +137,17 @@ impl Model {
         self.rope.at(positions, device)
     }
 
-    /// Looks up embeddings: u32 token ids [t] -> [t, d]. The padding token's row gets no gradient. `w` are the weights of
-    /// the embedding, or of a head that ties it.
+    /// Looks up embeddings: u32 token ids [t] -> [t, d], in the dtype of the residual stream. The padding token's row gets no
+    /// gradient. `w` are the weights of the embedding, or of a head that ties it.
+    ///
+    /// Layers add to what they get in its dtype, and norms return the dtype of their weights. So the embedding alone decides
+    /// the dtype of the residual stream.
     pub fn embed(&self, w: &UnitWeights, ids: &Tensor, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
-        parallel_ops.embedding(ids, &w.embedding()?.table, self.config.pad_id())
+        let x_td = parallel_ops.embedding(ids, &w.embedding()?.table, self.config.pad_id())?;
+        match self.residual_dtype(x_td.dtype()) {
+            dtype if dtype == x_td.dtype() => Ok(x_td),
+            dtype => ops::scale(&x_td, 1.0, dtype),
+        }
     }
 
     /// Returns the number of decoder layers without those of MTP layers.

@@ -3,7 +3,7 @@
 //!
 //! Dimensions: t tokens (packed), d hidden size
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::block::Layer;
@@ -73,11 +73,14 @@ impl MtpLayer {
 
     /// Computes hidden states after the norm: of the layer before, and embeddings of the next tokens, [t, d] each ->
     /// [t, d].
+    ///
+    /// The residual stream of the layer has the dtype of the embeddings.
     pub(crate) fn forward(&self, hidden_td: &Tensor, embedded_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let residual = if embedded_td.dtype() == DType::F32 { OutputDtype::F32 } else { OutputDtype::SameAsInput };
         let (embedded_td, hidden_td) =
             (self.embedding_norm.forward(embedded_td)?, self.hidden_norm.forward(hidden_td)?);
         let both = ops::concat(&embedded_td, &hidden_td)?;
-        let x_td = ops::linear(&both, &self.projection, None, OutputDtype::SameAsInput)?;
+        let x_td = ops::linear(&both, &self.projection, None, residual)?;
         self.norm.forward(&self.layer.forward(&x_td, context)?)
     }
 }

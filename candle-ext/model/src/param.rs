@@ -109,6 +109,11 @@ impl ParamGroupKind {
 }
 
 impl ParamSpec {
+    /// Returns a hash of the name, for random numbers that differ between parameters.
+    pub fn name_hash(&self) -> u64 {
+        fnv1a(FNV_START, &self.name)
+    }
+
     /// Returns a trainable matrix with weight decay.
     pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);

@@ -322,6 +322,14 @@ fn rounded_bf16(value: f32) -> bf16 {
     bf16::from_bits(bf16_bits(value))
 }
 
+/// Rounds to bf16, away from zero with the probability of the 16 bits that are dropped. Uses the top 16 random bits.
+#[inline(always)]
+pub(crate) fn stochastic_bf16(value: f32, random: u32) -> f32 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(random >> 16) & 0xffff_0000;
+    f32::from_bits(if value.is_nan() { bits } else { rounded })
+}
+
 #[inline(always)]
 fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();

@@ -65,7 +65,7 @@ pub use cuda::emulator::{MemoryLimit, emulate, emulate_with_limit};
 pub use cuda::poison::poison;
 
 pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_unavailable_reason, gpu_uuid, gpus};
-pub use adamw::{AdamW, AdamWState, adamw};
+pub use adamw::{AdamW, AdamWState, ShardPosition, StochasticRounding, adamw, adamw_stochastic};
 pub use add::add;
 pub use add_columns::add_columns;
 pub use attention::{
@@ -83,8 +83,8 @@ pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Format, Fp8Formats,
-    Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8Matrix, Fp8Module, Fp8Operand, Fp8Operands, Fp8Recipe,
-    Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize, fp8_quantize_current,
+    Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand, Fp8Operands,
+    Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize, fp8_quantize_current,
 };
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,

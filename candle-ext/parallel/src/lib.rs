@@ -32,8 +32,8 @@ pub use kv_cache_pool::{AppendTokens, KvAppend, KvCachePool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
 pub use offload::OffloadTarget;
 pub use params::{
-    BufferState, CpuOffload, MicroBatch, ParamDtypes, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreMode,
-    StoreOptions, ZeroStage,
+    BufferState, CpuOffload, MasterRounding, MicroBatch, ParamDtypes, ParamState, ParamStore, ShardingGroups,
+    StoreBytes, StoreMode, StoreOptions, ZeroStage,
 };
 pub use pipeline::{ChunkPass, Pipeline, PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
 pub use placement::{SequenceParallel, SplitSizes, max_shard_bytes, max_shard_numel};

@@ -205,6 +205,7 @@ impl RunArgs {
         let all = json!({
             "pretrained": self.model.model,
             "peft": self.model.compute.adapter,
+            "quantization": self.model.compute.quantization.name(),
             "think_end_token": self.request_args.think_end_token,
             "enable_thinking": self.prompts.enable_thinking,
             "chat_template_args": self.prompts.chat_template_args,

@@ -19,7 +19,8 @@ use candlewick_inference::answer::{
 use candlewick_inference::lm::Lm;
 use candlewick_inference::parallel_config::{InferenceGroup, ParallelConfig};
 use candlewick_inference::request::{GenerationSettings, Request, Response};
-use candlewick_ops::{AttentionChoice, AttentionImpl};
+use candlewick_model::{FP8_SCALES, LayerSpec, fp8_scales_to_json};
+use candlewick_ops::{AttentionChoice, AttentionImpl, Fp8LinearScales};
 use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 
@@ -219,6 +220,56 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
             }
         }
     }
+}
+
+/// Writes scales for all linear layers but the second layer's MLP, as a run stores them.
+fn write_fp8_scales(folder: &Path, lm: &Lm, input: f32) {
+    let linears = lm.engine().model().layers().flat_map(LayerSpec::linears);
+    let modules = linears.map(|linear| linear.module.clone()).filter(|module| !module.contains("layers.1.mlp"));
+    let scales = modules.enumerate().map(|(i, module)| {
+        (module, Fp8LinearScales { input: input * (1.0 + i as f32 / 7.0), weight: 200.0 + 3.0 * i as f32 })
+    });
+    fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect())).unwrap();
+}
+
+/// Amaxes of a batch would change the bits of a row. Scales that are fixed do not.
+#[test]
+fn answers_in_fp8_have_the_same_bits_in_every_batch_and_on_any_number_of_ranks() {
+    let (folder, of_weights) = model(1);
+    let model = folder.path().join("model");
+    let requests = requests();
+    for dtype in [DType::F32, DType::BF16] {
+        write_fp8_scales(&model, &of_weights, 50.0);
+        let load = || Lm::load(&model, None, dtype, Device::Cpu).unwrap().with_fp8_scales().unwrap();
+        let want = answer(&load(), settings(), &requests);
+        let dense = Lm::load(&model, None, dtype, Device::Cpu).unwrap();
+        assert_ne!(answer(&dense, settings(), &requests), want, "FP8 has no effect");
+        for n in [1, 4, 100] {
+            let settings = BackendSettings { batch_size: Some(n), ..settings() };
+            assert_eq!(answer(&load(), settings, &requests), want, "batches of {n} {dtype:?}");
+        }
+        let on_rank = |world: &World| {
+            EngineBackend::new(&load(), settings(), InferenceGroup::replicated(world.group()))?.answer(&requests)
+        };
+        for answers in threads::run(2, Options::default(), on_rank).unwrap() {
+            assert_eq!(answers, want, "2 ranks {dtype:?}");
+        }
+        // At a scale this large all inputs saturate.
+        write_fp8_scales(&model, &of_weights, 1e6);
+        assert_ne!(answer(&load(), settings(), &requests), want, "the scales have no effect");
+    }
+}
+
+#[test]
+fn fp8_needs_the_scales_of_the_models_layers() {
+    let (folder, _lm) = model(1);
+    let model = folder.path().join("model");
+    let refused = || format!("{:#}", lm(&model).with_fp8_scales().err().unwrap());
+    let without = refused();
+    assert!(without.contains("has no fp8_scales.json") && without.contains("precision.recipe: delayed"), "{without}");
+    fs::write(model.join(FP8_SCALES), r#"{"model.layers.7.mlp.up_proj": {"input": 1, "weight": 1}}"#).unwrap();
+    let other = refused();
+    assert!(other.contains("no linear layer model.layers.7.mlp.up_proj"), "{other}");
 }
 
 /// Loads a model with experts on the ranks of a world.

@@ -55,6 +55,30 @@ fn a_run_writes_what_lm_eval_writes() {
 }
 
 #[test]
+fn a_model_is_quantized_with_the_scales_of_its_export() {
+    let workspace = Workspace::new();
+    let quantized = ["--limit", "4", "--quantization", "fp8", "--json"];
+    let refused = workspace.run(&quantized);
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(refused.status.code() == Some(2) && said.contains("has no fp8_scales.json"), "{said}");
+
+    let scales = r#"{"model.layers.0.mlp.up_proj": {"input": 20, "weight": 300}}"#;
+    fs::write(workspace.path("model/fp8_scales.json"), scales).unwrap();
+    let results = |arguments: &[&str]| -> Value {
+        let output = success(workspace.run(arguments));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let (one, four) = (
+        results(&[&quantized[..], &["--batch-size", "1"]].concat()),
+        results(&[&quantized[..], &["--batch-size", "4"]].concat()),
+    );
+    assert_eq!(one["config"]["model_args"]["quantization"], "fp8");
+    assert_eq!(one["results"], four["results"]);
+    let dense = results(&["--limit", "4", "--json"]);
+    assert!(dense["config"]["model_args"].get("quantization").is_none(), "{dense}");
+}
+
+#[test]
 fn examples_from_the_evaluated_split_are_named() {
     let workspace = Workspace::new();
     let run = ["--limit", "2", "--num-fewshot", "1", "--output-path", "out", "--verbosity", "error"];

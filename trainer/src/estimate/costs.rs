@@ -39,6 +39,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         n_residual_tokens: setup.n_residual_tokens(),
         longest: setup.row_tokens,
         dtype: dtype(setup.compute),
+        residual: setup.residual(),
         grad: setup.base_grad(),
         device: setup.compute_device,
         attention: setup.attention,
@@ -66,7 +67,8 @@ pub(super) fn head(setup: &Setup) -> HeadCost {
         device: setup.compute_device,
         grad: setup.base_grad(),
     };
-    HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.n_residual_tokens(), loss }
+    let (n_slices, n_residual_tokens) = (setup.ranks.tensor, setup.n_residual_tokens());
+    HeadCost { n_slices, n_residual_tokens, residual: setup.residual(), loss }
 }
 
 /// Returns the exchange of tokens between the ranks of the experts.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use candlewick_ops::WeightStorage;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -52,6 +53,9 @@ pub struct EstimateReport {
     pub longest_row: Option<u64>,
     /// If the run does not fit: changes of the recipe, in the order of the time they cost.
     pub advice: Vec<Advice>,
+    /// True if frozen weights are quantized.
+    #[serde(skip)]
+    has_quantized_base: bool,
 }
 
 /// A change of the recipe, with its estimate.
@@ -95,6 +99,10 @@ impl EstimateReport {
             longest_row: capacity.bytes.and_then(|_| max_row_tokens(setup, capacity)),
             estimate,
             advice,
+            has_quantized_base: setup
+                .model
+                .base_params()
+                .any(|spec| matches!(spec.storage, WeightStorage::Quantized(_))),
         }
     }
 }
@@ -248,7 +256,10 @@ impl EstimateReport {
         if self.n_trained == self.n_parameters {
             writeln!(f, "  LoRA (`model.peft_config`) needs no gradients and moments for the frozen weights")?;
         }
-        writeln!(f, "  not implemented yet: quantized base weights (QLoRA)")
+        if !self.has_quantized_base {
+            writeln!(f, "  `model.quantize_base: fp8` stores the frozen weights of a LoRA run in a byte each")?;
+        }
+        Ok(())
     }
 }
 

@@ -141,6 +141,11 @@ impl Setup {
         })
     }
 
+    /// Returns the dtype of the residual stream.
+    pub(super) fn residual(&self) -> DType {
+        self.model.residual_dtype(dtype(self.compute))
+    }
+
     /// Returns the dtype of base weights' gradients; `None` if an adapter is trained and they are frozen.
     pub(super) fn base_grad(&self) -> Option<DType> {
         self.model.lora().is_none().then(|| dtype(self.masters))

@@ -26,6 +26,9 @@ pub struct ModelPlan {
     pub hf_config_kwargs: JsonMap,
     /// The dtype of the weights in forward and backward. `OptimizerPlan::masters` is the dtype of master weights.
     pub dtype: FloatDtype,
+    /// True if the residual stream is f32.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub fp32_residual_connection: bool,
     /// LoRA, if only an adapter is trained.
     #[serde(serialize_with = "adapter_json")]
     pub adapter: Option<LoraConfig>,

@@ -99,6 +99,9 @@ pub struct OptimizerPlan {
     pub masters: FloatDtype,
     /// The dtype of the moments: f32 or bf16.
     pub moments: FloatDtype,
+    /// True if updated masters in bf16 are rounded stochastically.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub bf16_stochastic_round: bool,
     /// The loss scaling of fp16.
     pub loss_scaling: LossScaling,
 }

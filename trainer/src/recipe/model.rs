@@ -32,6 +32,9 @@ pub struct ModelSection {
     /// (`bfloat16`, `torch.bfloat16`, `float`, `half`, ...). Master weights and gradients are f32, unless
     /// `deepspeed.bf16` sets bf16. `fp16` uses the loss scaling of `deepspeed.fp16`, with DeepSpeed's defaults.
     pub dtype: Option<FloatDtype>,
+    /// Keeps the residual stream in f32 while the layers compute in `dtype`, with Megatron-LM's name: the embeddings are
+    /// converted to f32, and outputs of attention and MLPs are added in f32. Needs `dtype: bf16` or `fp16`. Default false.
+    pub fp32_residual_connection: Option<bool>,
     /// ArcticTraining's name of the saved model. Not implemented yet; set `checkpoint.output_dir`.
     pub save_name: Option<String>,
     /// The attention implementation: `auto`, `cudnn`, `fused` (Candlewick's kernels) or `reference` (plain tensor

@@ -22,6 +22,9 @@ pub struct OptimizerSection {
     pub betas: Option<(HumanFloat, HumanFloat)>,
     /// A constant added to the square root of the second moment. Default 1e-8.
     pub eps: Option<HumanFloat>,
+    /// Rounds updated master weights in bf16 up or down at random, with the right mean, so that small updates are not lost.
+    /// The name is that of torchao's AdamW. Needs `deepspeed.bf16.bf16_master_weights_and_grads: true`. Default false.
+    pub bf16_stochastic_round: Option<bool>,
 }
 
 /// The optimizer.

@@ -7,7 +7,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, DEFAULT_SHARD_BYTES};
-use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, ParamSpec};
+use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
 use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
@@ -314,8 +314,9 @@ impl<'a> Checkpointer<'a> {
         let dtype = self.export_dtype(checkpoint);
         let (folders, mark) = (self.folders(), self.mark(state.step));
         let base = self.base.as_ref().map(BaseModelRecord::to_json);
-        let files = [Some((EXPORT_MARK, mark.as_str())), base.as_deref().map(|base| (BASE_MODEL_RECORD, base))];
-        let files: Vec<_> = files.into_iter().flatten().collect();
+        let scales = self.run.engine.fp8_scales()?.map(|scales| fp8_scales_to_json(&scales));
+        let files = [(EXPORT_MARK, Some(&mark)), (BASE_MODEL_RECORD, base.as_ref()), (FP8_SCALES, scales.as_ref())];
+        let files: Vec<_> = files.into_iter().filter_map(|(name, text)| Some((name, text?.as_str()))).collect();
         let auxiliary_files = self.auxiliary_files(&folders, &files);
         if model.lora().is_some() {
             AdapterFolder::save(&dir, model, dtype, auxiliary_files, fetch).context("failed to write the adapter")?;
@@ -398,6 +399,9 @@ fn settings(plan: &Plan) -> Fingerprint {
     }
     if let Some(fp8) = &plan.fp8 {
         settings["precision"] = json!(fp8);
+    }
+    if plan.model.fp32_residual_connection {
+        settings["fp32_residual_connection"] = json!(true);
     }
     if let Some(storage) = plan.model.quantize_base {
         settings["quantize_base"] = json!(storage);

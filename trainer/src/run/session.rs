@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::TiledMlp;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
-use candlewick_parallel::{ActivationCheckpointing, ZeroGradCount};
+use candlewick_parallel::{ActivationCheckpointing, MasterRounding, ZeroGradCount};
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
@@ -19,6 +19,7 @@ use crate::metrics::{
     AttentionPairs, CheckpointRecord, FlopFactors, Fp8Record, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
     ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
 };
+use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
 use crate::routing::RoutingFiles;
 use crate::signals::StopRequest;
@@ -167,6 +168,7 @@ impl<'a> Session<'a> {
             grad_zeros: if plan.log.log_num_zeros_in_grad { ZeroGradCount::On } else { ZeroGradCount::Off },
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
+            rounding: master_rounding(plan, number),
             dropout_key: derive_key(plan.seed, number as u64),
             rank: self.run.ranks.rank_info,
         };
@@ -409,6 +411,17 @@ enum Work {
     All,
     /// The useful operations: causal attention, without recomputation.
     Useful,
+}
+
+/// Part of the seed of the rounding of master weights.
+const MASTER_ROUNDING: u64 = 0xbf16;
+
+/// Returns the rounding of the master weights in a step.
+fn master_rounding(plan: &Plan, step: usize) -> MasterRounding {
+    if !plan.optimizer.bf16_stochastic_round {
+        return MasterRounding::Nearest;
+    }
+    MasterRounding::Stochastic { key: derive_key(derive_key(plan.seed, MASTER_ROUNDING), step as u64) }
 }
 
 /// Returns the recomputed parts of each layer. Tiled MLPs are recomputed once more than their layer.

@@ -8,8 +8,8 @@ use candle_core::{Device, Tensor};
 use candlewick_model::RouterLoss;
 use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Engine, InFlightStep, Micro, OptimizerStep, StepResult, TrainBatch, ZeroGradCount,
-    mtp_loss_name,
+    AuxiliaryLoss, CausalLm, Engine, InFlightStep, MasterRounding, Micro, OptimizerStep, StepResult, TrainBatch,
+    ZeroGradCount, mtp_loss_name,
 };
 
 use crate::data::{Batch, Dataset, GlobalBatch};
@@ -81,6 +81,8 @@ pub(super) struct StepConfig<'a> {
     pub(super) lr: f64,
     /// The step's number, counted from 1.
     pub(super) number: usize,
+    /// The rounding of the updated master weights.
+    pub(super) rounding: MasterRounding,
     /// The seed of this step's dropout masks.
     pub(super) dropout_key: u64,
     /// The position of this rank among the data-parallel ranks.
@@ -138,7 +140,8 @@ pub(super) fn start(
         auxiliary: &auxiliary,
         routing,
     };
-    let optimizer = OptimizerStep { adamw: config.hyper(), scaler, grad_zeros: config.grad_zeros };
+    let optimizer =
+        OptimizerStep { adamw: config.hyper(), scaler, rounding: config.rounding, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());
     Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, launch_time, in_flight })

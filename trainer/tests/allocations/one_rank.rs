@@ -40,6 +40,9 @@ fn check_all() {
         &["model.peft_config={r: 16, lora_dropout: 0.1, target_modules: all-linear}"],
         &["model.config.model_type=qwen3", "model.activation_checkpoint=full"],
         &["model.dtype=bf16", narrow, "model.config.num_key_value_heads=4"],
+        &["model.dtype=bf16", F32_RESIDUAL],
+        &["model.dtype=bf16", F32_RESIDUAL, "model.activation_checkpoint=full", "data.max_length=1024"],
+        &["model.dtype=bf16", F32_RESIDUAL, shallow, "model.mtp_num_layers=2", "data.max_length=1024"],
         &["gradient_accumulation_steps=3", "data.max_length=256"],
         &["model.attn_implementation=reference", document],
         &["model.mtp_num_layers=1", shallow, "data.max_length=1024"],
@@ -70,6 +73,7 @@ fn check_all() {
         &[&qwen2, shallow, &top(1), recomputed, shared],
         &[&qwen2, shallow, &top(4), recomputed, shared],
         &[&qwen2, three, &top(1), shared],
+        &[&qwen3, shallow, &top(1), recomputed, "model.dtype=bf16", F32_RESIDUAL],
     ] {
         check(&[NARROW_EXPERTS, arguments].concat());
     }
@@ -79,6 +83,8 @@ fn check_all() {
     train_in_process(&Case::new(&f64_router));
     check_within(&f64_router, 0.1);
 }
+
+const F32_RESIDUAL: &str = "model.fp32_residual_connection=true";
 
 /// A mixture of experts most of whose weights are those of experts.
 const EXPERTS: &[&str] = &[

@@ -1,5 +1,8 @@
 //! Runs whose linear layers multiply in FP8.
 
+use candle_core::{DType, Device};
+use candlewick_inference::lm::Lm;
+use candlewick_model::read_fp8_scales;
 use serde_json::Value;
 
 use crate::support::{Run, stderr};
@@ -154,4 +157,27 @@ fn the_exclusion_of_slower_modules_is_reported() {
     let (_, rest) = log.split_once("precision.exclude_slower_modules: ").expect("a note");
     let numbers: Vec<usize> = rest.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect();
     assert_eq!(numbers[0] + numbers[2], 2 * 7, "{rest}");
+}
+
+/// The export of a run with delayed scaling has the scales of its last step, which inference can use. They change the loss as
+/// little as FP8 does. Scales of other recipes follow from the tensors, so that such an export has none.
+#[test]
+fn an_export_has_the_scales_of_delayed_scaling() {
+    let run = Run::new();
+    run.train_ok(&[DELAYED, &["precision.exclude_modules=[o_proj]"]].concat());
+    let folder = run.export_folder();
+    let scales = read_fp8_scales(&folder).unwrap().unwrap();
+    assert_eq!(scales.len(), 12, "all linear layers of two blocks but o_proj");
+    assert!(scales.values().all(|scales| scales.input != 1.0 && scales.weight != 1.0), "{scales:?}");
+    let load = || Lm::load(&folder, None, DType::F32, Device::Cpu).unwrap();
+    let loss = |lm: &Lm| -> f64 {
+        let tokens = lm.score("<|im_start|>user\nSay wolf 4 times.<|im_end|>").unwrap();
+        tokens.iter().filter_map(|token| token.logprob).map(f64::from).sum()
+    };
+    let (dense, fp8) = (loss(&load()), loss(&load().with_fp8_scales().unwrap()));
+    assert!(fp8 != dense && (fp8 / dense - 1.0).abs() < 0.05, "{fp8} {dense}");
+
+    let current = Run::new();
+    current.train_ok(&["precision.recipe=current", "train_iters=1"]);
+    assert_eq!(read_fp8_scales(&current.export_folder()).unwrap(), None);
 }

@@ -235,7 +235,7 @@ fn an_estimate_without_a_way_to_fit_names_the_other_methods() {
     let big = big.map(|key| format!("model.config.{key}"));
     let output = Run::new().command("estimate", &big.each_ref().map(String::as_str)).output().unwrap();
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
-    for words in ["LoRA (`model.peft_config`)", "not implemented yet: quantized base weights (QLoRA)"] {
+    for words in ["LoRA (`model.peft_config`)", "`model.quantize_base: fp8`"] {
         assert!(table.contains(words), "no {words:?} in:\n{table}");
     }
 }

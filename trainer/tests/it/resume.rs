@@ -108,6 +108,24 @@ fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_bit_for_bit() {
 }
 
 #[test]
+fn a_run_with_stochastically_rounded_masters_resumes_bit_for_bit() {
+    const NEAREST: [&str; 3] =
+        ["model.dtype=bf16", "deepspeed.bf16.bf16_master_weights_and_grads=true", "train_iters=10"];
+    let keys = [&NEAREST[..], &["optimizer.bf16_stochastic_round=true"]].concat();
+    let [whole, parts, nearest] = [Run::new(), Run::new(), Run::new()];
+    whole.train_ok(&keys);
+    parts.train_ok(&[&keys[..], &["exit_iteration=3"]].concat());
+    parts.train_ok(&keys);
+    parts.assert_resumed();
+    assert_eq!(parts.losses(), whole.losses());
+    assert!(whole.exported() == parts.exported());
+    nearest.train_ok(&NEAREST);
+    let losses = [&nearest, &whole].map(Run::losses);
+    assert_eq!(losses[0][0], losses[1][0], "the first update follows the first loss");
+    assert_ne!(losses[0][1..], losses[1][1..], "rounding has no effect");
+}
+
+#[test]
 fn a_template_that_prints_the_time_prints_the_start_of_the_run() {
     let run = Run::new();
     run.write("clock.jinja", "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}");

@@ -5,10 +5,11 @@ use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use candlewick_model::FP8_SCALES;
 use rayon::prelude::*;
 
 /// Files of a model folder that influence responses, besides the weights.
-const SMALL: [&str; 9] = [
+const SMALL: [&str; 10] = [
     "config.json",
     "generation_config.json",
     "adapter_config.json",
@@ -18,6 +19,7 @@ const SMALL: [&str; 9] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    FP8_SCALES,
 ];
 
 /// Returns a hash of weights, tokenizers and chat templates of `folders`, and of `settings`. It does not depend on the

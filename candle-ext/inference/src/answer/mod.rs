@@ -142,7 +142,9 @@ impl<'a> EngineBackend<'a> {
             0 => {
                 let BackendSettings { add_bos, think_end, .. } = &self.settings;
                 let (dtype, attention, max_length) = (lm.dtype(), lm.attention().implementation, self.max_length());
-                let settings = format!("{FORMAT} {dtype:?} {attention:?} {max_length} {add_bos:?} {think_end:?}");
+                let quantization = if lm.multiplies_in_fp8() { " fp8" } else { "" };
+                let settings =
+                    format!("{FORMAT} {dtype:?}{quantization} {attention:?} {max_length} {add_bos:?} {think_end:?}");
                 self.group.alone(|| identity::identity(lm.folders(), &settings))?
             }
             _ => String::new(),

@@ -7,5 +7,5 @@ mod sampling;
 
 pub use chat::{ChatOptions, chat};
 pub use generate::{GenerateArgs, generate};
-pub use model::{ComputeOptions, DtypeOption, ModelOptions};
+pub use model::{ComputeOptions, DtypeOption, ModelOptions, QuantizationOption};
 pub use sampling::SamplingOptions;

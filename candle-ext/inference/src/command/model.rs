@@ -45,6 +45,9 @@ pub struct ComputeOptions {
     /// Attention implementation
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
     attn_implementation: Attention,
+    /// Quantization of the inputs and weights of linear layers; none computes in the dtype
+    #[arg(long, value_enum, default_value_t = QuantizationOption::None)]
+    pub quantization: QuantizationOption,
 }
 
 /// Compute dtype option.
@@ -63,6 +66,15 @@ pub enum DtypeOption {
     Auto,
 }
 
+/// Quantization option of linear layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QuantizationOption {
+    /// No quantization
+    None,
+    /// FP8 (E4M3) with the fixed scales in the export of a run with `precision.recipe: delayed`
+    Fp8,
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Attention {
     /// cuDNN on a GPU if it is available and supports the shape, else fused
@@ -77,6 +89,16 @@ enum Attention {
     Reference,
     /// FlashAttention 2 on a GPU, for bf16 and f16; needs a build with the feature flash-attn
     Flash,
+}
+
+impl QuantizationOption {
+    /// Returns the option's value; `None` without quantization.
+    pub fn name(self) -> Option<&'static str> {
+        match self {
+            Self::None => None,
+            Self::Fp8 => Some("fp8"),
+        }
+    }
 }
 
 impl ModelOptions {
@@ -146,7 +168,11 @@ impl ComputeOptions {
         let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
         let lm = Lm::load_sharded(&folders.model, folders.adapter.as_deref(), dtype, device, parallel_config)?;
-        Ok(lm.with_attention(attention))
+        let lm = lm.with_attention(attention);
+        match self.quantization {
+            QuantizationOption::None => Ok(lm),
+            QuantizationOption::Fp8 => lm.with_fp8_scales(),
+        }
     }
 
     fn attention(&self) -> AttentionChoice {

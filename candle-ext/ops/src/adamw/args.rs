@@ -1,4 +1,6 @@
-//! Hyperparameters and tensors of an AdamW update.
+//! Hyperparameters, tensors and rounding of an AdamW update.
+
+use std::ops::Range;
 
 use candle_core::Tensor;
 
@@ -30,6 +32,37 @@ pub struct AdamWState<'a> {
     pub exp_avg_sq: &'a Tensor,
     /// Copy of the parameter in the compute dtype, rewritten after the update; `None` if `master` itself is used.
     pub compute: Option<&'a Tensor>,
+}
+
+/// Stochastic rounding of a bf16 master parameter: up or down with a probability by the distance, so that the mean is exact.
+///
+/// The random numbers depend on `key` and the index of an element in the whole parameter, so a shard is rounded as the whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StochasticRounding {
+    /// Seed of the random numbers.
+    pub key: u64,
+    /// Position of the tensors' elements in the parameter.
+    pub position: ShardPosition,
+}
+
+/// Position of consecutive elements of a shard in the whole parameter, which is seen as a matrix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardPosition {
+    /// Elements of a row of the parameter.
+    pub row_len: usize,
+    /// Columns of the shard.
+    pub columns: Range<usize>,
+    /// Number of elements of these columns before the first element.
+    pub first: usize,
+}
+
+impl ShardPosition {
+    /// Returns the position of element i in the whole parameter, and the number of elements that remain in its row.
+    pub(super) fn of_element(&self, i: usize) -> (usize, usize) {
+        let width = self.columns.len();
+        let (row, column) = ((self.first + i) / width, (self.first + i) % width);
+        (row * self.row_len + self.columns.start + column, width - column)
+    }
 }
 
 /// Scalars of an update, computed in f64 and rounded once.

@@ -2,8 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::args::Factors;
-use crate::floats::{Floats, FloatsMut};
+use super::args::{Factors, StochasticRounding};
+use crate::dropout::random;
+use crate::floats::{Floats, FloatsMut, stochastic_bf16};
 use crate::grad_scaler::StepFactors;
 use crate::simd::vectorised;
 
@@ -14,15 +15,16 @@ const CHUNK: usize = 1 << 13;
 const BLOCK: usize = 1 << 10;
 
 /// Scalars of an update with the step's bias corrections applied: `lr` and `eps` are the corrected ones.
-pub(super) struct AdamWUpdate {
+pub(super) struct AdamWUpdate<'a> {
     factors: Factors,
     grad_scale: f32,
+    rounding: Option<&'a StochasticRounding>,
 }
 
-impl AdamWUpdate {
-    pub(super) fn of(factors: Factors, step: StepFactors) -> Self {
+impl<'a> AdamWUpdate<'a> {
+    pub(super) fn of(factors: Factors, step: StepFactors, rounding: Option<&'a StochasticRounding>) -> Self {
         let (lr, eps) = (factors.lr * step.correction, factors.eps * step.root);
-        Self { factors: Factors { lr, eps, ..factors }, grad_scale: step.grad_scale }
+        Self { factors: Factors { lr, eps, ..factors }, grad_scale: step.grad_scale, rounding }
     }
 }
 
@@ -34,7 +36,7 @@ pub(super) struct Buffers<'a> {
     pub(super) square: FloatsMut<'a>,
 }
 
-pub(super) fn run(by: &AdamWUpdate, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
+pub(super) fn run(by: &AdamWUpdate<'_>, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
     let Buffers { master, grad, mean, square } = buffers;
     let n_chunks = master.len().div_ceil(CHUNK);
     let copies: Vec<Option<FloatsMut<'_>>> = match compute {
@@ -44,24 +46,25 @@ pub(super) fn run(by: &AdamWUpdate, buffers: Buffers<'_>, compute: Option<Floats
     (master.chunks(CHUNK), mean.chunks(CHUNK), square.chunks(CHUNK), copies).into_par_iter().enumerate().for_each(
         |(i, (master, mean, square, copy))| {
             let grad = grad.slice(i * CHUNK..i * CHUNK + master.len());
-            update(by, Buffers { master, grad, mean, square }, copy);
+            update(by, i * CHUNK, Buffers { master, grad, mean, square }, copy);
         },
     );
 }
 
-fn update(by: &AdamWUpdate, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
+/// Updates a chunk; `first` is the index of its first element.
+fn update(by: &AdamWUpdate<'_>, first: usize, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
     let Buffers { master, grad, mean, square } = buffers;
     match (master, grad, mean, square) {
         (FloatsMut::F32(master), Floats::F32(grad), FloatsMut::F32(mean), FloatsMut::F32(square)) => {
             step(by, master, grad, mean, square);
             copy.into_iter().for_each(|mut copy| copy.write(0, master));
         }
-        (master, grad, mean, square) => widened(by, Buffers { master, grad, mean, square }, copy),
+        (master, grad, mean, square) => widened(by, first, Buffers { master, grad, mean, square }, copy),
     }
 }
 
 /// Calls `step` on f32 copies of buffers that are not all f32.
-fn widened(by: &AdamWUpdate, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
+fn widened(by: &AdamWUpdate<'_>, first: usize, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
     let Buffers { mut master, grad, mut mean, mut square } = buffers;
     let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
     for start in (0..master.len()).step_by(BLOCK) {
@@ -73,6 +76,9 @@ fn widened(by: &AdamWUpdate, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_
         mean.floats().slice(block.clone()).read_into(m);
         square.floats().slice(block).read_into(v);
         step(by, p, g, m, v);
+        if let Some(rounding) = by.rounding {
+            round_stochastically(rounding, first + start, p);
+        }
         master.write(start, p);
         mean.write(start, m);
         square.write(start, v);
@@ -82,8 +88,22 @@ fn widened(by: &AdamWUpdate, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_
     }
 }
 
+/// Rounds values to numbers of bf16; `first` is the index of the first.
+fn round_stochastically(rounding: &StochasticRounding, first: usize, values: &mut [f32]) {
+    let mut done = 0;
+    while done < values.len() {
+        let (position, n_left) = rounding.position.of_element(first + done);
+        let end = values.len().min(done + n_left);
+        let (key, row) = (rounding.key, &mut values[done..end]);
+        vectorised!(row.iter_mut().enumerate().for_each(|(i, x)| {
+            *x = stochastic_bf16(*x, random(key, (position + i) as u64) as u32);
+        }));
+        done = end;
+    }
+}
+
 /// Computes `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2` and `p = shrink p - lr m / (sqrt(v) + eps)`.
-fn step(by: &AdamWUpdate, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
+fn step(by: &AdamWUpdate<'_>, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
     let f = by.factors;
     let grad_scale = by.grad_scale;
     vectorised!({

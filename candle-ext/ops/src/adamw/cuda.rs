@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::args::{AdamW, AdamWState, Factors};
+use super::args::{AdamW, AdamWState, Factors, StochasticRounding};
 use crate::cuda::{Arg, address, gpu, kernels, suffix};
 use crate::grad_scaler::GradScaler;
 
@@ -13,7 +13,12 @@ const OP: &str = "adamw";
 const PER_THREAD: usize = 4;
 
 /// Updates the master parameter, its two moments and the compute copy if there is one.
-pub(super) fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+pub(super) fn run(
+    hyper: &AdamW,
+    scaler: &GradScaler,
+    state: AdamWState,
+    rounding: Option<&StochasticRounding>,
+) -> Result<()> {
     let AdamWState { master, grad, exp_avg, exp_avg_sq, compute } = state;
     let n = master.elem_count();
     let Factors { lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps } = Factors::of(hyper);
@@ -29,8 +34,17 @@ pub(super) fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Resu
     ];
     args.extend([lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps].map(Arg::F32));
     let copied = compute.map_or(master.dtype(), Tensor::dtype);
-    let name = format!("step_{}_{}_{}", suffix(OP, master.dtype())?, suffix(OP, copied)?, suffix(OP, exp_avg.dtype())?);
-    // SAFETY: all buffers have n elements in the dtypes of the kernel's name, each in a buffer of its own. The scaler's
-    // state has its full length.
+    let moments = suffix(OP, exp_avg.dtype())?;
+    let name = match rounding {
+        None => format!("step_{}_{}_{moments}", suffix(OP, master.dtype())?, suffix(OP, copied)?),
+        Some(StochasticRounding { key, position }) => {
+            args.push(Arg::U64(*key));
+            let numbers = [position.row_len, position.columns.start, position.columns.len(), position.first];
+            args.extend(numbers.map(|number| Arg::I64(number as i64)));
+            format!("stochastic_step_{moments}")
+        }
+    };
+    // SAFETY: all buffers have n elements in the dtypes of the kernel's name, each in a buffer of its own: with stochastic
+    // rounding a bf16 master without a copy. The scaler's state has its full length.
     unsafe { KERNELS.launch_flat(gpu(OP, master)?, &name, n, PER_THREAD, &args) }
 }

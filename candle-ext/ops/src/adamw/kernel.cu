@@ -5,6 +5,7 @@
 // bits would depend on its offset in the buffer.
 #include "common.cuh"
 #include "grad_scaler.cuh"
+#include "random.cuh"
 
 struct Factors {
     float grad_scale, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps;
@@ -18,9 +19,28 @@ __device__ __forceinline__ void update(float& p, float g, float& m, float& v, co
     p = fmaf(p, f.shrink, -f.step_size * (m / (sqrtf(v) + f.eps)));
 }
 
+// Rounds to the nearest number.
+struct Nearest {
+    template <typename M> __device__ __forceinline__ M round(float p, long long) const { return narrow<M>(p); }
+};
+
+// Rounds to bf16 as stochastic_bf16 of floats.rs, by the element's position in the whole parameter (ShardPosition).
+struct Stochastic {
+    unsigned long long key;
+    long long row_len, first_column, n_columns, first;
+
+    template <typename M> __device__ __forceinline__ M round(float p, long long i) const {
+        if (p != p) return narrow<M>(p);
+        const long long row = (first + i) / n_columns, column = (first + i) - row * n_columns;
+        const uint random = static_cast<uint>(random_bits(key, row * row_len + first_column + column));
+        const uint rounded = (__float_as_uint(p) + (random >> 16)) & 0xffff0000u;
+        return narrow<M>(__uint_as_float(rounded));
+    }
+};
+
 // `copy` may be null.
-template <int W, typename M, typename T, typename S>
-__device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long long n, Factors f) {
+template <int W, typename M, typename T, typename S, typename R>
+__device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long long n, Factors f, R rounding) {
     for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
         auto p_pack = load<W>(master + i);
         auto m_pack = load<W>(mean + i), v_pack = load<W>(square + i);
@@ -29,7 +49,7 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
         for (int j = 0; j < W; ++j) {
             float p = widen(p_pack.at[j]), m = widen(m_pack.at[j]), v = widen(v_pack.at[j]);
             update(p, widen(g.at[j]), m, v, f);
-            p_pack.at[j] = narrow<M>(p);
+            p_pack.at[j] = rounding.template round<M>(p, i + j);
             m_pack.at[j] = narrow<S>(m);
             v_pack.at[j] = narrow<S>(v);
         }
@@ -45,6 +65,16 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
     }
 }
 
+template <typename M, typename T, typename S, typename R>
+__device__ __forceinline__ void step_any(M* master, const M* grad, S* mean, S* square, T* copy, long long n, Factors f,
+                                         R rounding) {
+    if (is_wide<float>(n, master, grad, mean, square, copy)) {
+        step<WIDE<float>>(master, grad, mean, square, copy, n, f, rounding);
+    } else {
+        step<1>(master, grad, mean, square, copy, n, f, rounding);
+    }
+}
+
 #define STEP(M, master_suffix, T, copy_suffix, S, moments)                                                         \
     KERNEL(256) step_##master_suffix##_##copy_suffix##_##moments(M* master, const M* grad, S* mean, S* square,     \
             T* copy, const float* scaler, long long n, float lr, float shrink, float beta1, float one_minus_beta1, \
@@ -52,11 +82,7 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
         if (scaler[OUTCOME] != APPLIED) return;                                                                    \
         const Factors factors = {scaler[FACTOR], shrink,           beta1,             one_minus_beta1,             \
                                  beta2,          one_minus_beta2,  lr * scaler[STEP], eps * scaler[ROOT]};         \
-        if (is_wide<float>(n, master, grad, mean, square, copy)) {                                                 \
-            step<WIDE<float>>(master, grad, mean, square, copy, n, factors);                                       \
-        } else {                                                                                                   \
-            step<1>(master, grad, mean, square, copy, n, factors);                                                 \
-        }                                                                                                          \
+        step_any(master, grad, mean, square, copy, n, factors, Nearest{});                                         \
     }
 #define KERNELS(T, suffix)                  \
     STEP(float, f32, T, suffix, float, f32) \
@@ -64,3 +90,17 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
 FOR_EACH_FLOAT(KERNELS)
 STEP(__nv_bfloat16, bf16, __nv_bfloat16, bf16, float, f32)
 STEP(__nv_bfloat16, bf16, __nv_bfloat16, bf16, __nv_bfloat16, bf16)
+
+// `copy` is null.
+#define STOCHASTIC_STEP(S, moments)                                                                                    \
+    KERNEL(256) stochastic_step_##moments(__nv_bfloat16* master, const __nv_bfloat16* grad, S* mean, S* square,        \
+            __nv_bfloat16* copy, const float* scaler, long long n, float lr, float shrink, float beta1,                \
+            float one_minus_beta1, float beta2, float one_minus_beta2, float eps, unsigned long long key,              \
+            long long row_len, long long first_column, long long n_columns, long long first) {                         \
+        if (scaler[OUTCOME] != APPLIED) return;                                                                        \
+        const Factors factors = {scaler[FACTOR], shrink,          beta1,             one_minus_beta1,                  \
+                                 beta2,          one_minus_beta2, lr * scaler[STEP], eps * scaler[ROOT]};              \
+        step_any(master, grad, mean, square, copy, n, factors, Stochastic{key, row_len, first_column, n_columns, first}); \
+    }
+STOCHASTIC_STEP(float, f32)
+STOCHASTIC_STEP(__nv_bfloat16, bf16)

@@ -13,7 +13,7 @@ use crate::grad_scaler::GradScaler;
 use crate::span::span;
 use crate::storage::{host, same_storage, update};
 use args::Factors;
-pub use args::{AdamW, AdamWState};
+pub use args::{AdamW, AdamWState, ShardPosition, StochasticRounding};
 
 /// Updates a parameter and its moments in place, in one pass, as `torch.optim.AdamW` does.
 ///
@@ -21,19 +21,44 @@ pub use args::{AdamW, AdamWState};
 /// `p -= lr m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps)`
 ///
 /// `scaler` holds the step's decision: the update number n and the factor on the gradient, or that the step is skipped.
-/// Arithmetic is f32; bf16 buffers are rounded once, on storing.
+/// Arithmetic is f32; bf16 buffers are rounded once, on storing, to the nearest number.
 pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
-    let _span = span("adamw", "");
     check(&state)?;
+    run(hyper, scaler, state, None)
+}
+
+/// Updates a bf16 parameter as [`adamw`] does, and rounds the parameter stochastically. Moments are rounded to the nearest
+/// number.
+///
+/// Updates that are too small for bf16 are then not lost on average. A result that bf16 represents is stored exactly.
+pub fn adamw_stochastic(
+    hyper: &AdamW,
+    scaler: &GradScaler,
+    state: AdamWState,
+    rounding: &StochasticRounding,
+) -> Result<()> {
+    check(&state)?;
+    if state.master.dtype() != DType::BF16 {
+        bail!("adamw: stochastic rounding is for a master in BF16, got {:?}", state.master.dtype())
+    }
+    let ShardPosition { row_len, columns, .. } = &rounding.position;
+    if columns.is_empty() || columns.end > *row_len {
+        bail!("adamw: want columns of a row of {row_len} elements, got {columns:?}")
+    }
+    run(hyper, scaler, state, Some(rounding))
+}
+
+fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState, rounding: Option<&StochasticRounding>) -> Result<()> {
+    let _span = span("adamw", "");
     on_device!("adamw", state.master, {
-        cpu => run_cpu(hyper, scaler, state),
-        cuda => cuda::run(hyper, scaler, state),
+        cpu => run_cpu(hyper, scaler, state, rounding),
+        cuda => cuda::run(hyper, scaler, state, rounding),
     })
 }
 
-fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState, rounding: Option<&StochasticRounding>) -> Result<()> {
     let Some(step) = scaler.step()? else { return Ok(()) };
-    let by = cpu::AdamWUpdate::of(Factors::of(hyper), step);
+    let by = cpu::AdamWUpdate::of(Factors::of(hyper), step, rounding);
     let grad = host("adamw", state.grad)?;
     let grad = grad.floats()?;
     update(state.master, "adamw", |master| {

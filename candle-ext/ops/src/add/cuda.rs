@@ -17,8 +17,11 @@ pub(super) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let y = Out::new(on, a.dtype(), n)?;
     let args =
         [Arg::Address(address(OP, a)?), Arg::Address(address(OP, b)?), Arg::Address(y.address), Arg::I64(n as i64)];
-    let name = format!("add_{}", suffix(OP, a.dtype())?);
-    // SAFETY: all tensors have n elements of one dtype.
+    let name = match (suffix(OP, a.dtype())?, suffix(OP, b.dtype())?) {
+        (a, b) if a == b => format!("add_{a}"),
+        (a, b) => format!("add_{a}_{b}"),
+    };
+    // SAFETY: all tensors have n elements in the dtypes of the kernel's name.
     unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     Ok(y.into_tensor(a.shape()))
 }

@@ -1,13 +1,6 @@
 // dropout: n elements in lines of `width`, W at a time; lines begin `stride` elements apart in the whole tensor.
 #include "common.cuh"
-
-// SplitMix64's output at a position of the stream that begins at `key`, as in mask.rs.
-__device__ __forceinline__ uint64_t random(uint64_t key, uint64_t position) {
-    uint64_t z = key + (position + 1) * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
+#include "random.cuh"
 
 // y = x mask scale. The mask is 1 where 32 random bits reach the threshold. A line holds whole packs.
 template <int W, typename T>
@@ -18,7 +11,7 @@ __device__ void apply(const T* x, T* y, long long n, long long width, long long 
         const long long place = i < width ? i : i / width * stride + i % width;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-            const bool keeps = random(key, place + j) >> 32 >= threshold;
+            const bool keeps = random_bits(key, place + j) >> 32 >= threshold;
             pack.at[j] = narrow<T>(keeps ? widen(pack.at[j]) * scale : 0.0f);
         }
         store(y + i, pack);

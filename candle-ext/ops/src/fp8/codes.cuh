@@ -3,6 +3,7 @@
 
 #include "common.cuh"
 #include "ptx.cuh"
+#include "random.cuh"
 
 // An FP8 format: SMALLEST is its smallest normal number. A step of its subnormal numbers is the last bit of ALIGNED.
 struct E4m3 {
@@ -57,14 +58,6 @@ template <typename F> __device__ __forceinline__ uint stochastic(float x, uint r
     return parts.code((__float_as_uint(parts.magnitude) + random) >> DROPPED<F>, steps);
 }
 
-// SplitMix64's output at a position of the stream that begins at `key`, as in dropout/mask.rs: its low 32 bits.
-__device__ __forceinline__ uint random_bits(unsigned long long key, unsigned long long position) {
-    unsigned long long z = key + (position + 1) * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return static_cast<uint>(z ^ (z >> 31));
-}
-
 template <typename F> __device__ __forceinline__ unsigned short nearest_pair(float first, float second) {
 #if __CUDA_ARCH__ >= 890
     if constexpr (F::MANTISSA_BITS == 3) return e4m3_pair(first, second);
@@ -80,7 +73,7 @@ __device__ __forceinline__ Pack<unsigned char, W> encode(const float (&x)[W], Ro
     Pack<unsigned char, W> codes;
     if (rounding.is_stochastic) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) codes.at[j] = stochastic<F>(x[j], random_bits(rounding.key, position(j)));
+        for (int j = 0; j < W; ++j) codes.at[j] = stochastic<F>(x[j], static_cast<uint>(random_bits(rounding.key, position(j))));
     } else if constexpr (W == 1) {
         codes.at[0] = nearest_pair<F>(x[0], 0.0f) & 0xff;
     } else {

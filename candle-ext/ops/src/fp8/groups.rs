@@ -59,7 +59,7 @@ impl Fp8Linear {
         let operand = Fp8Operand::GradOutput;
         let values = |contraction| self.round_groups(operand, dy, groups, contraction, self.next_gradient_rounding());
         let for_dx = values(Contraction::Columns)?;
-        let block = |contraction| self.config().recipe.block(operand, contraction);
+        let block = |contraction| self.block(operand, contraction);
         let for_dw = match block(Contraction::Columns) == block(Contraction::Rows) {
             true => for_dx.clone(),
             false => values(Contraction::Rows)?,
@@ -124,7 +124,8 @@ impl Fp8Linear {
         }
         // The slots of the other matrices follow those of the first.
         self.with_scale_source(operand, 0, |source| match source {
-            ScaleSource::Delayed { scale, slot } => input.with_scales(slots(scale), slots(slot)),
+            ScaleSource::Fixed { scale } => input.with_scales(slots(scale), None),
+            ScaleSource::Delayed { scale, slot } => input.with_scales(slots(scale), Some(slots(slot))),
             ScaleSource::First { rule, slot } => input.with_current_scales(rule, Some(slots(slot))),
             ScaleSource::Current(rule) => input.with_current_scales(rule, None),
             ScaleSource::Blockwise(rule, operand) => {
@@ -190,11 +191,13 @@ impl Fp8Linear {
 /// Calls `f` with a source whose scales are powers of two.
 fn with_powers_of_two<R>(source: ScaleSource<'_>, f: impl FnOnce(ScaleSource<'_>) -> Result<R>) -> Result<R> {
     let power_of_two = |rule| ScaleRule { power_of_two: true, ..rule };
+    let rounded = |scale: &Tensor| {
+        let rounded = power_of_two_below(to_host(scale)?.to_vec1::<f32>()?[0]);
+        Tensor::new(&[rounded], scale.device())
+    };
     match source {
-        ScaleSource::Delayed { scale, slot } => {
-            let rounded = power_of_two_below(to_host(scale)?.to_vec1::<f32>()?[0]);
-            f(ScaleSource::Delayed { scale: &Tensor::new(&[rounded], scale.device())?, slot })
-        }
+        ScaleSource::Fixed { scale } => f(ScaleSource::Fixed { scale: &rounded(scale)? }),
+        ScaleSource::Delayed { scale, slot } => f(ScaleSource::Delayed { scale: &rounded(scale)?, slot }),
         ScaleSource::First { rule, slot } => f(ScaleSource::First { rule: power_of_two(rule), slot }),
         ScaleSource::Current(rule) => f(ScaleSource::Current(power_of_two(rule))),
         ScaleSource::Blockwise(rule, operand) => f(ScaleSource::Blockwise(power_of_two(rule), operand)),

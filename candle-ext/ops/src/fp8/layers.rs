@@ -1,5 +1,7 @@
-//! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, and quantized inputs in use.
+//! FP8 state of a model's linear layers: the amax histories and scales of delayed scaling, or fixed scales, and quantized
+//! inputs in use.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,20 +12,25 @@ use super::delayed::{DelayedState, SLOTS};
 use super::format::Fp8Format;
 use super::matrix::Fp8Matrix;
 use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
-use super::recipe::{DelayedScaling, Fp8Config, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
+use super::recipe::{
+    Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule,
+};
 use super::rounding::Fp8Rounding;
 use super::stats::{self, Fp8StepStats, N_SUMS};
 use crate::derive_key;
+use crate::quantized::ScaleBlock;
 use crate::transfer::to_host;
 
 /// Linear layers that multiply in FP8, with the state of their scales.
 ///
 /// They multiply in FP8 while an [`Fp8Guard`] lives, and in the compute dtype otherwise.
 pub struct Fp8Layers {
-    config: Fp8Config,
+    formats: Fp8Formats,
+    gradient_rounding: Fp8Rounding,
+    /// True if linear layers multiply values of codes in the dtype of their input.
+    fake_quantize: bool,
     modules: Vec<Fp8Module>,
-    /// State of delayed scaling.
-    delayed: Option<(DelayedScaling, DelayedState)>,
+    scaling: Scaling,
     /// Statistics of a step: requested, or collected.
     stats: Mutex<StepStats>,
     /// True once delayed scaling has a history.
@@ -46,6 +53,27 @@ impl Fp8Module {
     pub fn linear(name: impl Into<String>) -> Self {
         Self { name: name.into(), n_matrices: 1 }
     }
+}
+
+/// Source of the scales.
+enum Scaling {
+    /// Amaxes of earlier steps.
+    Delayed(DelayedScaling, DelayedState),
+    /// The amax of the tensor.
+    Current(ScaleRule),
+    /// The amaxes of blocks.
+    Blockwise(ScaleRule),
+    /// Scales that never change, f32 [slots].
+    Fixed(Tensor),
+}
+
+/// Scales of a linear layer in inference.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fp8LinearScales {
+    /// Scale of the input.
+    pub input: f32,
+    /// Scale of the weight.
+    pub weight: f32,
 }
 
 /// Statistics of one step.
@@ -115,20 +143,58 @@ impl Fp8Layers {
     /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two.
     /// TransformerEngine starts with scales of 1, at which small gradients become zero.
     pub fn new(config: Fp8Config, modules: Vec<Fp8Module>, device: &Device) -> Result<Self> {
+        let Fp8Config { recipe, formats, gradient_rounding, fake_quantize } = config;
         let n_matrices = modules.iter().map(|module| module.n_matrices).sum();
-        let delayed = match config.recipe {
-            Fp8Recipe::Delayed(scaling) => Some((scaling, DelayedState::new(n_matrices, scaling, device)?)),
-            Fp8Recipe::Current(_) | Fp8Recipe::Blockwise(_) => None,
+        let scaling = match recipe {
+            Fp8Recipe::Delayed(scaling) => Scaling::Delayed(scaling, DelayedState::new(n_matrices, scaling, device)?),
+            Fp8Recipe::Current(rule) => Scaling::Current(rule),
+            Fp8Recipe::Blockwise(rule) => Scaling::Blockwise(rule),
         };
-        Ok(Self {
-            config,
+        Ok(Self { fake_quantize, ..Self::of_scaling(scaling, (formats, gradient_rounding), modules, device) })
+    }
+
+    /// Creates layers for inference, which multiply in E4M3 with the same scales in every forward. So the output of a row does
+    /// not depend on the others.
+    pub fn with_fixed_scales(scales: &BTreeMap<String, Fp8LinearScales>, device: &Device) -> Result<Self> {
+        // Gradients have no scale.
+        let slots: Vec<f32> = scales.values().flat_map(|layer| [layer.input, layer.weight, 1.0]).collect();
+        if slots.iter().any(|scale| !(scale.is_finite() && *scale > 0.0)) {
+            bail!("fixed FP8 scales must be positive and finite")
+        }
+        let scaling = Scaling::Fixed(Tensor::from_vec(slots, SLOTS * scales.len(), device)?);
+        let modules = scales.keys().map(Fp8Module::linear).collect();
+        Ok(Self::of_scaling(scaling, (Fp8Formats::E4m3, Fp8Rounding::Nearest), modules, device))
+    }
+
+    fn of_scaling(
+        scaling: Scaling,
+        (formats, gradient_rounding): (Fp8Formats, Fp8Rounding),
+        modules: Vec<Fp8Module>,
+        device: &Device,
+    ) -> Self {
+        Self {
+            formats,
+            gradient_rounding,
+            fake_quantize: false,
             modules,
-            delayed,
+            scaling,
             stats: Mutex::default(),
             has_history: AtomicBool::new(false),
             active: Mutex::default(),
             device: device.clone(),
-        })
+        }
+    }
+
+    /// Returns true if the layers are for inference, with fixed scales.
+    pub fn has_fixed_scales(&self) -> bool {
+        matches!(self.scaling, Scaling::Fixed(_))
+    }
+
+    fn delayed(&self) -> Option<(&DelayedScaling, &DelayedState)> {
+        match &self.scaling {
+            Scaling::Delayed(scaling, state) => Some((scaling, state)),
+            Scaling::Current(_) | Scaling::Blockwise(_) | Scaling::Fixed(_) => None,
+        }
     }
 
     /// Returns the modules.
@@ -183,7 +249,7 @@ impl Fp8Layers {
 
     /// Returns true if delayed scaling has no history. Waits for the device until there is one.
     fn is_first_step(&self) -> Result<bool> {
-        let Some((_, state)) = &self.delayed else { return Ok(false) };
+        let Some((_, state)) = self.delayed() else { return Ok(false) };
         if !self.has_history.load(Ordering::Relaxed) {
             let newest = to_host(&state.history.narrow(1, 0, 1)?.contiguous()?)?.flatten_all()?.to_vec1::<f32>()?;
             self.has_history.store(newest.iter().any(|amax| *amax != 0.0), Ordering::Relaxed);
@@ -194,7 +260,7 @@ impl Fp8Layers {
     /// Returns true if the scales of weights follow from their amaxes in this step: with current scaling, and in the first
     /// step of delayed scaling.
     pub fn weight_scales_need_amaxes(&self) -> bool {
-        self.delayed.is_none() || self.lock().as_ref().is_some_and(|active| active.is_first_step)
+        self.delayed().is_none() || self.lock().as_ref().is_some_and(|active| active.is_first_step)
     }
 
     /// Returns true while FP8 is on.
@@ -204,7 +270,7 @@ impl Fp8Layers {
 
     /// Returns the amaxes since the last update, f32 [3 * matrices]; `None` unless scaling is delayed.
     pub fn amaxes(&self) -> Option<&Tensor> {
-        self.delayed.as_ref().map(|(_, state)| &state.amaxes)
+        self.delayed().map(|(_, state)| &state.amaxes)
     }
 
     /// Updates delayed scales from the amaxes of the step, f32 [3 * matrices], which must be equal on all ranks.
@@ -213,13 +279,13 @@ impl Fp8Layers {
     /// such as that of a skipped layer, or not finite keeps both: TransformerEngine puts infinities into the history, where
     /// they stop updates until they leave. Other recipes have no state.
     pub fn update(&self, amaxes: &Tensor) -> Result<()> {
-        let Some((scaling, state)) = &self.delayed else { return Ok(()) };
-        state.update(amaxes, *scaling, self.config.formats)
+        let Some((scaling, state)) = self.delayed() else { return Ok(()) };
+        state.update(amaxes, *scaling, self.formats)
     }
 
     /// Returns the state of each module; none unless scaling is delayed.
     pub fn states(&self) -> Result<Vec<Fp8LayerState>> {
-        let Some((_, state)) = &self.delayed else { return Ok(Vec::new()) };
+        let Some((_, state)) = self.delayed() else { return Ok(Vec::new()) };
         let of_module = |(module_idx, module): (usize, &Fp8Module)| {
             let slots = self.slots(module_idx);
             Ok(Fp8LayerState {
@@ -266,11 +332,15 @@ impl Fp8Linear {
 
     /// Returns true if the layer multiplies the values of codes in the dtype of its input.
     pub(crate) fn fake_quantizes(&self) -> bool {
-        self.layers.config.fake_quantize
+        self.layers.fake_quantize
     }
 
-    pub(super) fn config(&self) -> Fp8Config {
-        self.layers.config
+    /// Returns the elements of an operand that share a scale.
+    pub(super) fn block(&self, operand: Fp8Operand, contraction: Contraction) -> ScaleBlock {
+        match self.layers.scaling {
+            Scaling::Blockwise(rule) => Fp8Recipe::Blockwise(rule).block(operand, contraction),
+            Scaling::Delayed(..) | Scaling::Current(_) | Scaling::Fixed(_) => ScaleBlock::Tensor,
+        }
     }
 
     /// Quantizes a matrix, or the last two dims of a tensor, for both matmuls that read this operand.
@@ -306,7 +376,7 @@ impl Fp8Linear {
 
     /// Returns the rounding of the next gradient, with a key of its own.
     pub(super) fn next_gradient_rounding(&self) -> Fp8Rounding {
-        match (self.layers.config.gradient_rounding, self.layers.lock().as_mut()) {
+        match (self.layers.gradient_rounding, self.layers.lock().as_mut()) {
             (Fp8Rounding::Stochastic { key }, Some(active)) => {
                 let n = &mut active.n_gradients[self.module_idx];
                 *n += 1;
@@ -327,7 +397,7 @@ impl Fp8Linear {
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.add_stats(operand, x, orientation, rounding)?;
         self.with_scales(operand, x, |rows, source| {
-            let format = self.layers.config.formats.of(operand);
+            let format = self.layers.formats.of(operand);
             operands::quantize(rows, source, Quantization { format, rounding, orientation })
         })
     }
@@ -350,18 +420,18 @@ impl Fp8Linear {
         matrix: usize,
         f: impl FnOnce(ScaleSource<'_>) -> Result<R>,
     ) -> Result<R> {
-        if let Some((_, state)) = &self.layers.delayed {
-            let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand) + SLOTS * matrix, 1);
-            let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
-            return match self.is_first_step() {
-                true => f(ScaleSource::First { rule: FIRST_SCALES, slot }),
-                false => f(ScaleSource::Delayed { scale, slot }),
-            };
-        }
-        match self.layers.config.recipe {
-            Fp8Recipe::Current(rule) => f(ScaleSource::Current(rule)),
-            Fp8Recipe::Blockwise(rule) => f(ScaleSource::Blockwise(rule, operand)),
-            Fp8Recipe::Delayed(_) => bail!("delayed scaling has no state"),
+        let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand) + SLOTS * matrix, 1);
+        match &self.layers.scaling {
+            Scaling::Fixed(scales) => f(ScaleSource::Fixed { scale: &of_slot(scales)? }),
+            Scaling::Current(rule) => f(ScaleSource::Current(*rule)),
+            Scaling::Blockwise(rule) => f(ScaleSource::Blockwise(*rule, operand)),
+            Scaling::Delayed(_, state) => {
+                let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
+                match self.is_first_step() {
+                    true => f(ScaleSource::First { rule: FIRST_SCALES, slot }),
+                    false => f(ScaleSource::Delayed { scale, slot }),
+                }
+            }
         }
     }
 
@@ -407,11 +477,11 @@ impl Fp8Linear {
 
     /// Returns the format of an operand.
     pub(super) fn format(&self, operand: Fp8Operand) -> Fp8Format {
-        self.layers.config.formats.of(operand)
+        self.layers.formats.of(operand)
     }
 
     pub(super) fn raise_amax(&self, operand: Fp8Operand, amax: &Tensor) -> Result<()> {
-        let Some((_, state)) = &self.layers.delayed else { return Ok(()) };
+        let Some((_, state)) = self.layers.delayed() else { return Ok(()) };
         raise_amax(&state.amaxes.narrow(0, self.slot(operand), 1)?, amax)
     }
 

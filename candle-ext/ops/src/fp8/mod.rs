@@ -24,7 +24,7 @@ mod stats;
 pub(crate) use fake_quantize::fake_quantized_linear;
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
 pub(crate) use groups::Groups;
-pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8Module};
+pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Module};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
 pub use operands::Fp8Operands;

@@ -29,6 +29,8 @@ pub struct Fp8Operands {
 /// Source of the scales of a matrix.
 #[derive(Clone, Copy)]
 pub(super) enum ScaleSource<'a> {
+    /// A scale that never changes, f32 [1].
+    Fixed { scale: &'a Tensor },
     /// A scale from earlier steps, f32 [1]. The amax of the matrix raises `slot`, f32 [1].
     Delayed { scale: &'a Tensor, slot: &'a Tensor },
     /// The amax of the matrix, in the first step of delayed scaling. It raises `slot`, f32 [1].
@@ -125,6 +127,7 @@ fn quantize_on_cuda(
 ) -> Result<(Fp8Operands, Option<Tensor>)> {
     let encoding = (format, rounding);
     let (codes, amax) = match source {
+        ScaleSource::Fixed { scale } => (cuda::cast_operands(x, scale, None, orientation, encoding)?, None),
         ScaleSource::Delayed { scale, slot } => {
             let amax = Tensor::zeros(1, DType::F32, x.device())?;
             (cuda::cast_operands(x, scale, Some([&amax, slot]), orientation, encoding)?, Some(amax))
@@ -157,7 +160,7 @@ fn quantize_on_cpu(
             raise_amax(slot, &amax)?;
             Some(amax)
         }
-        ScaleSource::Current(_) | ScaleSource::Blockwise(..) => None,
+        ScaleSource::Fixed { .. } | ScaleSource::Current(_) | ScaleSource::Blockwise(..) => None,
     };
     let mut operands = Fp8Operands { rowwise: None, columnwise: None };
     for (orientation, matrix) in plain_matrices(x, source, quantization)? {
@@ -178,7 +181,7 @@ pub(super) fn plain_matrices(
     Quantization { format, rounding, orientation }: Quantization,
 ) -> Result<Vec<(Fp8Orientation, Fp8Matrix)>> {
     let (rule, operand) = match source {
-        ScaleSource::Delayed { scale, .. } => {
+        ScaleSource::Fixed { scale } | ScaleSource::Delayed { scale, .. } => {
             return Ok(vec![(Fp8Orientation::Both, fp8_quantize(x, scale, format, rounding)?)]);
         }
         ScaleSource::First { rule, .. } | ScaleSource::Current(rule) => {

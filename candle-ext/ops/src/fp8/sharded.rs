@@ -23,7 +23,7 @@ impl Fp8Linear {
     /// Fails with blockwise scaling.
     pub fn weight_scale(&self, amax: &Tensor) -> Result<Tensor> {
         self.with_scales(Fp8Operand::Weight, amax, |amax, source| match source {
-            ScaleSource::Delayed { scale, .. } => Ok(scale.clone()),
+            ScaleSource::Fixed { scale } | ScaleSource::Delayed { scale, .. } => Ok(scale.clone()),
             ScaleSource::First { rule, .. } | ScaleSource::Current(rule) => {
                 scale_of_amax(amax, rule, self.format(Fp8Operand::Weight))
             }

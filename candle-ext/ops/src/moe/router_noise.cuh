@@ -2,14 +2,7 @@
 #pragma once
 
 #include "common.cuh"
-
-// SplitMix64's output at a position of the stream that begins at `key`.
-__device__ __forceinline__ uint64_t random_bits(uint64_t key, uint64_t position) {
-    uint64_t z = key + (position + 1) * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
+#include "random.cuh"
 
 // A multiple of 2^-24 in [0, 1)
 __device__ __forceinline__ double uniform(uint64_t key, uint64_t position) {

@@ -28,10 +28,9 @@ pub(super) fn add_forward(x: &Tensor, plus: &Tensor, w: &Tensor, d: usize, eps: 
 
 /// Launches the forward of x, or of x plus another tensor, whose sum is written to the `Out` in `plus`.
 fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
-    same_dtype(OP, x, w)?;
     let on = gpu(OP, x)?;
     let t = x.elem_count() / d;
-    let (y, rstd) = (Out::new(on, x.dtype(), x.elem_count())?, Out::new(on, DType::F32, t)?);
+    let (y, rstd) = (Out::new(on, w.dtype(), x.elem_count())?, Out::new(on, DType::F32, t)?);
     let [x_at, w_at] = [address(OP, x)?, address(OP, w)?];
     let [plus_at, sum_at] = plus.map_or(Ok([0, 0]), |(plus, sum)| address(OP, plus).map(|plus| [plus, sum.address]))?;
     let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, plus_at, w_at, sum_at, y.address]));
@@ -41,10 +40,22 @@ fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usiz
     args.push(Arg::I32(d as i32));
     args.extend(threads.lanes());
     args.push(Arg::F32(eps));
-    let name = threads.kernel("forward", suffix(OP, x.dtype())?);
-    // SAFETY: x, y, the addend and the sum have t rows of d elements, w one row, rstd t elements.
+    let name = threads.kernel("forward", &dtypes(x, w)?);
+    // SAFETY: x, y, the addend and the sum have t rows of d elements, w one row, rstd t elements. The addend has the dtype of
+    // w and y.
     unsafe { KERNELS.launch(on, &name, [t.div_ceil(threads.rows()), 1, 1], threads.of_block(), &args)? };
     Ok((y, rstd.into_tensor(t)))
+}
+
+/// Returns the part of a kernel's name for the dtypes of input and output, which is the weight's.
+fn dtypes(x: &Tensor, w: &Tensor) -> Result<String> {
+    if x.dtype() != DType::F32 {
+        same_dtype(OP, x, w)?;
+    }
+    Ok(match (suffix(OP, x.dtype())?, suffix(OP, w.dtype())?) {
+        (x, w) if x == w => x.to_owned(),
+        (x, w) => format!("{x}_{w}"),
+    })
 }
 
 /// Assignment of threads to rows.
@@ -126,6 +137,7 @@ pub(super) fn backward(
 ) -> Result<Option<Tensor>> {
     // Fewest rows per block, in rounds: each block writes a row of sums.
     const LEAST_TURNS: usize = 4;
+    same_dtype(OP, dy, w)?;
     let on = gpu(OP, x)?;
     let (t, d) = (rstd.elem_count(), w.elem_count());
     let dx = wants_dx.then(|| Out::new(on, x.dtype(), x.elem_count())).transpose()?;
@@ -140,7 +152,7 @@ pub(super) fn backward(
         [x_at, w_at, dy_at, address(OP, rstd)?, plus_at, dx_at, parts_at].into_iter().map(Arg::Address).collect();
     args.extend([Arg::I32(t as i32), Arg::I32(d as i32)]);
     args.extend(threads.lanes());
-    let name = threads.kernel("backward", suffix(OP, x.dtype())?);
+    let name = threads.kernel("backward", &dtypes(x, w)?);
     // SAFETY: x, dy, dx and the accumulated gradient have t rows of d elements, w one row, rstd t elements. There is a
     // row of sums for each block.
     unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], threads.of_block(), &args)? };

@@ -45,23 +45,24 @@ __device__ __forceinline__ float lanes_sum(float x, int lanes) {
 __device__ __forceinline__ float row_sum(float x, int lanes) { return lanes > 32 ? block_sum(x) : lanes_sum(x, lanes); }
 
 // x + plus, rounded to T.
-template <typename T, int W>
-__device__ __forceinline__ Pack<T, W> add_packs(const Pack<T, W>& x, const Pack<T, W>& plus) {
+template <typename T, typename O, int W>
+__device__ __forceinline__ Pack<T, W> add_packs(const Pack<T, W>& x, const Pack<O, W>& plus) {
     Pack<T, W> sum;
 #pragma unroll
     for (int j = 0; j < W; ++j) sum.at[j] = narrow<T>(widen(x.at[j]) + widen(plus.at[j]));
     return sum;
 }
 
-// y = x / sqrt(mean(x^2) + eps) * w. The normalised x is rounded before the multiplication by w. With `plus`, x is x +
-// plus, which is written to `sum_of_both`.
-template <int P, int W, typename T>
-__device__ __forceinline__ void forward(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int t,
+// y = x / sqrt(mean(x^2) + eps) * w. The normalised x is rounded to T before the multiplication by w. With `plus`, x is x +
+// plus, which is written to `sum_of_both`. O is T, or narrower if T is f32.
+template <int P, int W, typename T, typename O>
+__device__ __forceinline__ void forward(const T* x, const O* plus, const O* w, T* sum_of_both, O* y, float* rstd, int t,
                                         int d, int lanes, float eps) {
     const auto [lane, group, n_groups] = Share(lanes);
     const long long row = static_cast<long long>(blockIdx.x) * n_groups + group;
     const bool is_row = row < t;
-    Pack<T, W> packs[P], w_packs[P];
+    Pack<T, W> packs[P];
+    Pack<O, W> w_packs[P];
     float sum = 0.0f;
 #pragma unroll
     for (int p = 0; p < P; ++p) {
@@ -92,14 +93,14 @@ __device__ __forceinline__ void forward(const T* x, const T* plus, const T* w, T
         for (int j = 0; j < W; ++j) n[j] = widen(packs[p].at[j]) * r;
         round_all<T>(n);
 #pragma unroll
-        for (int j = 0; j < W; ++j) packs[p].at[j] = narrow<T>(n[j] * widen(w_packs[p].at[j]));
-        store(y + row * d + column, packs[p]);
+        for (int j = 0; j < W; ++j) w_packs[p].at[j] = narrow<O>(n[j] * widen(w_packs[p].at[j]));
+        store(y + row * d + column, w_packs[p]);
     }
 }
 
 // Variant for rows that are too long for a block's registers or not aligned for packs.
-template <typename T>
-__device__ __forceinline__ void forward_long(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd,
+template <typename T, typename O>
+__device__ __forceinline__ void forward_long(const T* x, const O* plus, const O* w, T* sum_of_both, O* y, float* rstd,
                                              int d, float eps) {
     const long long row = blockIdx.x;
     x += row * d;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void forward_long(const T* x, const T* plus, const T*
     const float r = rsqrtf(block_sum(sum) / d + eps);
     if (threadIdx.x == 0) rstd[row] = r;
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        y[i] = narrow<T>(widen(narrow<T>(widen(x[i]) * r)) * widen(w[i]));
+        y[i] = narrow<O>(widen(narrow<T>(widen(x[i]) * r)) * widen(w[i]));
     }
 }
 
@@ -140,11 +141,11 @@ __device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* par
 
 // dx = r (g - n mean(g n)) for g = dy w, n = x r, plus another gradient if given. Also the sums of dy round(n) over
 // this block's rows, every gridDim-th. dx and the partial sums are optional.
-template <int P, int W, typename T>
-__device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, const float* rstd, const T* plus, T* dx,
+template <int P, int W, typename T, typename O>
+__device__ __forceinline__ void backward(const T* x, const O* w, const O* dy, const float* rstd, const T* plus, T* dx,
                                          float* partial, int t, int d, int lanes) {
     const auto [lane, group, n_groups] = Share(lanes);
-    Pack<T, W> w_packs[P];
+    Pack<O, W> w_packs[P];
     float sums[P][W] = {};
 #pragma unroll
     for (int p = 0; p < P; ++p) {
@@ -156,7 +157,8 @@ __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, co
         const long long row = first + group;
         const bool is_row = row < t;
         const float r = is_row ? rstd[row] : 0.0f;
-        Pack<T, W> x_packs[P], dy_packs[P];
+        Pack<T, W> x_packs[P];
+        Pack<O, W> dy_packs[P];
 #pragma unroll
         for (int p = 0; p < P; ++p) {
             const int column = (p * lanes + lane) * W;
@@ -217,12 +219,13 @@ __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, co
 }
 
 // Variant as `forward_long`: the sums are kept in memory.
-template <typename T>
-__device__ __forceinline__ void backward_long(const T* x, const T* w, const T* dy, const float* rstd, const T* plus,
+template <typename T, typename O>
+__device__ __forceinline__ void backward_long(const T* x, const O* w, const O* dy, const float* rstd, const T* plus,
                                               T* dx, float* partial, int t, int d) {
     if (partial != nullptr) partial += static_cast<long long>(blockIdx.x) * d;
     for (long long row = blockIdx.x; row < t; row += gridDim.x) {
-        const T *x_row = x + row * d, *dy_row = dy + row * d;
+        const T* x_row = x + row * d;
+        const O* dy_row = dy + row * d;
         const float r = rstd[row];
         float sum = 0.0f;
         for (int i = threadIdx.x; i < d; i += blockDim.x) {
@@ -245,29 +248,38 @@ __device__ __forceinline__ void backward_long(const T* x, const T* w, const T* d
     }
 FOR_EACH_GRAD(ADD_PARTS)
 
-#define LONG(T, suffix)                                                                                                 \
-    KERNEL(1024) forward_long_##suffix(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int d, \
-            float eps) {                                                                                                \
-        forward_long<T>(x, plus, w, sum_of_both, y, rstd, d, eps);                                                      \
-    }                                                                                                                   \
-    KERNEL(1024) backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd, const T* plus,          \
-            T* dx, float* partial, int t, int d) {                                                                      \
-        backward_long<T>(x, w, dy, rstd, plus, dx, partial, t, d);                                                      \
-    }
-FOR_EACH_FLOAT(LONG)
+// Instantiates kernels for each dtype of the input and of the weight: X(float, float, f32) and so on. A wider input is an f32
+// residual stream.
+#define FOR_EACH_PAIR(X)                     \
+    X(float, float, f32)                     \
+    X(__nv_bfloat16, __nv_bfloat16, bf16)    \
+    X(__half, __half, f16)                   \
+    X(float, __nv_bfloat16, f32_bf16)        \
+    X(float, __half, f32_f16)
 
-#define PACKS(P, backward_threads, T, suffix)                                                                           \
-    KERNEL(512) forward_##P##_##suffix(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int t, \
+#define LONG(T, O, suffix)                                                                                              \
+    KERNEL(1024) forward_long_##suffix(const T* x, const O* plus, const O* w, T* sum_of_both, O* y, float* rstd, int d, \
+            float eps) {                                                                                                \
+        forward_long(x, plus, w, sum_of_both, y, rstd, d, eps);                                                         \
+    }                                                                                                                   \
+    KERNEL(1024) backward_long_##suffix(const T* x, const O* w, const O* dy, const float* rstd, const T* plus,          \
+            T* dx, float* partial, int t, int d) {                                                                      \
+        backward_long(x, w, dy, rstd, plus, dx, partial, t, d);                                                         \
+    }
+FOR_EACH_PAIR(LONG)
+
+#define PACKS(P, backward_threads, T, O, suffix)                                                                        \
+    KERNEL(512) forward_##P##_##suffix(const T* x, const O* plus, const O* w, T* sum_of_both, O* y, float* rstd, int t, \
             int d, int lanes, float eps) {                                                                              \
         forward<P, WIDE<T>>(x, plus, w, sum_of_both, y, rstd, t, d, lanes, eps);                                        \
     }                                                                                                                   \
-    KERNEL(backward_threads) backward_##P##_##suffix(const T* x, const T* w, const T* dy, const float* rstd,            \
+    KERNEL(backward_threads) backward_##P##_##suffix(const T* x, const O* w, const O* dy, const float* rstd,            \
             const T* plus, T* dx, float* partial, int t, int d, int lanes) {                                            \
         backward<P, WIDE<T>>(x, w, dy, rstd, plus, dx, partial, t, d, lanes);                                           \
     }
-#define PACKS_1(T, suffix) PACKS(1, 256, T, suffix)
-#define PACKS_2(T, suffix) PACKS(2, 256, T, suffix)
-#define PACKS_4(T, suffix) PACKS(4, 512, T, suffix)
-FOR_EACH_FLOAT(PACKS_1)
-FOR_EACH_FLOAT(PACKS_2)
-FOR_EACH_FLOAT(PACKS_4)
+#define PACKS_1(T, O, suffix) PACKS(1, 256, T, O, suffix)
+#define PACKS_2(T, O, suffix) PACKS(2, 256, T, O, suffix)
+#define PACKS_4(T, O, suffix) PACKS(4, 512, T, O, suffix)
+FOR_EACH_PAIR(PACKS_1)
+FOR_EACH_PAIR(PACKS_2)
+FOR_EACH_PAIR(PACKS_4)

@@ -20,7 +20,9 @@ use crate::storage::{self, host};
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
-/// Computes y = x / sqrt(mean(x^2) + eps) * w over the last dim, in x's dtype, with f32 sums.
+/// Computes y = x / sqrt(mean(x^2) + eps) * w over the last dim, with f32 sums.
+///
+/// y has x's dtype, or w's if x is f32: the norm of an f32 residual stream has the dtype in which the layers compute.
 ///
 /// The normalised x is rounded to x's dtype before the multiplication by w, as in transformers.
 ///
@@ -34,16 +36,22 @@ pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     Ok(record_norm(x, input, w, (y, rstd), eps))
 }
 
-/// Returns a + b, in their dtype, and [`rms_norm`] of the sum. The bits equal those of the two separate ops.
+/// Returns [`add`](crate::add()) of a and b, and [`rms_norm`] of the sum. The bits equal those of the two separate ops.
+///
+/// b has the norm's dtype.
 pub fn add_rms_norm(a: &Tensor, b: &Tensor, w: &Weight, eps: f64) -> Result<(Tensor, Tensor)> {
     let _span = span("add_rms_norm", "forward");
     add::check(a, b)?;
     let (d, eps) = (check(a, w)?, eps as f32);
+    let dtype = output_dtype(a, w);
+    if b.dtype() != dtype {
+        bail!("add_rms_norm: the second input is {:?}, want {dtype:?}, the dtype of the norm", b.dtype())
+    }
     let (left, right, weight) = (a.contiguous()?, b.contiguous()?, w.value()?);
     let (sum, y, rstd) = on_device!("add_rms_norm", left, {
         cpu => {
-            let buffer = || FloatBuf::unwritten(a.dtype(), a.elem_count());
-            let (mut sum, mut y) = (buffer()?, buffer()?);
+            let buffer = |dtype| FloatBuf::unwritten(dtype, a.elem_count());
+            let (mut sum, mut y) = (buffer(a.dtype())?, buffer(dtype)?);
             let (left, right, weight) = (host("add_rms_norm", &left)?, host("add_rms_norm", &right)?, host("add_rms_norm", &weight)?);
             cpu::add_forward([left.floats()?, right.floats()?], weight.floats()?, [sum.view(), y.view()], d, eps);
             (storage::tensor(sum, a.shape()), storage::tensor(y, a.shape()), None)
@@ -79,7 +87,7 @@ fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option
 fn forward(x: &Tensor, w: &Weight, d: usize, eps: f32) -> Result<(Tensor, Option<Tensor>)> {
     on_device!("rms_norm", x, {
         cpu => {
-            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
+            let mut y = FloatBuf::unwritten(output_dtype(x, w), x.elem_count())?;
             let w = w.value()?;
             let (x_host, w) = (host("rms_norm", x)?, host("rms_norm", &w)?);
             cpu::forward(x_host.floats()?, w.floats()?, y.view(), d, eps);
@@ -141,6 +149,11 @@ impl SavedNorm<'_> {
         cpu::grad_x([x, w, dy], plus, dx.view(), self.eps);
         Ok(Some(storage::tensor(dx, self.input.shape())))
     }
+}
+
+/// Returns the dtype of the norm of x.
+fn output_dtype(x: &Tensor, w: &Weight) -> DType {
+    if x.dtype() == DType::F32 { w.dtype() } else { x.dtype() }
 }
 
 fn check(x: &Tensor, w: &Weight) -> Result<usize> {

@@ -1,5 +1,8 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{AdamW, AdamWState, GradPolicy, GradScaler, LossScaling, adamw};
+use candlewick_ops::{
+    AdamW, AdamWState, GradPolicy, GradScaler, LossScaling, ShardPosition, StochasticRounding, adamw, adamw_stochastic,
+    derive_key,
+};
 
 use crate::cases::{F32, TestDevice, assert_close, assert_error, bits, check_each, randn, values};
 
@@ -146,6 +149,126 @@ fn moments_in_bf16_are_widened_and_rounded_once() {
     });
 }
 
+const KEY: u64 = 7;
+
+/// Returns the position of the first `n` elements of a vector.
+fn vector(n: usize) -> ShardPosition {
+    ShardPosition { row_len: n, columns: 0..n, first: 0 }
+}
+
+/// Updates bf16 masters with these values once, with moments of zero, and returns them.
+fn stochastic_step(
+    test_device: &TestDevice,
+    hyper: &AdamW,
+    [p, grad]: [&Tensor; 2],
+    position: ShardPosition,
+) -> Vec<f32> {
+    let put = |x: &Tensor| test_device.put(&x.to_dtype(DType::BF16).unwrap().copy().unwrap());
+    let zero = || test_device.put(&zeros(p.elem_count()));
+    let (master, grad, mean, square) = (put(p), put(grad), zero(), zero());
+    let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+    let (scaler, rounding) = (scaler(test_device, 1, 1.0), StochasticRounding { key: KEY, position });
+    test_device.run(|| adamw_stochastic(hyper, &scaler, state, &rounding)).unwrap();
+    values(&master).into_iter().map(|x| x as f32).collect()
+}
+
+/// A number of 16 random bits decides: below the fraction of the distance to the next number of bf16, the magnitude is
+/// rounded up, as torchao's `_fp32_to_bf16_sr` does.
+#[test]
+fn a_master_is_rounded_up_as_often_as_its_distance_to_the_next_number() {
+    check_each(TestDevice::all(), |test_device| {
+        for moments in [DType::F32, DType::BF16] {
+            let n = 5000;
+            let rounded = |seed| randn(n, seed).to_dtype(DType::BF16).unwrap();
+            let (start, grad, scaler) = (rounded(1), rounded(2), scaler(&test_device, 1, 1.0));
+            let step = |masters: DType, rounding: Option<StochasticRounding>| {
+                let put = |x: &Tensor| test_device.put(&x.to_dtype(masters).unwrap().copy().unwrap());
+                let moment = || test_device.put(&zeros(n).to_dtype(moments).unwrap());
+                let (master, grad, mean, square) = (put(&start), put(&grad), moment(), moment());
+                let state =
+                    AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+                let run = || match &rounding {
+                    None => adamw(&HYPER, &scaler, state),
+                    Some(rounding) => adamw_stochastic(&HYPER, &scaler, state, rounding),
+                };
+                test_device.run(run).unwrap();
+                (values(&master), bits(&mean), bits(&square))
+            };
+            let exact = step(DType::F32, None);
+            let got = step(DType::BF16, Some(StochasticRounding { key: KEY, position: vector(n) }));
+            for (i, (exact, got)) in exact.0.iter().zip(&got.0).enumerate() {
+                let (bits, random) = ((*exact as f32).to_bits(), derive_key(KEY, i as u64) as u32 >> 16);
+                let goes_up = 0xffff - random < bits & 0xffff;
+                let want = f32::from_bits((bits & 0xffff_0000) + if goes_up { 0x1_0000 } else { 0 });
+                assert_eq!(*got as f32, want, "element {i}, {exact}, {test_device:?}");
+            }
+            assert_eq!([exact.1, exact.2], [got.1, got.2]);
+        }
+    });
+}
+
+#[test]
+fn updates_below_half_a_step_of_bf16_move_the_mean() {
+    let (n, lr) = (40_000, 1e-3);
+    let hyper = AdamW { lr, weight_decay: 0.0, ..HYPER };
+    let ones = (zeros(n) + 1.0).unwrap();
+    check_each(TestDevice::all(), |test_device| {
+        // The step of bf16 below 1 is 2^-8. AdamW's first update is lr.
+        let below = 1.0 - 2f32.powi(-8);
+        let got = stochastic_step(&test_device, &hyper, [&ones, &ones], vector(n));
+        assert!(got.iter().all(|x| *x == 1.0 || *x == below));
+        let mean = got.iter().map(|x| f64::from(*x)).sum::<f64>() / n as f64;
+        let share = lr * 256.0;
+        let deviation = (share * (1.0 - share) / n as f64).sqrt() / 256.0;
+        assert!((mean - (1.0 - lr)).abs() < 5.0 * deviation, "mean {mean}, {test_device:?}");
+        let nearest = {
+            let put = || test_device.put(&ones.to_dtype(DType::BF16).unwrap().copy().unwrap());
+            let (master, grad) = (put(), put());
+            let (mean, square) = (test_device.put(&zeros(n)), test_device.put(&zeros(n)));
+            let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+            test_device.run(|| adamw(&hyper, &scaler(&test_device, 1, 1.0), state)).unwrap();
+            values(&master)
+        };
+        assert!(nearest.iter().all(|x| *x == 1.0), "{test_device:?}");
+    });
+}
+
+#[test]
+fn stochastic_rounding_keeps_what_bf16_represents() {
+    let n = 3000;
+    let hyper = AdamW { lr: 0.0, ..HYPER };
+    let special = Tensor::new(&[0f32, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX], &Device::Cpu).unwrap();
+    let p = Tensor::cat(&[&special, &randn(n - 5, 1)], 0).unwrap().to_dtype(DType::BF16).unwrap();
+    check_each(TestDevice::all(), |test_device| {
+        let got = stochastic_step(&test_device, &hyper, [&p, &randn(n, 2)], vector(n));
+        assert_eq!(got, p.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap(), "{test_device:?}");
+        let nan = (zeros(4) * f64::NAN).unwrap();
+        assert!(stochastic_step(&test_device, &hyper, [&nan, &zeros(4)], vector(4)).iter().all(|x| x.is_nan()));
+    });
+}
+
+#[test]
+fn a_shard_is_rounded_as_the_whole_parameter() {
+    let (n_rows, row_len) = (40, 37);
+    let n = n_rows * row_len;
+    let (p, grad) = (randn(n, 1), randn(n, 2));
+    check_each(TestDevice::all(), |test_device| {
+        let whole = stochastic_step(&test_device, &HYPER, [&p, &grad], vector(n));
+        for (columns, first, len) in
+            [(0..37, 0, n), (0..37, 100, 1001), (5..18, 0, 40 * 13), (5..18, 20, 64), (36..37, 3, 1)]
+        {
+            let width = columns.len();
+            let index = |i: usize| (first + i) / width * row_len + columns.start + (first + i) % width;
+            let indices = Tensor::from_iter((0..len).map(|i| index(i) as u32), &Device::Cpu).unwrap();
+            let part = |x: &Tensor| x.index_select(&indices, 0).unwrap();
+            let position = ShardPosition { row_len, columns: columns.clone(), first };
+            let got = stochastic_step(&test_device, &HYPER, [&part(&p), &part(&grad)], position);
+            let want: Vec<f32> = (0..len).map(|i| whole[index(i)]).collect();
+            assert_eq!(got, want, "columns {columns:?} from {first}, {test_device:?}");
+        }
+    });
+}
+
 #[test]
 fn the_gradient_is_scaled_before_use_and_a_refused_step_changes_nothing() {
     check_each(TestDevice::all(), |test_device| {
@@ -191,4 +314,11 @@ fn wrong_arguments_are_named() {
     assert_error(run(&p, &g, &half, None), "exp_avg is BF16 and exp_avg_sq F32");
     assert_error(run(&p, &g, &m, Some(&zeros(5))), "compute has 5 elements, master 4");
     assert_error(run(&p, &g, &p, None), "master and exp_avg must be in different buffers");
+    let stochastic = |master: &Tensor, grad: &Tensor, columns| {
+        let state = AdamWState { master, grad, exp_avg: &m, exp_avg_sq: &square, compute: None };
+        let position = ShardPosition { row_len: 4, columns, first: 0 };
+        adamw_stochastic(&HYPER, &scaler, state, &StochasticRounding { key: 1, position })
+    };
+    assert_error(stochastic(&p, &g, 0..4), "stochastic rounding is for a master in BF16, got F32");
+    assert_error(stochastic(&half, &half.copy().unwrap(), 3..5), "want columns of a row of 4 elements, got 3..5");
 }

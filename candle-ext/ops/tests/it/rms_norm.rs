@@ -1,7 +1,9 @@
 use candle_core::{D, DType, Tensor};
 use candlewick_ops::{Weight, add, add_rms_norm, rms_norm};
 
-use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{
+    OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+};
 
 const EPS: f64 = 1e-5;
 
@@ -123,6 +125,50 @@ fn of_a_sum_it_has_the_bits_of_add_and_then_the_norm() {
     }
 }
 
+/// An f32 input with weights of 16 bits: sums and gradients of the input stay in f32, and the norm is rounded once.
+#[test]
+fn the_norm_of_an_f32_residual_stream_has_the_dtype_of_its_weight() {
+    for dtype in [DType::BF16, DType::F16] {
+        for (test_device, d) in TestDevice::all()
+            .into_iter()
+            .flat_map(|test_device| [33, 128, 576, 1024, 2560, 16_392].map(|d| (test_device.clone(), d)))
+        {
+            let round = |x: Tensor| x.to_dtype(dtype).unwrap();
+            let [stream, sum_grad] = [1, 2].map(|seed| randn((20, d), seed));
+            let branch = round(randn((20, d), 3));
+            let w = round(randn(d, 5));
+            // Outputs and gradients of `norm(a + b)`, with all tensors in f32 or in their own dtypes.
+            let results = |widen: bool| {
+                let put =
+                    |x: &Tensor| test_device.put(&if widen { x.to_dtype(DType::F32).unwrap() } else { x.clone() });
+                let (inputs, w) = ([put(&stream), put(&branch)], trainable(&put(&w)));
+                test_device.run(|| {
+                    let mut sum = None;
+                    let tape = tape(&inputs, || {
+                        let (stream, normed) = add_rms_norm(&inputs[0], &inputs[1], &w, EPS)?;
+                        sum = Some(stream.clone());
+                        add(&stream, &normed)
+                    });
+                    let grads = tape.backward(&put(&sum_grad)).unwrap();
+                    let of_inputs = inputs.each_ref().map(|x| grads.get(x).unwrap().clone());
+                    let normed = rms_norm(sum.as_ref().unwrap(), &w, EPS).unwrap();
+                    (sum.unwrap(), normed, of_inputs, grad_of(&w))
+                })
+            };
+            let (sum, normed, [dx, branch_grad], dw) = results(false);
+            let (want_sum, want_normed, [want_dx, want_branch], want_dw) = results(true);
+            let dtypes = [&sum, &dx, &normed, &branch_grad].map(Tensor::dtype);
+            assert_eq!(dtypes, [DType::F32, DType::F32, dtype, dtype]);
+            assert_eq!(bits(&sum), bits(&want_sum));
+            assert_eq!(bits(&normed), bits(&round(want_normed)), "{d} {dtype:?} {test_device:?}");
+            // The gradient of the norm is rounded to 16 bits before its backward.
+            assert_close("dx", &dx, &want_dx, bound(dtype));
+            assert_close("the branch's gradient", &branch_grad, &want_branch, bound(dtype));
+            assert_close("dw", &dw, &want_dw, bound(dtype));
+        }
+    }
+}
+
 #[test]
 fn the_gradient_is_the_slope() {
     case(&[6, 20], |case| case.check_finite_difference());
@@ -154,4 +200,9 @@ fn wrong_shapes_are_named() {
     assert_error(run(&randn((2, 0), 1), randn(0, 2)), "want an input [.., d]");
     let both = add_rms_norm(&randn((2, 4), 1), &randn((2, 3), 1), &Weight::frozen(randn(4, 2)), EPS);
     assert_error(both, "one is F32 [2, 4], the other F32 [2, 3]");
+    let narrow = Weight::frozen(randn(4, 2).to_dtype(DType::BF16).unwrap());
+    let both = add_rms_norm(&randn((2, 4), 1), &randn((2, 4), 1), &narrow, EPS);
+    assert_error(both, "the second input is F32, want BF16, the dtype of the norm");
+    let wider = add(&randn((2, 4), 1).to_dtype(DType::BF16).unwrap(), &randn((2, 4), 1));
+    assert_error(wider, "one is BF16 [2, 4], the other F32 [2, 4]");
 }

@@ -1,8 +1,13 @@
 //! Scales and statistics of FP8 over all ranks.
 
-use candle_core::{DType, Result, Tensor};
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Reduce;
-use candlewick_ops::{Fp8Operand, Fp8StepStats, Fp8TensorStats, to_host};
+use candlewick_model::LayerSpec;
+use candlewick_ops::{
+    Fp8Guard, Fp8LayerState, Fp8Layers, Fp8LinearScales, Fp8Operand, Fp8StepStats, Fp8TensorStats, to_host,
+};
 
 use super::Engine;
 
@@ -17,6 +22,38 @@ pub struct Fp8LayerStats {
 }
 
 impl Engine {
+    /// Makes linear layers multiply in FP8 with fixed scales in evaluation and inference, by module name. Others compute in the
+    /// compute dtype.
+    pub fn with_fp8_scales(self, scales: &BTreeMap<String, Fp8LinearScales>) -> Result<Self> {
+        if let Some(unknown) = scales.keys().find(|module| !self.has_linear(module)) {
+            bail!("the model has no linear layer {unknown}, for which there are FP8 scales")
+        }
+        let fp8 = Fp8Layers::with_fixed_scales(scales, &self.device)?;
+        Ok(Self { store: self.store.with_fp8(fp8)?, ..self })
+    }
+
+    /// Turns fixed FP8 scales on, if the engine has them, until the guard is dropped.
+    pub(super) fn enable_fixed_fp8(&self) -> Result<Option<Fp8Guard<'_>>> {
+        // Nothing is rounded stochastically.
+        self.store.fp8().filter(|fp8| fp8.has_fixed_scales()).map(|fp8| fp8.enable(0)).transpose()
+    }
+
+    fn has_linear(&self, module: &str) -> bool {
+        self.model.layers().flat_map(LayerSpec::linears).any(|linear| linear.module == module)
+    }
+
+    /// Returns the current scales of delayed scaling of linear layers by module name; `None` with another recipe or without FP8.
+    pub fn fp8_scales(&self) -> Result<Option<BTreeMap<String, Fp8LinearScales>>> {
+        let Some(fp8) = self.store.fp8().filter(|fp8| fp8.amaxes().is_some()) else { return Ok(None) };
+        let of_layer = |layer: Fp8LayerState| {
+            let scales = to_host(&layer.scales.contiguous()?)?.to_vec1::<f32>()?;
+            let of = |operand: Fp8Operand| scales[operand as usize];
+            Ok((layer.module, Fp8LinearScales { input: of(Fp8Operand::Input), weight: of(Fp8Operand::Weight) }))
+        };
+        let linears = fp8.states()?.into_iter().filter(|layer| self.has_linear(&layer.module));
+        linears.map(of_layer).collect::<Result<_>>().map(Some)
+    }
+
     /// Updates the scales of delayed scaling from the largest amaxes of all ranks, for the next step. Collective.
     pub fn update_fp8_scales(&self) -> Result<()> {
         let Some((fp8, amaxes)) = self.store.fp8().and_then(|fp8| Some((fp8, fp8.amaxes()?))) else { return Ok(()) };

@@ -217,6 +217,7 @@ impl Engine {
         seqs: &CuSeqlens,
         parallel_ops: &dyn ParallelOps,
     ) -> Result<Option<Tensor>> {
+        let _fp8 = self.enable_fixed_fp8()?;
         let (cos, sin) = self.model.rope(positions, &self.device)?;
         let rows = RowRanges::all();
         let context = self.context([&cos, &sin], seqs, &rows, parallel_ops);

@@ -1,5 +1,6 @@
 //! Activation memory estimate of training and evaluation steps.
 
+use candle_core::DType;
 use candlewick_model::LayerCost;
 use candlewick_ops::{CrossEntropyCost, GemmSize};
 
@@ -36,6 +37,8 @@ pub struct HeadCost {
     pub n_slices: usize,
     /// Tokens of the residual stream on this rank.
     pub n_residual_tokens: u64,
+    /// Dtype of the residual stream.
+    pub residual: DType,
     /// Output layer and loss.
     pub loss: CrossEntropyCost,
 }
@@ -146,18 +149,18 @@ impl StepCost<'_> {
     /// Mirrors `mtp_backward`: forward and loss of each MTP layer, then backward of each. `saved` includes the last
     /// layer's output.
     fn mtp(&self, saved: u64) -> Vec<StepBytes> {
-        let residual = self.head.residual_bytes();
+        let (residual, hidden) = (self.head.residual_bytes(), self.head.hidden_bytes());
         // The final norm's output and its gradient.
-        let mut saved = saved + 2 * residual;
+        let mut saved = saved + 2 * hidden;
         let mut moments = Vec::new();
         for cost in &self.mtp_layers {
             // The embedding, both inputs of the projection, its output, and the output of the norm.
-            saved += 5 * residual;
+            saved += 2 * residual + 3 * hidden;
             let with_layer = saved + cost.saved_bytes();
             moments.push(StepBytes { activations: with_layer, layer: 0, logits: self.head.loss_bytes() });
             // The gradients of the layer's output and of the norm's output.
-            moments.push(StepBytes { activations: saved, layer: 2 * residual + cost.backward_bytes(), logits: 0 });
-            saved = with_layer + residual;
+            moments.push(StepBytes { activations: saved, layer: residual + hidden + cost.backward_bytes(), logits: 0 });
+            saved = with_layer + hidden;
         }
         moments
     }
@@ -200,7 +203,7 @@ impl HeadCost {
     /// Returns the bytes of `loss_and_grad`. The final norm's output and its gradient stay while logits exist.
     pub fn backward_bytes(&self) -> u64 {
         // The gradient of the norm's input is allocated after the logits are freed.
-        self.residual_bytes() + self.loss_bytes().max(self.normed_bytes() + self.residual_bytes())
+        self.hidden_bytes() + self.loss_bytes().max(self.normed_bytes() + self.residual_bytes())
     }
 
     /// Returns the bytes of output layer and loss with their backward: gradient of the input, logits, and the exchanged
@@ -210,8 +213,13 @@ impl HeadCost {
         self.normed_bytes() + self.loss.forward_backward().scratch_bytes + exchanged
     }
 
-    /// Returns the bytes of hidden states of this rank.
+    /// Returns the bytes of this rank's residual stream.
     fn residual_bytes(&self) -> u64 {
+        self.n_residual_tokens * self.loss.n_in * self.residual.size_in_bytes() as u64
+    }
+
+    /// Returns the bytes of this rank's hidden states after a norm.
+    fn hidden_bytes(&self) -> u64 {
         self.n_residual_tokens * self.token_bytes()
     }
 

@@ -285,7 +285,7 @@ impl Engine {
     /// Describes the hidden states of `n_tokens` tokens of this rank between blocks: [t/n, d].
     fn hidden_states(&self, n_tokens: usize, parallel_ops: &dyn ParallelOps) -> HiddenStates {
         let shape = vec![n_tokens / parallel_ops.sequence_parallel_size(), self.model.config().hidden_size()];
-        HiddenStates { dtype: self.store.compute_dtype(), shape }
+        HiddenStates { dtype: self.model.residual_dtype(self.store.compute_dtype()), shape }
     }
 
     /// Returns the forward context of inference.

@@ -10,6 +10,7 @@ use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
 use crate::objective::{AuxiliaryLoss, Objective};
+use crate::params::MasterRounding;
 
 /// Micro-batches of this rank in a step, with loss settings.
 pub struct TrainBatch<'a> {
@@ -33,6 +34,8 @@ pub struct OptimizerStep<'a> {
     pub adamw: AdamW,
     /// Gradient clipping, loss scaling and the policy for non-finite gradients.
     pub scaler: &'a GradScaler,
+    /// Rounding of the updated master weights.
+    pub rounding: MasterRounding,
     /// Count of zero gradients.
     pub grad_zeros: ZeroGradCount,
 }
@@ -94,7 +97,7 @@ impl Engine {
         objective: &dyn Objective,
         optimizer: &OptimizerStep<'_>,
     ) -> Result<InFlightStep> {
-        let OptimizerStep { adamw, scaler, grad_zeros } = optimizer;
+        let OptimizerStep { adamw, scaler, rounding, grad_zeros } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -113,7 +116,7 @@ impl Engine {
             ZeroGradCount::Off => None,
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
-        self.store.step(adamw, scaler)?;
+        self.store.step(adamw, scaler, *rounding)?;
         self.update_fp8_scales()?;
         let n_layers = self.model.layers().count();
         let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
-use candlewick_ops::WeightStorage;
+use candlewick_ops::{ShardPosition, WeightStorage};
 
 use super::offload::UnitOffload;
 use super::options::{StoreMode, StoreOptions};
@@ -233,28 +233,22 @@ impl PlacedParam {
         }
     }
 
-    /// Returns the position of this rank's slice in the whole parameter.
-    pub(crate) fn position(&self) -> SlicePosition {
+    /// Returns the position of a piece of this rank's slice, in buffer elements, in the whole parameter.
+    pub(crate) fn position(&self, piece: &Range<usize>) -> ShardPosition {
         let width = self.spec.shape.last().copied().unwrap_or(1);
+        let start = piece.start - self.range.start;
         match self.placement.slice() {
-            Some(Slice { matrix: [_, row_len], rows, columns }) if self.spec.shape.len() > 1 => SlicePosition {
+            Some(Slice { matrix: [_, row_len], rows, columns }) if self.spec.shape.len() > 1 => ShardPosition {
                 row_len: *row_len,
                 columns: columns.start..columns.start + columns.len,
-                first: rows.start * columns.len,
+                first: rows.start * columns.len + start,
             },
-            slice => SlicePosition { row_len: width, columns: 0..width, first: slice.map_or(0, |it| it.rows.start) },
+            slice => {
+                let first = slice.map_or(0, |slice| slice.rows.start) + start;
+                ShardPosition { row_len: width, columns: 0..width, first }
+            }
         }
     }
-}
-
-/// Position of a rank's slice in a parameter.
-pub(crate) struct SlicePosition {
-    /// Elements of a row of the parameter, seen as a matrix.
-    pub(crate) row_len: usize,
-    /// Columns of this matrix.
-    pub(crate) columns: Range<usize>,
-    /// Number of elements of these columns before the slice.
-    pub(crate) first: usize,
 }
 
 impl PlaceContext {

@@ -29,7 +29,7 @@ use candlewick_ops::{AdamW, Fp8Guard, Fp8Layers, GradScaler, WeightStorage, copy
 pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
 pub use offload::CpuOffload;
-pub use options::{ParamDtypes, StoreMode, StoreOptions};
+pub use options::{MasterRounding, ParamDtypes, StoreMode, StoreOptions};
 pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
 
@@ -37,7 +37,7 @@ pub(crate) use sharding::{GroupRanks, Stages};
 
 use buffers::{GroupWeights, ShardedBuffers};
 use layout::ParamLayout;
-use optimizer::ShardedAdamW;
+use optimizer::{ShardedAdamW, Update};
 use reducer::GradReducer;
 
 /// Position of a micro-batch in gradient accumulation.
@@ -324,8 +324,8 @@ impl ParamStore {
     /// Runs the AdamW step that `scaler` has decided on. Norms and biases get no weight decay. Collective.
     ///
     /// It waits for the GPU only if the optimizer is offloaded.
-    pub fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
-        self.optimizer.step(hyper, scaler, &self.reducer)?;
+    pub fn step(&self, hyper: &AdamW, scaler: &GradScaler, rounding: MasterRounding) -> Result<()> {
+        self.optimizer.step(&Update { hyper, scaler, rounding }, &self.reducer)?;
         self.publish()
     }
 

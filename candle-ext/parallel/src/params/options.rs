@@ -27,7 +27,7 @@ pub struct ParamDtypes {
     /// Dtype of the weights that ops read, and of frozen ones: f32, bf16 or f16.
     pub compute: DType,
     /// Dtype of master weights and gradients: f32, or bf16 if `compute` is bf16. bf16 master weights lose small updates
-    /// to rounding.
+    /// to rounding, unless it is stochastic ([`MasterRounding`]).
     pub masters: DType,
     /// Dtype of AdamW's moments: f32 or bf16.
     pub moments: DType,
@@ -38,6 +38,19 @@ impl ParamDtypes {
     pub fn computing_in(compute: DType) -> Self {
         Self { compute, masters: DType::F32, moments: DType::F32 }
     }
+}
+
+/// Rounding of updated master weights in one step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MasterRounding {
+    /// To the nearest number.
+    #[default]
+    Nearest,
+    /// Up or down with a probability by the distance, for masters in bf16. The result does not depend on the mesh.
+    Stochastic {
+        /// Seed of the step's random numbers.
+        key: u64,
+    },
 }
 
 /// Settings of a [`ParamStore`].

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 use candlewick_model::ParamSpec;
+use candlewick_ops::ShardPosition;
 
 use super::ParamStore;
-use super::layout::SlicePosition;
 use crate::placement::Placement;
 
 /// This rank's shard of a trainable parameter and its optimizer state: flat views that a checkpoint reads and writes in
@@ -50,8 +50,7 @@ impl ParamStore {
             return Ok(None);
         };
         let part = |shard: &Tensor| shard.narrow(0, piece.start - group.shard.start, piece.len());
-        let SlicePosition { row_len, columns, first } = param.position();
-        let start = first + piece.start - param.range.start;
+        let ShardPosition { row_len, columns, first } = param.position(&piece);
         let is_distinct = matches!(param.placement, Placement::Shard(_));
         let ranks = &group.ranks;
         Ok(Some(ParamState {
@@ -59,7 +58,7 @@ impl ParamStore {
             shape: spec.shape.clone(),
             row_len,
             columns,
-            range: start..start + piece.len(),
+            range: first..first + piece.len(),
             writes_checkpoint: self.layout.owns(unit_idx)
                 && ranks.replicate.rank() == 0
                 && (is_distinct || ranks.tensor.rank() == 0),

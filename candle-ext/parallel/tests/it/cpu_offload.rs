@@ -3,7 +3,9 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
-use candlewick_parallel::{CpuOffload, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions};
+use candlewick_parallel::{
+    CpuOffload, MasterRounding, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions,
+};
 use serde_json::json;
 
 const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
@@ -63,7 +65,7 @@ fn after_steps(store: &ParamStore) -> Vec<Vec<f32>> {
         set_grads(store, number, number == 2);
         let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
         scaler.update(&store.grad_squares().unwrap(), &losses, [HYPER.beta1, HYPER.beta2]).unwrap();
-        store.step(&HYPER, &scaler).unwrap();
+        store.step(&HYPER, &scaler, MasterRounding::Nearest).unwrap();
     }
     everything(store)
 }

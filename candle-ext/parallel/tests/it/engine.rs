@@ -10,8 +10,8 @@ use candlewick_ops::{
     Reduction, RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
 };
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, Micro, ParamDtypes, ParamStore, ShardingGroups,
-    StoreMode, StoreOptions,
+    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, MasterRounding, Micro, ParamDtypes, ParamStore,
+    ShardingGroups, StoreMode, StoreOptions,
 };
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -128,7 +128,7 @@ fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> StepDecision {
     let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let squares = engine.store().grad_squares().unwrap();
     scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
-    engine.store().step(hyper, scaler).unwrap();
+    engine.store().step(hyper, scaler, MasterRounding::Nearest).unwrap();
     StepDecision::read(&scaler.state().to_vec1::<f32>().unwrap())
 }
 

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{CollectiveCall, Op, Options, World, threads};
 use candlewick_ops::{GradPolicy, GradScaler};
-use candlewick_parallel::{CpuOffload, LossScale, PipelineScheduleKind, SequenceParallel, ZeroStage};
+use candlewick_parallel::{CpuOffload, LossScale, MasterRounding, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
 use super::case::{ADAPTER, Batching, DENSE_BASE, DOTS1, MODELS, ModelCase, micros};
 use super::faulty_group::GroupOp;
@@ -150,7 +150,7 @@ fn steps_and_evaluations(strategy: Strategy, case: ModelCase) -> (Vec<f64>, [[us
             engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
             let none = Tensor::zeros(1, DType::F32, engine.device())?;
             scaler.update(&engine.store().grad_squares()?, &none, [HYPER.beta1, HYPER.beta2])?;
-            engine.store().step(&HYPER, &scaler)?;
+            engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
             engine.update_fp8_scales()?;
             let between = world.calls().len();
             for micro in &micros {

@@ -7,10 +7,12 @@
 mod case;
 mod expert_adapters;
 mod experts;
+mod f32_residual;
 mod faulty_group;
 mod fp8;
 mod fp8_gather;
 mod label_smoothing;
+mod master_rounding;
 mod mtp;
 mod objective;
 mod quantized;

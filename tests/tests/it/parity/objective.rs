@@ -10,8 +10,8 @@ use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::{AttentionCall, ParallelOps};
 use candlewick_ops::{self as ops, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind,
-    SequenceParallel, StepLoss, StepRouting, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
+    AuxiliaryLoss, CausalLm, Engine, LossScale, MasterRounding, MicroLoss, Objective, OptimizerStep,
+    PipelineScheduleKind, SequenceParallel, StepLoss, StepRouting, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::case::{Batching, MODELS, ModelCase, micros};
@@ -76,7 +76,12 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
         let (routing, dropout_keys) = (StepRouting::Select, &[5, 6]);
         let batch = TrainBatch { micros: &micros, most_tokens: None, dropout_keys, n_targets, auxiliary, routing };
-        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::On };
+        let optimizer = OptimizerStep {
+            adamw: HYPER,
+            scaler: &scaler,
+            rounding: MasterRounding::Nearest,
+            grad_zeros: ZeroGradCount::On,
+        };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
         Ok((loss, result.auxiliary, result.grad_zeros, shards(&engine, |state| &state.grad)?))

@@ -8,12 +8,12 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{CollectiveCall, Options, Reduce, World, sum, threads};
-use candlewick_model::{RouterLoss, RouterSettings, TiledMlp};
+use candlewick_model::{Model, RouterLoss, RouterSettings, TiledMlp};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, ParallelGroups,
-    ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss, TokenDispatcher,
-    ZeroStage, mtp_loss_name,
+    ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, MasterRounding,
+    ParallelGroups, ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss,
+    TokenDispatcher, ZeroStage, mtp_loss_name,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -74,7 +74,7 @@ impl Strategy {
         RouterSettings { losses, bias_update_rate: BIAS_UPDATE_RATE, ..RouterSettings::default() }
     }
 
-    pub(super) fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
+    pub(crate) fn auxiliary(case: ModelCase, n_tokens: f64) -> Vec<AuxiliaryLoss> {
         let loss =
             |loss: RouterLoss| AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 0.05, normalizer: n_tokens };
         let of_mtp = (1..=case.n_mtp_layers()).map(|depth| AuxiliaryLoss {
@@ -85,7 +85,7 @@ impl Strategy {
         Self::routers(case).losses.into_iter().map(loss).chain(of_mtp).collect()
     }
 
-    fn layout(&self, n_blocks: usize) -> PipelineLayout {
+    pub(crate) fn layout(&self, n_blocks: usize) -> PipelineLayout {
         match self.chunk_layers {
             Some(chunk_layers) => PipelineLayout::new(self.degrees.pp, chunk_layers),
             None => PipelineLayout::balanced(n_blocks, self.degrees.pp, 1, 0.0),
@@ -122,7 +122,7 @@ pub(crate) struct ParamShard {
 
 impl ParamShard {
     /// Returns the positions of the shard's elements in the whole parameter.
-    fn positions(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn positions(&self) -> impl Iterator<Item = usize> {
         let (width, n) = (self.row_len, self.columns.len());
         let first = self.columns.start;
         self.range.clone().map(move |at| at / n * width + first + at % n)
@@ -310,7 +310,7 @@ fn run_rank(
         let squares = engine.store().grad_squares()?;
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-        engine.store().step(&HYPER, &scaler)?;
+        engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
         engine.update_fp8_scales()?;
         let totals = sums.routers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
         engine.update_expert_biases(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
@@ -339,11 +339,40 @@ fn run_rank(
     Ok(RankResult { stage, losses, norms, eval_loss, grads, n_zeros, weights, used, calls: world.calls() })
 }
 
+/// Builds a rank's engine with random weights in bf16, and with these masters, moments and activation checkpointing.
+pub(crate) fn bf16_engine(
+    world: &World,
+    strategy: Strategy,
+    model: Model,
+    (states, checkpointing): (DType, ActivationCheckpointing),
+) -> candle_core::Result<Engine> {
+    let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
+    let groups = ParallelGroups::new(&mesh, &*world.group())?;
+    let has_experts = model.layers().any(|layer| layer.n_experts().is_some());
+    let groups = if has_experts { groups.with_experts(&mesh, &*world.group())? } else { groups };
+    let dtypes = ParamDtypes { compute: DType::BF16, masters: states, moments: states };
+    let spec = EngineSpec {
+        zero_stage: strategy.zero_stage,
+        sequence_parallel: strategy.sequence_parallel,
+        schedule: strategy.schedule,
+        cpu_offload: strategy.cpu_offload,
+        checkpointing: vec![checkpointing; model.n_blocks()],
+        ..EngineSpec::training(dtypes, strategy.layout(model.n_blocks()))
+    };
+    let engine = spec.build(model, &groups, Device::Cpu)?;
+    engine.store().fill(|spec| {
+        let mut values = vec![0f32; spec.numel()];
+        spec.initialise(3, &mut values);
+        Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
+    })?;
+    Ok(engine)
+}
+
 pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<ParamShard>> {
     let states = engine.store().states()?.into_iter();
     states
         .map(|state| {
-            let values = of(&state).to_vec1()?;
+            let values = of(&state).to_dtype(DType::F32)?.to_vec1()?;
             let ParamState { name, shape, row_len, columns, range, .. } = state;
             Ok(ParamShard { name, shape, row_len, columns, range, values })
         })

@@ -10,8 +10,8 @@ use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, Seq
 use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings, RouterTotal};
 use candlewick_ops::{DropPolicy, GradPolicy, GradScaler, cpu_gemm_kernel};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, LossScale, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel, StepLoss,
-    StepRouting, TokenDispatcher, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
+    AuxiliaryLoss, CausalLm, LossScale, MasterRounding, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel,
+    StepLoss, StepRouting, TokenDispatcher, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
 };
 
 use super::ONE;
@@ -91,7 +91,12 @@ fn step_of(
             auxiliary: &auxiliary,
             routing: StepRouting::Select,
         };
-        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::Off };
+        let optimizer = OptimizerStep {
+            adamw: HYPER,
+            scaler: &scaler,
+            rounding: MasterRounding::Nearest,
+            grad_zeros: ZeroGradCount::Off,
+        };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();
         Ok((layers, result.routers, shards(&engine, |state| &state.grad)?))

@@ -9,8 +9,8 @@ use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::{RouterLoss, RouterSettings};
 use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Micro, MicroExperts, OptimizerStep, SequenceParallel, StepRouting, TrainBatch,
-    ZeroGradCount, mtp_loss_name,
+    AuxiliaryLoss, CausalLm, MasterRounding, Micro, MicroExperts, OptimizerStep, SequenceParallel, StepRouting,
+    TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 
 use super::ONE;
@@ -70,7 +70,12 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, jitter: f64, or
             auxiliary: &auxiliary,
             routing,
         };
-        let optimizer = OptimizerStep { adamw: HYPER, scaler: &scaler, grad_zeros: ZeroGradCount::Off };
+        let optimizer = OptimizerStep {
+            adamw: HYPER,
+            scaler: &scaler,
+            rounding: MasterRounding::Nearest,
+            grad_zeros: ZeroGradCount::Off,
+        };
         let result = engine.train_step(&batch, &CausalLm, &optimizer)?.wait()?;
         let counts = result.routers.into_iter().map(|(layer_idx, total)| (layer_idx, total.expert_counts));
         let counts: BTreeMap<usize, Vec<f32>> = counts.collect();

@@ -37,6 +37,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let config = config.map(|config| config.with_mtp_layers(mtp.map_or(0, |mtp| mtp.n_layers)));
     let init = init(resolver, &reshaped);
     let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
+    let fp32_residual_connection = fp32_residual_connection(resolver, dtype);
     let adapter = adapter(resolver, config.as_ref());
     let quantize_base = quantize_base(resolver, adapter.is_some());
     let experts_implementation = experts(resolver, config.as_ref(), dtype);
@@ -47,6 +48,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         config,
         hf_config_kwargs: model.hf_config_kwargs.clone(),
         dtype,
+        fp32_residual_connection,
         adapter,
         quantize_base,
         mtp,
@@ -165,6 +167,16 @@ fn mtp(resolver: &mut Resolver) -> Option<MtpPlan> {
     }
     let loss_scaling_factor = resolver.number(MTP_FACTOR, model.mtp_loss_scaling_factor, 0.1, 0.0, f64::MAX);
     Some(MtpPlan { n_layers, loss_scaling_factor })
+}
+
+fn fp32_residual_connection(resolver: &mut Resolver, dtype: FloatDtype) -> bool {
+    const KEY: &str = "model.fp32_residual_connection";
+    let is_on = resolver.pick(KEY, resolver.recipe().model.fp32_residual_connection, false);
+    if is_on && dtype == FloatDtype::F32 {
+        let message = format!("{KEY}: true needs model.dtype: bf16 or fp16; with f32 everything is f32");
+        resolver.report_with_advice(&[KEY], message, "remove the key");
+    }
+    is_on
 }
 
 const QUANTIZE_BASE: &str = "model.quantize_base";

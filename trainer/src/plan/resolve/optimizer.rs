@@ -55,7 +55,30 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPl
         FloatDtype::F16 => deepspeed::loss_scaling(resolver),
         FloatDtype::Bf16 | FloatDtype::F32 => LossScaling::NONE,
     };
-    OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, masters, moments, loss_scaling }
+    let bf16_stochastic_round = bf16_stochastic_round(resolver, masters);
+    OptimizerPlan {
+        learning_rate,
+        weight_decay,
+        beta1,
+        beta2,
+        eps,
+        gradient_clipping,
+        masters,
+        moments,
+        bf16_stochastic_round,
+        loss_scaling,
+    }
+}
+
+fn bf16_stochastic_round(resolver: &mut Resolver, masters: FloatDtype) -> bool {
+    const KEY: &str = "optimizer.bf16_stochastic_round";
+    let is_on = resolver.pick(KEY, resolver.recipe().optimizer.bf16_stochastic_round, false);
+    if is_on && masters != FloatDtype::Bf16 {
+        let message = format!("{KEY}: true needs master weights in bf16");
+        let advice = "set deepspeed.bf16.bf16_master_weights_and_grads: true, or remove the key";
+        resolver.report_with_advice(&[KEY], message, advice);
+    }
+    is_on
 }
 
 /// Adds a note that the default learning rate, ArcticTraining's, suits training from scratch.

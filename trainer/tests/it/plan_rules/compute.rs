@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use candle_core::DType;
 use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use trainer::plan::{CheckpointingMode, Environment, Plan, TempDir};
 use trainer::recipe::{FloatDtype, Loaded};
@@ -36,6 +37,33 @@ fn optimizer_states_can_be_bf16() {
     assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, FloatDtype::Bf16);
     assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, FloatDtype::F32);
     refused(&["model.dtype=f32", masters], &["bf16_master_weights_and_grads: true needs model.dtype: bf16"]);
+}
+
+#[test]
+fn stochastic_rounding_is_for_master_weights_in_bf16() {
+    let (dtype, round) = ("model.dtype=bf16", "optimizer.bf16_stochastic_round=true");
+    let masters = "deepspeed.bf16.bf16_master_weights_and_grads=true";
+    assert!(!plan(&[dtype, masters]).optimizer.bf16_stochastic_round);
+    assert!(plan(&[dtype, masters, round]).optimizer.bf16_stochastic_round);
+    let advice = "set deepspeed.bf16.bf16_master_weights_and_grads: true, or remove the key";
+    refused(&[dtype, round], &["bf16_stochastic_round: true needs master weights in bf16", advice]);
+    plan(&[dtype, "optimizer.bf16_stochastic_round=false"]);
+}
+
+#[test]
+fn the_residual_stream_of_a_16_bit_model_can_be_f32() {
+    let key = "model.fp32_residual_connection=true";
+    let residual = |arguments: &[&str]| {
+        let plan = plan(arguments);
+        plan.build_model(plan.model.config.clone().unwrap()).unwrap().residual_dtype(DType::BF16)
+    };
+    assert_eq!(residual(&["model.dtype=bf16"]), DType::BF16);
+    assert_eq!(residual(&["model.dtype=bf16", key]), DType::F32);
+    assert_eq!(residual(&["model.dtype=fp16", key]), DType::F32);
+    refused(
+        &["model.dtype=f32", key],
+        &["model.fp32_residual_connection: true needs model.dtype: bf16", "remove the key"],
+    );
 }
 
 #[test]

@@ -33,8 +33,10 @@ pub(in crate::fp8) struct Slots<'a> {
 
 impl GroupInput<'_> {
     /// Returns the values of the codes with given scales, rounded down to powers of two. Amaxes raise `slots`.
-    pub(in crate::fp8) fn with_scales(self, scales: Slots<'_>, slots: Slots<'_>) -> Result<Tensor> {
-        self.amaxes(Some(slots))?;
+    pub(in crate::fp8) fn with_scales(self, scales: Slots<'_>, slots: Option<Slots<'_>>) -> Result<Tensor> {
+        if slots.is_some() {
+            self.amaxes(slots)?;
+        }
         self.round(Some(scales), 0, ScaleRule { power_of_two: true, amax_epsilon: 0.0 })
     }
 

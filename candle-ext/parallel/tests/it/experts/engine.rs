@@ -8,8 +8,8 @@ use candlewick_comm::{Options, threads};
 use candlewick_model::{Config, Dim, Model, ParamGroupKind};
 use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, LossScale, Micro, ParallelGroups, ParamDtypes, ParamStore,
-    PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
+    ActivationCheckpointing, CpuOffload, Engine, LossScale, MasterRounding, Micro, ParallelGroups, ParamDtypes,
+    ParamStore, PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
@@ -67,7 +67,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
             let squares = engine.store().grad_squares()?;
             norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
             scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-            engine.store().step(&HYPER, &scaler)?;
+            engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
         }
         let masters = engine.store().masters().map(|master| master?.1.flatten_all()?.to_vec1());
         Ok((norms, masters.collect::<Result<Vec<_>>>()?))

@@ -16,8 +16,8 @@ use candlewick_ops::{
     linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    CpuOffload, Micro, MicroBatch, ParallelGroups, ParamDtypes, ParamStore, PipelineLayout, SequenceParallel,
-    StoreMode, StoreOptions, ZeroStage,
+    CpuOffload, MasterRounding, Micro, MicroBatch, ParallelGroups, ParamDtypes, ParamStore, PipelineLayout,
+    SequenceParallel, StoreMode, StoreOptions, ZeroStage,
 };
 
 pub(crate) const V: usize = 40;
@@ -181,7 +181,7 @@ impl ExpertRank {
         let squares = self.store.grad_squares()?;
         let norm = squares.sum_all()?.to_scalar::<f64>()?.sqrt();
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-        self.store.step(&HYPER, scaler)?;
+        self.store.step(&HYPER, scaler, MasterRounding::Nearest)?;
         Ok([sum(&*self.all, loss)? / N_TOKENS as f64, norm])
     }
 }
