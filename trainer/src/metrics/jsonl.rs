@@ -8,28 +8,24 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use candlewick_runtime::exit::ExitCode;
 use candlewick_text::files::write_durably;
 use serde::Serialize;
 use serde_json::Value;
 
-/// The start of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunStart {
-    /// At the first step.
-    Fresh,
-    /// After this many steps.
-    Resumed(usize),
-}
+use super::description::RunDescription;
+use super::tracker::{MetricsRecord, RunStart, Tracker};
 
 /// Appends records to a metrics file.
 #[derive(Debug)]
-pub struct MetricsFile {
+pub(super) struct MetricsFile {
+    path: PathBuf,
     file: File,
 }
 
 impl MetricsFile {
     /// Opens the file for a run that begins at `start`.
-    pub fn open(path: &Path, start: RunStart) -> io::Result<Self> {
+    pub(super) fn open(path: &Path, start: RunStart) -> io::Result<Self> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;
         }
@@ -40,14 +36,34 @@ impl MetricsFile {
             RunStart::Fresh => fs::rename(path, unused_name(path))?,
             RunStart::Resumed(step) => cut_after(path, step)?,
         }
-        Ok(Self { file: OpenOptions::new().create(true).append(true).open(path)? })
+        let file = OpenOptions::new().create(true).append(true).open(path)?;
+        Ok(Self { path: path.to_owned(), file })
     }
 
     /// Writes one line with a single call.
-    pub fn append(&mut self, record: &impl Serialize) -> io::Result<()> {
+    fn append(&mut self, record: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
         self.file.write_all(&line)
+    }
+}
+
+impl Tracker for MetricsFile {
+    fn destination(&self) -> PathBuf {
+        self.path.clone()
+    }
+
+    /// Writes nothing: run.json has the description.
+    fn describe(&mut self, _start: RunStart, _run: &RunDescription) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
+        self.append(&record.fields)
+    }
+
+    fn finish(&mut self, _code: ExitCode) -> io::Result<()> {
+        Ok(())
     }
 }
 
