@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::description::RunDescription;
-use super::tracker::{MetricsRecord, RunStart, Tracker};
+use super::tracker::{MetricsRecord, RecordKind, RunStart, Tracker};
 
 /// Appends records to a metrics file.
 #[derive(Debug)]
@@ -65,6 +65,18 @@ impl Tracker for MetricsFile {
     fn finish(&mut self, _code: ExitCode) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Returns the records of a metrics file up to a step; none if there is no such file.
+pub(super) fn records_until(path: &Path, last_step: usize) -> Vec<MetricsRecord> {
+    let text = fs::read(path).unwrap_or_default();
+    let lines = text.split(|byte| *byte == b'\n');
+    let records = lines.filter_map(|line| {
+        let fields: Value = serde_json::from_slice(line).ok()?;
+        fields.get("iter")?;
+        MetricsRecord::of(RecordKind::Other, &fields).ok()
+    });
+    records.filter(|record| record.step <= last_step).collect()
 }
 
 /// Returns the first unused name of `<name>.1.<ending>`, `.2`, and so on.
@@ -119,6 +131,17 @@ mod tests {
         record(&path, RunStart::Fresh, 1..=5);
         record(&path, RunStart::Resumed(3), 4..=6);
         check(&path, &[1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn the_records_of_a_file_are_read_up_to_a_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        fs::write(&path, "{\"iter\":1,\"loss\":0.5}\nbroken\n{\"iter\":2,\"loss\":0.25}\n{\"iter\":3}\n{\"it").unwrap();
+        let records = records_until(&path, 2);
+        let scalars: Vec<_> = records.iter().map(|record| (record.step, record.scalars()[0].1)).collect();
+        assert_eq!(scalars, [(1, 0.5), (2, 0.25)]);
+        assert_eq!(records_until(&dir.path().join("none"), 2), []);
     }
 
     #[test]

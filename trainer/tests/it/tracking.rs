@@ -16,7 +16,9 @@ const MLFLOW_TOKEN: &str = "s3cret-mlflow-token";
 
 /// Returns the command of a run that reports to the server at `url`.
 fn command(run: &Run, url: &str, overrides: &[&str]) -> Command {
-    let mut command = run.command("train", &[&["report_to=[tensorboard, wandb, mlflow]"], overrides].concat());
+    let is_own = overrides.iter().any(|argument| argument.starts_with("report_to="));
+    let all: &[&str] = if is_own { &[] } else { &["report_to=[tensorboard, wandb, mlflow]"] };
+    let mut command = run.command("train", &[all, overrides].concat());
     for (name, value) in [
         ("HOME", run.path().to_str().unwrap()),
         ("NO_PROXY", "127.0.0.1"),
@@ -96,6 +98,7 @@ fn every_tracker_receives_the_metrics_and_the_description_of_a_run() {
     assert_eq!(upsert["tags"], serde_json::json!(["a", "b"]));
     let config: Value = serde_json::from_str(upsert["config"].as_str().unwrap()).unwrap();
     let params = &received.runs[0].params;
+    assert!(received.runs[0].tags.contains_key("candlewick.run_id"));
     let report = run.report();
     for (name, want) in [
         ("parameters", report["run"]["parameters"].clone()),

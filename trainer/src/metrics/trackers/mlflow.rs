@@ -1,7 +1,7 @@
 //! MLflow's REST API.
 //!
-//! A resumed run continues the MLflow run with its id in the tag `candlewick.run_id`. Values of steps that the server has
-//! are not sent again.
+//! A resumed run continues the MLflow run with its id in the tag `candlewick.run_id`. It sends the records of metrics.jsonl
+//! that the server did not receive. Values of steps that the server has are not sent again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,6 +16,7 @@ use super::uploader::{RemoteRun, Uploader};
 use crate::metrics::console::Terminal;
 use crate::metrics::description::RunDescription;
 use crate::metrics::host::HostInfo;
+use crate::metrics::jsonl::records_until;
 use crate::metrics::tracker::{MetricsRecord, RunStart, Tracker};
 use crate::metrics::tracking_plan::MlflowPlan;
 
@@ -30,6 +31,7 @@ const MAX_PARAM_CHARS: usize = 6_000;
 #[derive(Debug)]
 pub(super) struct Mlflow {
     plan: MlflowPlan,
+    metrics_path: Option<PathBuf>,
     terminal: Terminal,
     uploader: Option<Uploader<Vec<MlflowMetric>>>,
 }
@@ -45,9 +47,9 @@ struct MlflowMetric {
 }
 
 impl Mlflow {
-    /// Returns a tracker with the settings of `plan`.
-    pub(super) fn new(plan: &MlflowPlan, terminal: Terminal) -> Self {
-        Self { plan: plan.clone(), terminal, uploader: None }
+    /// Returns a tracker with the settings of `plan`. The metrics file has the records of earlier processes.
+    pub(super) fn new(plan: &MlflowPlan, metrics_path: Option<PathBuf>, terminal: Terminal) -> Self {
+        Self { plan: plan.clone(), metrics_path, terminal, uploader: None }
     }
 }
 
@@ -56,7 +58,7 @@ impl Tracker for Mlflow {
         PathBuf::from(&self.plan.tracking_uri)
     }
 
-    fn describe(&mut self, _start: RunStart, run: &RunDescription) -> io::Result<()> {
+    fn describe(&mut self, start: RunStart, run: &RunDescription) -> io::Result<()> {
         let client = match HttpClient::new(&self.plan.tracking_uri, self.plan.credentials.clone()) {
             Ok(client) => client,
             Err(error) => {
@@ -71,6 +73,7 @@ impl Tracker for Mlflow {
             tag: run.unique_id(),
             start_time: run.run_id,
             params: params(run),
+            earlier: self.metrics_path.clone().filter(|_| start != RunStart::Fresh).map(|path| (path, start.step())),
             opened: None,
         };
         let advice = "metrics.jsonl has all metrics".to_owned();
@@ -79,11 +82,8 @@ impl Tracker for Mlflow {
     }
 
     fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
-        let timestamp = now();
-        let metric =
-            |(name, value): (String, f64)| MlflowMetric { key: key(&name), value, timestamp, step: record.step };
         if let Some(uploader) = &self.uploader {
-            uploader.push(record.scalars().into_iter().map(metric).collect());
+            uploader.push(metrics_of(record));
         }
         Ok(())
     }
@@ -106,6 +106,8 @@ struct MlflowRun {
     /// Milliseconds since 1970.
     start_time: u64,
     params: BTreeMap<String, String>,
+    /// The metrics file, whose records up to a step earlier processes have written.
+    earlier: Option<(PathBuf, usize)>,
     opened: Option<OpenedMlflowRun>,
 }
 
@@ -121,26 +123,19 @@ impl RemoteRun for MlflowRun {
     type Row = Vec<MlflowMetric>;
 
     fn open(&mut self) -> Result<String, RequestError> {
-        let run = match &self.plan.run_id {
-            Some(id) => self.client.get(&format!("{API}/runs/get"), ("run_id", id))?["run"].take(),
-            None => {
-                let experiment = self.experiment()?;
-                match self.existing_run(&experiment)? {
-                    Some(run) => run,
-                    None => self.create_run(&experiment)?,
-                }
-            }
-        };
+        let run = self.find_or_create()?;
         let field = |name: &str| run["info"][name].as_str().map(str::to_owned);
         let run_id = field("run_id").ok_or_else(|| RequestError::unexpected("run.info.run_id"))?;
         self.post("runs/update", &json!({"run_id": run_id, "status": "RUNNING"}))?;
         self.log_params(&run_id, &run["data"]["params"])?;
-        let metrics = run["data"]["metrics"].as_array().cloned().unwrap_or_default();
-        let last_step = |metric: &Value| Some((metric["key"].as_str()?.to_owned(), number(&metric["step"])?));
-        let last_steps = metrics.iter().filter_map(last_step).collect();
         let experiment = field("experiment_id").unwrap_or_default();
         let url = format!("{}/#/experiments/{experiment}/runs/{run_id}", self.plan.tracking_uri.trim_end_matches('/'));
+        let last_steps = last_steps(&run["data"]["metrics"]);
         self.opened = Some(OpenedMlflowRun { run_id, last_steps });
+        if let Some((path, step)) = &self.earlier {
+            let earlier: Vec<Vec<MlflowMetric>> = records_until(path, *step).iter().map(metrics_of).collect();
+            self.send(&earlier)?;
+        }
         Ok(url)
     }
 
@@ -167,6 +162,15 @@ impl RemoteRun for MlflowRun {
 impl MlflowRun {
     fn post(&self, endpoint: &str, body: &Value) -> Result<Value, RequestError> {
         self.client.post(&format!("{API}/{endpoint}"), body)
+    }
+
+    /// Returns the run of `MLFLOW_RUN_ID`, the run of an earlier process, or a new run.
+    fn find_or_create(&self) -> Result<Value, RequestError> {
+        if let Some(id) = &self.plan.run_id {
+            return Ok(self.client.get(&format!("{API}/runs/get"), ("run_id", id))?["run"].take());
+        }
+        let experiment = self.experiment()?;
+        self.existing_run(&experiment)?.map_or_else(|| self.create_run(&experiment), Ok)
     }
 
     /// Returns the id of the experiment, which it creates if there is none.
@@ -224,6 +228,13 @@ impl MlflowMetric {
     }
 }
 
+/// Returns the metrics of a record, with the current time.
+fn metrics_of(record: &MetricsRecord) -> Vec<MlflowMetric> {
+    let (timestamp, step) = (now(), record.step);
+    let metric = |(name, value): (String, f64)| MlflowMetric { key: key(&name), value, timestamp, step };
+    record.scalars().into_iter().map(metric).collect()
+}
+
 /// Returns the description of a run as MLflow's parameters, which are texts.
 fn params(run: &RunDescription) -> BTreeMap<String, String> {
     let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -235,6 +246,12 @@ fn params(run: &RunDescription) -> BTreeMap<String, String> {
 fn key(name: &str) -> String {
     let is_accepted = |c: char| c.is_ascii_alphanumeric() || "_-. /".contains(c);
     name.chars().map(|c| if is_accepted(c) { c } else { '_' }).collect()
+}
+
+/// Returns the last step of each metric of a run.
+fn last_steps(metrics: &Value) -> BTreeMap<String, u64> {
+    let last_step = |metric: &Value| Some((metric["key"].as_str()?.to_owned(), number(&metric["step"])?));
+    metrics.as_array().into_iter().flatten().filter_map(last_step).collect()
 }
 
 /// Returns a number that JSON has as a number or, as protobuf's 64-bit integers, as a text.

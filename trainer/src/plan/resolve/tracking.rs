@@ -12,8 +12,7 @@ const WANDB_URL: &str = "https://api.wandb.ai";
 /// Resolves the trackers. Only the rank that reports has an `output_dir`; the others have none.
 pub(super) fn resolve(resolver: &mut Resolver, output_dir: Option<&Path>) -> TrackingPlan {
     let recipe = resolver.recipe();
-    let default = ValueOrList::List(Vec::new());
-    let names = resolver.pick("report_to", recipe.report_to.clone(), default);
+    let names = resolver.pick("report_to", recipe.report_to.clone(), ValueOrList::Value(TrackerName::None));
     let has = |name: TrackerName| names.values().contains(&name);
     let run_name = text(resolver, "run_name", &recipe.run_name, None);
     let tensorboard = has(TrackerName::Tensorboard).then(|| event_folder(resolver, output_dir)).flatten();
@@ -40,7 +39,7 @@ fn is_wandb_on(resolver: &mut Resolver, is_listed: bool) -> bool {
     if enable == Some(false) && is_listed {
         resolver.report(&["wandb.enable"], "wandb.enable: false contradicts report_to, which lists wandb");
     }
-    resolver.pick("wandb.enable", enable, is_listed) || is_listed
+    enable.is_some_and(|enable| resolver.pick("wandb.enable", Some(enable), false)) || is_listed
 }
 
 fn wandb(resolver: &mut Resolver, run_name: Option<&String>, output_dir: Option<&Path>) -> Option<WandbPlan> {
