@@ -115,6 +115,7 @@ impl Reporter {
     /// Reports the end of the run to the trackers. Waits for remote servers at most for a fixed time.
     pub fn finish(&mut self, code: ExitCode) {
         self.for_each_tracker(|tracker| tracker.finish(code));
+        self.trackers.iter_mut().for_each(|tracker| tracker.wait());
         self.trackers.clear();
     }
 

@@ -24,8 +24,11 @@ pub(super) trait Tracker: Debug {
     /// Records metrics of a step.
     fn log(&mut self, record: &MetricsRecord) -> io::Result<()>;
 
-    /// Records the end of the run. Waits for a remote server at most for a fixed time.
+    /// Records the end of the run.
     fn finish(&mut self, code: ExitCode) -> io::Result<()>;
+
+    /// Waits until a remote server has received everything, at most for a fixed time after `finish`.
+    fn wait(&mut self) {}
 }
 
 /// The start of a run.

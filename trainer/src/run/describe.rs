@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::DeviceLocation;
 use candlewick_ops::gpus;
 
 use crate::metrics::{RunDescription, Versions};
@@ -10,8 +9,8 @@ use crate::plan::Plan;
 
 use super::context::TrainingRun;
 
-/// Describes a run of `total_steps`.
-pub(super) fn describe(run: &TrainingRun, total_steps: usize) -> RunDescription {
+/// Describes a run of `total_steps` on a GPU, or on the CPU.
+pub(super) fn describe(run: &TrainingRun, total_steps: usize, gpu_id: Option<usize>) -> RunDescription {
     let plan = run.plan;
     let (frozen, trained) = plan.parameter_counts().unwrap_or_default();
     let rows = plan.data.rows_per_step();
@@ -29,7 +28,7 @@ pub(super) fn describe(run: &TrainingRun, total_steps: usize) -> RunDescription 
         global_batch_size: rows,
         global_batch_tokens: (plan.data.max_length > 0).then_some(rows * plan.data.max_length),
         total_steps,
-        device: device_name(run),
+        device: gpu_id.map_or_else(|| "cpu".to_owned(), gpu_name),
         versions: Some(Versions::this()),
         settings: settings.collect(),
     }
@@ -47,9 +46,6 @@ pub(super) fn lines(plan: &Plan, device: &str) -> Vec<String> {
     parameters.into_iter().chain(others).collect()
 }
 
-fn device_name(run: &TrainingRun) -> String {
-    match run.engine.device().location() {
-        DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).map_or_else(|| "cuda".to_owned(), |gpu| gpu.name.clone()),
-        _ => "cpu".to_owned(),
-    }
+fn gpu_name(gpu_id: usize) -> String {
+    gpus().into_iter().nth(gpu_id).map_or_else(|| format!("cuda:{gpu_id}"), |gpu| gpu.name)
 }

@@ -73,7 +73,11 @@ impl<'a> Session<'a> {
         let routing = routing::open(&run, &stream)?;
 
         let start = state.map_or(RunStart::Fresh, |state| RunStart::Resumed(state.step));
-        let description = describe(&run, total_steps);
+        let gpu_id = match run.engine.device().location() {
+            DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
+            _ => None,
+        };
+        let description = describe(&run, total_steps, gpu_id);
         let reporter = Reporter::open(&plan.log, start, &description).map_err(|source| {
             let path = plan.log.metrics_path.clone().unwrap_or_default();
             CheckpointError::Io { action: "open the metrics file", path, source }
@@ -82,10 +86,6 @@ impl<'a> Session<'a> {
         if !progress.scores.has_metric_of(run.scores) {
             progress.scores = run.scores.clone();
         }
-        let gpu_id = match run.engine.device().location() {
-            DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
-            _ => None,
-        };
         let policy = GradPolicy {
             max_norm: plan.optimizer.gradient_clipping,
             loss_scaling: plan.optimizer.loss_scaling,

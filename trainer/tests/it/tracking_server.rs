@@ -104,7 +104,8 @@ fn respond(stream: TcpStream, fault: Fault, state: &Mutex<Received>) {
     };
     let path = lines[0].split(' ').nth(1).unwrap().to_owned();
     let (status, response) = match fault {
-        Fault::Status(status) => (status, json!({"error": "no"})),
+        // Some servers repeat the credentials in their message.
+        Fault::Status(status) => (status, json!({"error": header("authorization")})),
         Fault::Silent => {
             let _ = reader.read(&mut [0]);
             return;

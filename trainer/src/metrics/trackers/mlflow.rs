@@ -89,10 +89,16 @@ impl Tracker for Mlflow {
     }
 
     fn finish(&mut self, code: ExitCode) -> io::Result<()> {
-        if let Some(uploader) = self.uploader.take() {
+        if let Some(uploader) = &self.uploader {
             uploader.finish(code);
         }
         Ok(())
+    }
+
+    fn wait(&mut self) {
+        if let Some(uploader) = self.uploader.take() {
+            uploader.wait();
+        }
     }
 }
 

@@ -148,12 +148,17 @@ impl<Row: Send + 'static> Uploader<Row> {
         tracing::warn!("{server}: the upload ended, because {MAX_QUEUED} rows wait for the server; {advice}");
     }
 
-    /// Sends the remaining rows and the end of the run. Warns if the server does not receive them in time.
+    /// Requests the upload of the remaining rows and of the end of the run.
     pub(super) fn finish(&self, code: ExitCode) {
-        let deadline = Instant::now() + self.times.finish;
-        let mut state = self.queue.lock();
-        state.finish = Some((code, deadline));
+        self.queue.lock().finish = Some((code, Instant::now() + self.times.finish));
         self.queue.changed.notify_all();
+    }
+
+    /// Waits for the end of the upload, at most for a fixed time after [`Uploader::finish`]. Warns if the server did not
+    /// receive everything.
+    pub(super) fn wait(&self) {
+        let mut state = self.queue.lock();
+        let deadline = state.finish.map_or_else(Instant::now, |(_, deadline)| deadline);
         while state.phase == UploadPhase::Active {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
             state = self.queue.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -357,6 +362,7 @@ mod tests {
         (0..3).for_each(|_| test.respond(temporary()));
         (0..2000).for_each(|_| test.respond(Ok(())));
         test.uploader.finish(ExitCode::Ok);
+        test.uploader.wait();
         assert_eq!(test.phase(), UploadPhase::Complete);
         assert_eq!(test.rows(), (0..MAX_BATCH + 10).collect::<Vec<_>>());
     }
@@ -367,6 +373,7 @@ mod tests {
         test.uploader.push(1);
         let started = Instant::now();
         test.uploader.finish(ExitCode::Ok);
+        test.uploader.wait();
         assert_eq!(test.phase(), UploadPhase::Stopped);
         assert!(started.elapsed() >= test.uploader.times.finish);
         test.respond(temporary());
@@ -377,6 +384,7 @@ mod tests {
         let test = Test::start();
         test.respond(Err(RequestError::Refused { status: 401, reason: "HTTP 401".to_owned() }));
         test.uploader.finish(ExitCode::Ok);
+        test.uploader.wait();
         assert_eq!(test.phase(), UploadPhase::Stopped);
         test.uploader.push(1);
         assert!(test.uploader.queue.lock().rows.is_empty(), "a row waits for a server that has refused");

@@ -1,5 +1,7 @@
 //! W&B's HTTP API: GraphQL for the run, and a stream of lines for its metrics.
 
+use std::time::{Duration, Instant};
+
 use candlewick_runtime::exit::ExitCode;
 use serde_json::{Value, json};
 
@@ -40,7 +42,12 @@ pub(super) struct OpenedWandbRun {
     n_lines: u64,
     /// The last step that the server has.
     last_step: i64,
+    /// The time of the last request.
+    sent: Instant,
 }
+
+/// The time between requests of a run without metrics. W&B regards a silent run as crashed after several minutes.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
 
 const RESUME_STATUS: &str = "query RunResumeStatus($project: String, $entity: String, $name: String!) { \
 model(name: $project, entityName: $entity) { bucket(name: $name, missingOk: true) { \
@@ -67,7 +74,7 @@ impl RemoteRun for WandbRun {
         let entity = name(&project["entity"]["name"]).ok_or_else(|| RequestError::unexpected("entity"))?;
         let project = name(&project["name"]).unwrap_or_else(|| self.project.clone());
         let path = format!("/files/{entity}/{project}/{}/file_stream", self.run_id);
-        self.opened = Some(OpenedWandbRun { path, n_lines, last_step });
+        self.opened = Some(OpenedWandbRun { path, n_lines, last_step, sent: Instant::now() });
         self.send_earlier_rows()?;
         Ok(format!("{}/{entity}/{project}/runs/{}", self.app_url, self.run_id))
     }
@@ -78,7 +85,11 @@ impl RemoteRun for WandbRun {
     }
 
     fn close(&mut self, code: ExitCode) -> Result<(), RequestError> {
-        self.post(&json!({"complete": true, "exitcode": code as u8})).map(drop)
+        let mut end = json!({"complete": true, "exitcode": code as u8});
+        if code == ExitCode::Preempted {
+            end["preempting"] = json!(true);
+        }
+        self.post(&end).map(drop)
     }
 }
 
@@ -107,7 +118,7 @@ impl WandbRun {
 
     /// Appends rows to the server's history, except those of steps that it has.
     fn stream(&mut self, rows: &[&Fields], summary: Option<&Fields>) -> Result<(), RequestError> {
-        let Some(OpenedWandbRun { n_lines, last_step, .. }) = &self.opened else { return Ok(()) };
+        let Some(OpenedWandbRun { n_lines, last_step, sent, .. }) = &self.opened else { return Ok(()) };
         let rows = rows.iter().filter(|row| step_of(row).is_some_and(|step| step > *last_step));
         let lines: Vec<String> = rows.clone().map(|row| json!(row).to_string()).collect();
         let new_last_step = rows.filter_map(|row| step_of(row)).max();
@@ -119,8 +130,12 @@ impl WandbRun {
             let content = [json!(summary).to_string()];
             files.insert("wandb-summary.json".to_owned(), json!({"offset": 0, "content": content}));
         }
+        if files.is_empty() && sent.elapsed() < HEARTBEAT_INTERVAL {
+            return Ok(());
+        }
         self.post(&if files.is_empty() { json!({}) } else { json!({"files": files}) })?;
         if let Some(opened) = &mut self.opened {
+            opened.sent = Instant::now();
             opened.n_lines += lines.len() as u64;
             opened.last_step = new_last_step.unwrap_or(opened.last_step);
         }

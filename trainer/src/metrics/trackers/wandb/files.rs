@@ -7,13 +7,14 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use candlewick_runtime::exit::ExitCode;
 use candlewick_text::files::write_durably;
 use prost::Message;
 use serde_json::{Map, Value};
 
 use super::records::{
-    WandbExit, WandbFooter, WandbHeader, WandbHistory, WandbItem, WandbItems, WandbRecord, WandbRunRecord, WandbStep,
-    WandbVersionInfo,
+    WandbExit, WandbFooter, WandbHeader, WandbHistory, WandbItem, WandbItems, WandbPreempting, WandbRecord,
+    WandbRunRecord, WandbStep, WandbVersionInfo,
 };
 use super::transaction_log::{FILE_HEADER, decode, encode};
 
@@ -105,8 +106,11 @@ impl WandbFile {
     }
 
     /// Appends the end of the run, and syncs the file.
-    pub(super) fn finish(&mut self, exit_code: i32, runtime: f64) -> io::Result<()> {
-        let exit = WandbExit { exit_code, runtime: runtime as i32 };
+    pub(super) fn finish(&mut self, code: ExitCode, runtime: f64) -> io::Result<()> {
+        if code == ExitCode::Preempted {
+            self.append(WandbRecord { preempting: Some(WandbPreempting {}), ..WandbRecord::default() })?;
+        }
+        let exit = WandbExit { exit_code: code as i32, runtime: runtime as i32 };
         self.append(WandbRecord { exit: Some(exit), ..WandbRecord::default() })?;
         self.append(WandbRecord { footer: Some(WandbFooter {}), ..WandbRecord::default() })?;
         self.file.sync_all()
@@ -160,7 +164,7 @@ mod tests {
         let folder = folder(dir.path(), "offline-run-20260101_000000-abc", "abc");
         let mut file = WandbFile::create(&folder, &WandbRunRecord::default(), &[]).unwrap();
         (1..=5).for_each(|step| file.append_row(&row(step), &row(step)).unwrap());
-        file.finish(1, 2.0).unwrap();
+        file.finish(ExitCode::Failed, 2.0).unwrap();
         fs::write(folder.file().with_extension("wandb.synced"), "").unwrap();
 
         let rows = folder.rows(3);

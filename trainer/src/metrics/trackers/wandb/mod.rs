@@ -223,12 +223,18 @@ impl Tracker for Wandb {
     fn finish(&mut self, code: ExitCode) -> io::Result<()> {
         self.write_row();
         let runtime = self.runtime();
-        let finished = self.file.as_mut().map_or(Ok(()), |file| file.finish(code as i32, runtime));
+        let finished = self.file.as_mut().map_or(Ok(()), |file| file.finish(code, runtime));
         self.disable_file_after(finished);
-        if let Some(uploader) = self.uploader.take() {
+        if let Some(uploader) = &self.uploader {
             uploader.finish(code);
         }
         Ok(())
+    }
+
+    fn wait(&mut self) {
+        if let Some(uploader) = self.uploader.take() {
+            uploader.wait();
+        }
     }
 }
 

@@ -20,6 +20,8 @@ pub(super) struct WandbRecord {
     pub(super) header: Option<WandbHeader>,
     #[prost(message, optional, tag = "22")]
     pub(super) footer: Option<WandbFooter>,
+    #[prost(message, optional, tag = "23")]
+    pub(super) preempting: Option<WandbPreempting>,
 }
 
 /// `HistoryRecord`: the metrics of a step.
@@ -120,3 +122,7 @@ pub(super) struct WandbVersionInfo {
 /// `FooterRecord`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct WandbFooter {}
+
+/// `RunPreemptingRecord`: the run ends to be resumed later.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct WandbPreempting {}
