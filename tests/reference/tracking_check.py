@@ -177,9 +177,10 @@ def check_history(server, out):
 
 def check_wandb_offline(trainer, folder):
     out = folder / "wandb-offline"
-    env = {"WANDB_MODE": "offline"}
-    train(trainer, out, "wandb", env, kill_at=KILLED_AFTER)
-    train(trainer, out, "wandb", env)
+    train(trainer, out, "wandb", {"WANDB_MODE": "offline"}, kill_at=KILLED_AFTER)
+    unreachable = {"WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}", "WANDB_API_KEY": "k" * 40}
+    log = train(trainer, out, "wandb", unreachable)
+    assert "upload the run with `wandb sync" in log, log
     (run,) = (out / "wandb").iterdir()
     server = WandbServer()
     key = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40, "WANDB_DIR": str(folder)}

@@ -126,12 +126,19 @@ fn every_tracker_receives_the_metrics_and_the_description_of_a_run() {
 #[test]
 fn a_resumed_run_continues_its_runs_without_duplicates() {
     let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
-    // The last checkpoint is that of step 10, and the trackers have step 11 and perhaps step 12.
+    let train = |overrides: &[&str]| {
+        let output = command(&run, server.url(), overrides).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    };
+    // The last checkpoint is that of step 5, and the trackers did not receive the steps before the kill.
     let mut killed = command(&run, server.url(), &[]);
-    let output = killed.env("CANDLEWICK_TEST_KILL_AT", "step_computed:13").output().unwrap();
+    let output = killed.env("CANDLEWICK_TEST_KILL_AT", "step_computed:8").output().unwrap();
     assert!(!output.status.success());
-    let output = command(&run, server.url(), &[]).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
+    // The trackers receive 12 steps, and the next process resumes after 10.
+    train(&["exit_iteration=12"]);
+    assert_eq!(history(&server.received(), "loss").len(), 12);
+    fs::remove_dir_all(run.path().join("checkpoints/epoch_0_global_step_12")).unwrap();
+    train(&[]);
     run.assert_resumed();
     let received = server.received();
     assert_eq!(received.runs.len(), 1, "a second MLflow run was created");
@@ -139,7 +146,7 @@ fn a_resumed_run_continues_its_runs_without_duplicates() {
     assert_eq!(history(&received, "loss"), written(&run, "loss"));
     assert_eq!(metric(&received, "loss"), written(&run, "loss"));
     assert_eq!(wandb_files(&run).len(), 1, "the resumed run did not continue the .wandb file");
-    assert_eq!(fs::read_dir(run.path().join("run/tensorboard")).unwrap().count(), 2);
+    assert_eq!(fs::read_dir(run.path().join("run/tensorboard")).unwrap().count(), 3);
 }
 
 /// Trains with a server that fails, and checks that the run and its files are those of a run without trackers.
