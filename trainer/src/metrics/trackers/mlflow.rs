@@ -12,7 +12,7 @@ use candlewick_runtime::exit::ExitCode;
 use serde_json::{Map, Value, json};
 
 use super::http::{HttpClient, RequestError};
-use super::uploader::{RemoteRun, Uploader};
+use super::uploader::{RemoteRun, UploadRow, Uploader};
 use crate::metrics::console::Terminal;
 use crate::metrics::description::RunDescription;
 use crate::metrics::host::HostInfo;
@@ -44,6 +44,12 @@ struct MlflowMetric {
     /// Milliseconds since 1970.
     timestamp: u64,
     step: usize,
+}
+
+impl UploadRow for Vec<MlflowMetric> {
+    fn n_bytes(&self) -> usize {
+        self.iter().map(|metric| size_of::<MlflowMetric>() + metric.key.len()).sum()
+    }
 }
 
 impl Mlflow {

@@ -13,8 +13,8 @@ use candlewick_runtime::exit::ExitCode;
 use super::http::RequestError;
 use crate::metrics::console::Terminal;
 
-/// The largest number of rows that wait for the server.
-const MAX_QUEUED: usize = 20_000;
+/// The largest size of the rows that wait for the server, in bytes.
+const MAX_QUEUED: usize = 32 << 20;
 /// The largest number of rows of a request.
 const MAX_BATCH: usize = 1_000;
 
@@ -42,10 +42,16 @@ impl Default for UploadTimes {
     }
 }
 
+/// Metrics that a server receives.
+pub(super) trait UploadRow: Send + 'static {
+    /// Returns the approximate size in memory.
+    fn n_bytes(&self) -> usize;
+}
+
 /// A run on a remote server.
 pub(super) trait RemoteRun: Send + 'static {
-    /// Metrics that the server receives.
-    type Row: Send + 'static;
+    /// The metrics of a record or a step.
+    type Row: UploadRow;
 
     /// Creates or resumes the run, and returns its URL.
     fn open(&mut self) -> Result<String, RequestError>;
@@ -76,6 +82,7 @@ struct UploadQueue<Row> {
 #[derive(Debug)]
 struct QueueState<Row> {
     rows: VecDeque<Row>,
+    n_bytes: usize,
     /// The exit code, and the end of the time for the last requests.
     finish: Option<(ExitCode, Instant)>,
     phase: UploadPhase,
@@ -91,7 +98,7 @@ enum UploadPhase {
     Stopped,
 }
 
-impl<Row: Send + 'static> Uploader<Row> {
+impl<Row: UploadRow> Uploader<Row> {
     /// Starts the thread. `advice` is the remedy for rows that the server does not receive. Warns and returns `None` if the
     /// system has no thread.
     pub(super) fn start<R: RemoteRun<Row = Row>>(
@@ -110,7 +117,7 @@ impl<Row: Send + 'static> Uploader<Row> {
         terminal: Terminal,
         advice: String,
     ) -> Option<Self> {
-        let state = QueueState { rows: VecDeque::new(), finish: None, phase: UploadPhase::Active };
+        let state = QueueState { rows: VecDeque::new(), n_bytes: 0, finish: None, phase: UploadPhase::Active };
         let queue = Arc::new(UploadQueue { state: Mutex::new(state), changed: Condvar::new() });
         let worker = UploadThread {
             server,
@@ -138,14 +145,16 @@ impl<Row: Send + 'static> Uploader<Row> {
         if state.phase != UploadPhase::Active {
             return;
         }
-        if state.rows.len() < MAX_QUEUED {
+        state.n_bytes += row.n_bytes();
+        if state.n_bytes <= MAX_QUEUED {
             state.rows.push_back(row);
             return;
         }
-        state.stop();
+        let n_rows = state.rows.len();
+        state.end(UploadPhase::Stopped);
         drop(state);
         let Self { server, advice, .. } = self;
-        tracing::warn!("{server}: the upload ended, because {MAX_QUEUED} rows wait for the server; {advice}");
+        tracing::warn!("{server}: the upload ended, because {n_rows} rows wait for the server; {advice}");
     }
 
     /// Requests the upload of the remaining rows and of the end of the run.
@@ -164,7 +173,7 @@ impl<Row: Send + 'static> Uploader<Row> {
             state = self.queue.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         if state.phase == UploadPhase::Active {
-            state.stop();
+            state.end(UploadPhase::Stopped);
             drop(state);
             let Self { server, advice, .. } = self;
             tracing::warn!("{server}: the server did not receive all metrics; {advice}");
@@ -177,7 +186,7 @@ impl<Row> UploadQueue<Row> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for `time`, or until the run finishes. After that, returns at once the first time.
+    /// Waits for `time`. The end of the run interrupts the wait, unless the caller `is_finishing` already.
     fn wait(&self, time: Duration, is_finishing: bool) -> MutexGuard<'_, QueueState<Row>> {
         let state = self.lock();
         let keeps_waiting = |state: &mut QueueState<Row>| {
@@ -188,8 +197,8 @@ impl<Row> UploadQueue<Row> {
 }
 
 impl<Row> QueueState<Row> {
-    fn stop(&mut self) {
-        self.phase = UploadPhase::Stopped;
+    fn end(&mut self, phase: UploadPhase) {
+        self.phase = phase;
         self.rows = VecDeque::new();
     }
 }
@@ -264,6 +273,7 @@ impl<R: RemoteRun> UploadThread<R> {
             let mut state = self.queue.lock();
             let n_rows = state.rows.len().min(MAX_BATCH);
             self.batch.extend(state.rows.drain(..n_rows));
+            state.n_bytes -= self.batch.iter().map(UploadRow::n_bytes).sum::<usize>();
         }
         !self.batch.is_empty()
     }
@@ -280,9 +290,7 @@ impl<R: RemoteRun> UploadThread<R> {
     }
 
     fn end(&self, phase: UploadPhase) {
-        let mut state = self.queue.lock();
-        state.rows = VecDeque::new();
-        state.phase = phase;
+        self.queue.lock().end(phase);
         self.queue.changed.notify_all();
     }
 }
@@ -299,6 +307,12 @@ mod tests {
     struct Scripted {
         responses: Receiver<Result<(), RequestError>>,
         received: Sender<Vec<usize>>,
+    }
+
+    impl UploadRow for usize {
+        fn n_bytes(&self) -> usize {
+            MAX_QUEUED / 10_000
+        }
     }
 
     impl RemoteRun for Scripted {
@@ -394,7 +408,7 @@ mod tests {
     fn a_full_queue_ends_the_upload() {
         let test = Test::start();
         // The thread waits for a response with at most one batch.
-        for row in 0..=MAX_QUEUED + MAX_BATCH {
+        for row in 0..=10_000 + MAX_BATCH {
             test.uploader.push(row);
         }
         assert_eq!(test.phase(), UploadPhase::Stopped);

@@ -7,13 +7,16 @@ use serde_json::{Value, json};
 
 use super::files::{Fields, WandbFolder, step_of};
 use crate::metrics::trackers::http::{HttpClient, RequestError};
-use crate::metrics::trackers::uploader::RemoteRun;
+use crate::metrics::trackers::uploader::{RemoteRun, UploadRow};
 
-/// The metrics of a step, and the summary of the run after it.
+/// The metrics of a step as a line of W&B's history.
 #[derive(Clone, Debug)]
-pub(super) struct WandbRow {
-    pub(super) fields: Fields,
-    pub(super) summary: Fields,
+pub(super) struct WandbRow(pub(super) String);
+
+impl UploadRow for WandbRow {
+    fn n_bytes(&self) -> usize {
+        self.0.len()
+    }
 }
 
 /// A run on a W&B server.
@@ -27,6 +30,8 @@ pub(super) struct WandbRun {
     /// The variables of `upsertBucket` that describe the run.
     pub(super) description: Value,
     pub(super) run_id: String,
+    /// The last value of each metric.
+    pub(super) summary: Fields,
     /// The run folder, whose rows up to a step earlier processes have written.
     pub(super) earlier: Option<(WandbFolder, i64)>,
     /// The position of the run on the server, once it is open.
@@ -80,8 +85,8 @@ impl RemoteRun for WandbRun {
     }
 
     fn send(&mut self, rows: &[WandbRow]) -> Result<(), RequestError> {
-        let fields: Vec<&Fields> = rows.iter().map(|row| &row.fields).collect();
-        self.stream(&fields, rows.last().map(|row| &row.summary))
+        let rows: Vec<Fields> = rows.iter().filter_map(|row| serde_json::from_str(&row.0).ok()).collect();
+        self.stream(&rows)
     }
 
     fn close(&mut self, code: ExitCode) -> Result<(), RequestError> {
@@ -111,32 +116,33 @@ impl WandbRun {
         const MAX_LINES: usize = 1_000;
         let Some((folder, last_step)) = &self.earlier else { return Ok(()) };
         let rows = folder.rows(*last_step);
-        rows.chunks(MAX_LINES).try_for_each(|rows| self.stream(&rows.iter().collect::<Vec<_>>(), None))?;
+        rows.chunks(MAX_LINES).try_for_each(|rows| self.stream(rows))?;
         self.earlier = None;
         Ok(())
     }
 
-    /// Appends rows to the server's history, except those of steps that it has.
-    fn stream(&mut self, rows: &[&Fields], summary: Option<&Fields>) -> Result<(), RequestError> {
+    /// Appends rows to the server's history, except those of steps that it has, and updates its summary.
+    fn stream(&mut self, rows: &[Fields]) -> Result<(), RequestError> {
         let Some(OpenedWandbRun { n_lines, last_step, sent, .. }) = &self.opened else { return Ok(()) };
-        let rows = rows.iter().filter(|row| step_of(row).is_some_and(|step| step > *last_step));
-        let lines: Vec<String> = rows.clone().map(|row| json!(row).to_string()).collect();
-        let new_last_step = rows.filter_map(|row| step_of(row)).max();
-        let mut files = serde_json::Map::new();
-        if !lines.is_empty() {
-            files.insert("wandb-history.jsonl".to_owned(), json!({"offset": n_lines, "content": lines}));
-        }
-        if let Some(summary) = summary {
-            let content = [json!(summary).to_string()];
-            files.insert("wandb-summary.json".to_owned(), json!({"offset": 0, "content": content}));
-        }
-        if files.is_empty() && sent.elapsed() < HEARTBEAT_INTERVAL {
+        let is_new = |row: &&Fields| step_of(row).is_some_and(|step| step > *last_step);
+        let new: Vec<&Fields> = rows.iter().filter(is_new).collect();
+        if new.is_empty() && sent.elapsed() < HEARTBEAT_INTERVAL {
             return Ok(());
         }
-        self.post(&if files.is_empty() { json!({}) } else { json!({"files": files}) })?;
+        let mut body = json!({});
+        if !new.is_empty() {
+            new.iter().for_each(|row| self.summary.extend((*row).clone()));
+            let lines: Vec<String> = new.iter().map(|row| json!(row).to_string()).collect();
+            body["files"] = json!({
+                "wandb-history.jsonl": {"offset": n_lines, "content": lines},
+                "wandb-summary.json": {"offset": 0, "content": [json!(self.summary).to_string()]},
+            });
+        }
+        self.post(&body)?;
+        let (n_new, new_last_step) = (new.len() as u64, new.last().and_then(|row| step_of(row)));
         if let Some(opened) = &mut self.opened {
             opened.sent = Instant::now();
-            opened.n_lines += lines.len() as u64;
+            opened.n_lines += n_new;
             opened.last_step = new_last_step.unwrap_or(opened.last_step);
         }
         Ok(())

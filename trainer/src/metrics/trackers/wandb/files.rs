@@ -63,6 +63,9 @@ pub(super) fn step_of(row: &Fields) -> Option<i64> {
     row.get("_step")?.as_i64()
 }
 
+/// The number of records between summaries.
+const SUMMARY_INTERVAL: i64 = 50;
+
 /// Writes a `.wandb` file.
 #[derive(Debug)]
 pub(super) struct WandbFile {
@@ -99,14 +102,19 @@ impl WandbFile {
         Ok(Self { file, file_len: contents.len(), n_records })
     }
 
-    /// Appends the metrics of a step and the summary of the run.
+    /// Appends the metrics of a step, and at intervals the summary of the run. The summary of a killed run is as old.
     pub(super) fn append_row(&mut self, row: &Fields, summary: &Fields) -> io::Result<()> {
         self.append(history(row))?;
+        if self.n_records % SUMMARY_INTERVAL == 0 { self.append_summary(summary) } else { Ok(()) }
+    }
+
+    fn append_summary(&mut self, summary: &Fields) -> io::Result<()> {
         self.append(WandbRecord { summary: Some(items(summary)), ..WandbRecord::default() })
     }
 
-    /// Appends the end of the run, and syncs the file.
-    pub(super) fn finish(&mut self, code: ExitCode, runtime: f64) -> io::Result<()> {
+    /// Appends the summary and the end of the run, and syncs the file.
+    pub(super) fn finish(&mut self, code: ExitCode, runtime: f64, summary: &Fields) -> io::Result<()> {
+        self.append_summary(summary)?;
         if code == ExitCode::Preempted {
             self.append(WandbRecord { preempting: Some(WandbPreempting {}), ..WandbRecord::default() })?;
         }
@@ -164,7 +172,7 @@ mod tests {
         let folder = folder(dir.path(), "offline-run-20260101_000000-abc", "abc");
         let mut file = WandbFile::create(&folder, &WandbRunRecord::default(), &[]).unwrap();
         (1..=5).for_each(|step| file.append_row(&row(step), &row(step)).unwrap());
-        file.finish(ExitCode::Failed, 2.0).unwrap();
+        file.finish(ExitCode::Failed, 2.0, &row(5)).unwrap();
         fs::write(folder.file().with_extension("wandb.synced"), "").unwrap();
 
         let rows = folder.rows(3);
@@ -178,7 +186,7 @@ mod tests {
         let steps: Vec<i64> =
             records.iter().filter_map(|record| Some(record.history.as_ref()?.step.as_ref()?.num)).collect();
         assert_eq!(steps, [1, 2, 3, 4]);
-        assert_eq!(records.iter().map(|record| record.num).collect::<Vec<_>>(), (1..=7).collect::<Vec<_>>());
+        assert_eq!(records.iter().map(|record| record.num).collect::<Vec<_>>(), (1..=6).collect::<Vec<_>>());
         assert!(records.iter().all(|record| record.exit.is_none()), "the end of the earlier process is kept");
         assert!(!folder.file().with_extension("wandb.synced").exists(), "`wandb sync` would skip the folder");
     }

@@ -138,6 +138,7 @@ impl Wandb {
             project: self.plan.project.clone(),
             description,
             run_id: run_id.to_owned(),
+            summary: self.summary.clone(),
             earlier,
             opened: None,
         };
@@ -166,9 +167,8 @@ impl Wandb {
             ("_runtime".to_owned(), json!(runtime)),
         ]);
         self.summary.extend(fields.clone());
-        self.summary.insert("_wandb".to_owned(), json!({"runtime": runtime as u64}));
         if let Some(uploader) = &self.uploader {
-            uploader.push(WandbRow { fields: fields.clone(), summary: self.summary.clone() });
+            uploader.push(WandbRow(json!(fields).to_string()));
         }
         let summary = &self.summary;
         let written = self.file.as_mut().map_or(Ok(()), |file| file.append_row(&fields, summary));
@@ -223,7 +223,8 @@ impl Tracker for Wandb {
     fn finish(&mut self, code: ExitCode) -> io::Result<()> {
         self.write_row();
         let runtime = self.runtime();
-        let finished = self.file.as_mut().map_or(Ok(()), |file| file.finish(code, runtime));
+        let summary = &self.summary;
+        let finished = self.file.as_mut().map_or(Ok(()), |file| file.finish(code, runtime, summary));
         self.disable_file_after(finished);
         if let Some(uploader) = &self.uploader {
             uploader.finish(code);
