@@ -166,22 +166,28 @@ mod tests {
     use super::*;
     use crate::metrics::plan::Console;
     use crate::metrics::tracking_plan::TrackingPlan;
+    use std::path::Path;
+
+    /// Returns a plan with the intervals of steps and of evaluations.
+    fn plan(metrics_path: &Path, [train_log_iter_interval, eval_log_iter_interval]: [usize; 2]) -> LogPlan {
+        LogPlan {
+            metrics_path: Some(metrics_path.to_owned()),
+            output_dir: None,
+            loss_log_interval: 1,
+            train_log_iter_interval,
+            eval_log_iter_interval,
+            log_num_zeros_in_grad: false,
+            console: Console::Quiet,
+            tracking: TrackingPlan::default(),
+        }
+    }
 
     /// Checks the `iter` of the lines of a run of 6 steps with an evaluation every second step.
     #[track_caller]
     fn check(train_interval: usize, eval_interval: usize, want: &[u64]) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let plan = LogPlan {
-            metrics_path: Some(path.clone()),
-            output_dir: None,
-            loss_log_interval: 1,
-            train_log_iter_interval: train_interval,
-            eval_log_iter_interval: eval_interval,
-            log_num_zeros_in_grad: false,
-            console: Console::Quiet,
-            tracking: TrackingPlan::default(),
-        };
+        let plan = plan(&path, [train_interval, eval_interval]);
         let run = RunDescription { total_steps: 6, ..RunDescription::default() };
         let mut reporter = Reporter::open(&plan, RunStart::Fresh, &run).unwrap();
         for iter in 1..=6 {
@@ -208,5 +214,21 @@ mod tests {
     #[test]
     fn intervals_of_zero_disable_records() {
         check(0, 0, &[]);
+    }
+
+    #[test]
+    fn a_tracker_that_cannot_write_is_closed_and_the_others_continue() {
+        let dir = tempfile::tempdir().unwrap();
+        let metrics_path = dir.path().join("metrics.jsonl");
+        let no_folder = PathBuf::from("/dev/null/tensorboard");
+        let plan = LogPlan {
+            tracking: TrackingPlan { tensorboard: Some(no_folder.clone()), ..TrackingPlan::default() },
+            ..plan(&metrics_path, [1, 1])
+        };
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, &RunDescription::default()).unwrap();
+        reporter.log_step(&StepRecord { iter: 1, ..StepRecord::default() });
+        reporter.finish(ExitCode::Ok);
+        assert_eq!(reporter.take_failure().unwrap().path, no_folder);
+        assert_eq!(std::fs::read_to_string(&metrics_path).unwrap().lines().count(), 1);
     }
 }

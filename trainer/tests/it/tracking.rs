@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::support::{Run, stderr};
+use super::support::{Run, Started, stderr};
 use super::tracking_server::{Fault, Received, TrackingServer};
 
 const WANDB_KEY: &str = "s3cret-wandb-key";
@@ -149,6 +149,22 @@ fn a_resumed_run_continues_its_runs_without_duplicates() {
     assert_eq!(fs::read_dir(run.path().join("run/tensorboard")).unwrap().count(), 3);
 }
 
+#[test]
+fn trackers_know_that_a_run_was_preempted() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let long = ["train_iters=100000", "eval_interval=100000", "checkpoint.0.save_every_n_steps=100000"];
+    let mut started = Started::spawn(command(&run, server.url(), &long));
+    started.wait_for("loss: ");
+    started.send(libc::SIGTERM);
+    let (code, log) = started.finish();
+    assert_eq!(code, Some(75), "{log}");
+    let received = server.received();
+    assert_eq!(received.exits, [75]);
+    assert_eq!(received.runs[0].status, ["RUNNING", "KILLED"]);
+    assert_eq!(history(&received, "loss"), written(&run, "loss"));
+    assert_eq!(metric(&received, "loss"), written(&run, "loss"));
+}
+
 /// Trains with a server that fails, and checks that the run and its files are those of a run without trackers.
 #[track_caller]
 fn check_fault(url: &str, want: &[&str]) {
@@ -179,10 +195,22 @@ fn a_server_that_refuses_connections_does_not_change_a_run() {
 }
 
 #[test]
-fn a_server_that_fails_does_not_change_a_run() {
-    for (status, want) in [(401, "HTTP 401"), (429, "HTTP 429"), (500, "HTTP 500")] {
-        check_fault(TrackingServer::start(Fault::Status(status)).url(), &[want]);
-    }
+fn a_server_that_refuses_a_key_does_not_change_a_run() {
+    check_fault(TrackingServer::start(Fault::Status(401)).url(), &["the upload ended: HTTP 401"]);
+}
+
+#[test]
+fn a_server_that_limits_requests_does_not_change_a_run() {
+    check_fault(TrackingServer::start(Fault::Status(429)).url(), &["HTTP 429"]);
+}
+
+#[test]
+fn a_server_with_internal_errors_does_not_change_a_run() {
+    check_fault(TrackingServer::start(Fault::Status(500)).url(), &["HTTP 500"]);
+}
+
+#[test]
+fn a_server_that_dies_during_a_run_does_not_change_it() {
     check_fault(TrackingServer::start(Fault::DiesAfter(3)).url(), &["the run continues"]);
 }
 
