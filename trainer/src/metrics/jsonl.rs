@@ -8,28 +8,24 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use candlewick_runtime::exit::ExitCode;
 use candlewick_text::files::write_durably;
 use serde::Serialize;
 use serde_json::Value;
 
-/// The start of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunStart {
-    /// At the first step.
-    Fresh,
-    /// After this many steps.
-    Resumed(usize),
-}
+use super::description::RunDescription;
+use super::tracker::{MetricsRecord, RecordKind, RunStart, Tracker};
 
 /// Appends records to a metrics file.
 #[derive(Debug)]
-pub struct MetricsFile {
+pub(super) struct MetricsFile {
+    path: PathBuf,
     file: File,
 }
 
 impl MetricsFile {
     /// Opens the file for a run that begins at `start`.
-    pub fn open(path: &Path, start: RunStart) -> io::Result<Self> {
+    pub(super) fn open(path: &Path, start: RunStart) -> io::Result<Self> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;
         }
@@ -40,15 +36,47 @@ impl MetricsFile {
             RunStart::Fresh => fs::rename(path, unused_name(path))?,
             RunStart::Resumed(step) => cut_after(path, step)?,
         }
-        Ok(Self { file: OpenOptions::new().create(true).append(true).open(path)? })
+        let file = OpenOptions::new().create(true).append(true).open(path)?;
+        Ok(Self { path: path.to_owned(), file })
     }
 
     /// Writes one line with a single call.
-    pub fn append(&mut self, record: &impl Serialize) -> io::Result<()> {
+    fn append(&mut self, record: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
         self.file.write_all(&line)
     }
+}
+
+impl Tracker for MetricsFile {
+    fn destination(&self) -> PathBuf {
+        self.path.clone()
+    }
+
+    /// Writes nothing: run.json has the description.
+    fn describe(&mut self, _start: RunStart, _run: &RunDescription) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
+        self.append(&record.fields)
+    }
+
+    fn finish(&mut self, _code: ExitCode) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Returns the records of a metrics file up to a step; none if there is no such file.
+pub(super) fn records_until(path: &Path, last_step: usize) -> Vec<MetricsRecord> {
+    let text = fs::read(path).unwrap_or_default();
+    let lines = text.split(|byte| *byte == b'\n');
+    let records = lines.filter_map(|line| {
+        let fields: Value = serde_json::from_slice(line).ok()?;
+        fields.get("iter")?;
+        MetricsRecord::of(RecordKind::Other, &fields).ok()
+    });
+    records.filter(|record| record.step <= last_step).collect()
 }
 
 /// Returns the first unused name of `<name>.1.<ending>`, `.2`, and so on.
@@ -103,6 +131,17 @@ mod tests {
         record(&path, RunStart::Fresh, 1..=5);
         record(&path, RunStart::Resumed(3), 4..=6);
         check(&path, &[1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn the_records_of_a_file_are_read_up_to_a_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        fs::write(&path, "{\"iter\":1,\"loss\":0.5}\nbroken\n{\"iter\":2,\"loss\":0.25}\n{\"iter\":3}\n{\"it").unwrap();
+        let records = records_until(&path, 2);
+        let scalars: Vec<_> = records.iter().map(|record| (record.step, record.scalars()[0].1)).collect();
+        assert_eq!(scalars, [(1, 0.5), (2, 0.25)]);
+        assert_eq!(records_until(&dir.path().join("none"), 2), []);
     }
 
     #[test]

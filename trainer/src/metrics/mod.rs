@@ -1,20 +1,26 @@
-//! Metrics of a run: metrics.jsonl, the terminal, run.json.
+//! Metrics of a run: the trackers (metrics.jsonl, TensorBoard, W&B, MLflow), the terminal, run.json.
 //!
 //! The training loop passes a `StepRecord` for each step to the `Reporter`. Nothing here measures time.
 
 mod console;
+mod description;
 mod experts;
 mod flops;
 mod format;
 mod gpu;
+mod host;
 mod jsonl;
 mod memory;
 mod plan;
 mod record;
 mod reporter;
 mod run_json;
+mod tracker;
+mod trackers;
+mod tracking_plan;
 
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
+pub use description::RunDescription;
 pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{
     AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, model_flops_utilization,
@@ -22,9 +28,11 @@ pub use flops::{
 };
 pub use format::{duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
-pub use jsonl::{MetricsFile, RunStart};
+pub use host::{HostInfo, Versions};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
 pub use record::{CheckpointRecord, EvalRecord, Fp8Record, Fp8TensorRecord, ResumeRecord, StepRecord, TasksRecord};
-pub use reporter::Reporter;
-pub use run_json::{HostInfo, RunExit, RunJson, RunReport, Versions};
+pub use reporter::{Reporter, TrackerFailure};
+pub use run_json::{RunExit, RunJson, RunReport};
+pub use tracker::RunStart;
+pub use tracking_plan::{Credentials, MlflowPlan, Secret, TrackingPlan, WandbMode, WandbPlan};

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::tracking_plan::TrackingPlan;
+
 /// The resolved logging settings of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogPlan {
@@ -21,6 +23,8 @@ pub struct LogPlan {
     pub log_num_zeros_in_grad: bool,
     /// The verbosity of the terminal.
     pub console: Console,
+    /// The trackers other than the metrics file.
+    pub tracking: TrackingPlan,
 }
 
 /// The verbosity of the terminal.

@@ -1,47 +1,58 @@
-//! Sends each record to the metrics file and the terminal.
+//! Sends each record to the trackers and the terminal.
 
 use std::io;
+use std::path::PathBuf;
 use std::time::Instant;
 
+use candlewick_runtime::exit::ExitCode;
 use serde::Serialize;
 
 use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
+use super::description::RunDescription;
 use super::format::duration;
-use super::jsonl::{MetricsFile, RunStart};
 use super::plan::{Console, LogPlan};
 use super::record::{CheckpointRecord, EvalRecord, Fp8Record, ResumeRecord, StepRecord, TasksRecord};
+use super::tracker::{MetricsRecord, RecordKind, RunStart, Tracker};
+use super::trackers;
 
 /// Reports the steps and evaluations of a run.
 #[derive(Debug)]
 pub struct Reporter {
     plan: LogPlan,
     total_steps: usize,
-    file: Option<MetricsFile>,
+    trackers: Vec<Box<dyn Tracker>>,
     terminal: Terminal,
     n_evals: usize,
-    failure: Option<io::Error>,
+    failure: Option<TrackerFailure>,
     /// The start of the first step, and the number of steps before it.
     started: (Instant, usize),
 }
 
+/// The error that closed a tracker.
+#[derive(Debug)]
+pub struct TrackerFailure {
+    /// The file or folder.
+    pub path: PathBuf,
+    /// The error.
+    pub source: io::Error,
+}
+
 impl Reporter {
-    /// Opens the metrics file and the terminal for a run of `total_steps`.
-    pub fn open(plan: &LogPlan, start: RunStart, total_steps: usize) -> io::Result<Self> {
-        let done = match start {
-            RunStart::Fresh => 0,
-            RunStart::Resumed(step) => step,
-        };
-        let file = plan.metrics_path.as_deref().map(|path| MetricsFile::open(path, start)).transpose()?;
+    /// Opens the trackers and the terminal for the run `run`.
+    pub fn open(plan: &LogPlan, start: RunStart, run: &RunDescription) -> io::Result<Self> {
+        let (done, total_steps) = (start.step(), run.total_steps);
         let terminal = Terminal::new(plan.console, done, total_steps);
-        Ok(Self {
+        let mut reporter = Self {
             plan: plan.clone(),
             total_steps,
-            file,
+            trackers: trackers::open(plan, start, &terminal)?,
             terminal,
             n_evals: 0,
             failure: None,
             started: (Instant::now(), done),
-        })
+        };
+        reporter.for_each_tracker(|tracker| tracker.describe(start, run));
+        Ok(reporter)
     }
 
     /// Reports a step.
@@ -49,7 +60,7 @@ impl Reporter {
         let LogPlan { train_log_iter_interval, loss_log_interval, .. } = self.plan;
         let is_recorded = is_due(train_log_iter_interval, record.iter);
         if is_recorded {
-            self.append(record);
+            self.record(RecordKind::Step, record);
         }
         if is_recorded || is_due(loss_log_interval, record.iter) {
             let line = match self.plan.console {
@@ -72,37 +83,44 @@ impl Reporter {
     pub fn log_eval(&mut self, record: &EvalRecord) {
         self.n_evals += 1;
         if is_due(self.plan.eval_log_iter_interval, self.n_evals) {
-            self.append(record);
+            self.record(RecordKind::Other, record);
             self.terminal.line(&eval_line(record, self.total_steps));
         }
     }
 
     /// Writes the statistics of FP8 tensors.
     pub fn log_fp8(&mut self, record: &Fp8Record) {
-        self.append(record);
+        self.record(RecordKind::Other, record);
     }
 
     /// Reports the scores of tasks.
     pub fn log_tasks(&mut self, record: &TasksRecord) {
-        self.append(record);
+        self.record(RecordKind::Other, record);
         self.terminal.line(&tasks_line(record, self.total_steps));
     }
 
     /// Reports a checkpoint.
     pub fn log_checkpoint(&mut self, record: &CheckpointRecord) {
-        self.append(record);
+        self.record(RecordKind::Checkpoint, record);
         self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
     }
 
-    /// Appends a resume to the metrics file and prints it.
+    /// Reports a resume.
     pub fn log_resume(&mut self, record: &ResumeRecord) {
-        self.append(record);
+        self.record(RecordKind::Other, record);
         let (dir, time) = (record.resumed_from.display(), duration(record.resume_time));
         self.terminal.line(&format!("resumed after step {} from {dir} in {time}", record.iter));
     }
 
-    /// Returns the error that ended the metrics file, if there was one.
-    pub fn take_failure(&mut self) -> Option<io::Error> {
+    /// Reports the end of the run to the trackers. Waits for remote servers at most for a fixed time.
+    pub fn finish(&mut self, code: ExitCode) {
+        self.for_each_tracker(|tracker| tracker.finish(code));
+        self.trackers.iter_mut().for_each(|tracker| tracker.wait());
+        self.trackers.clear();
+    }
+
+    /// Returns the first error that closed a tracker, if there was one.
+    pub fn take_failure(&mut self) -> Option<TrackerFailure> {
         self.failure.take()
     }
 
@@ -111,14 +129,24 @@ impl Reporter {
         &self.terminal
     }
 
-    /// Appends a record. On failure, warns once and disables the file, because the run can still save checkpoints.
-    fn append(&mut self, record: &impl Serialize) {
-        if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(record)) {
-            let path = self.plan.metrics_path.as_deref().unwrap_or_else(|| "".as_ref());
-            tracing::warn!("metrics are disabled: failed to write {}: {error}", path.display());
-            self.file = None;
-            self.failure = Some(error);
-        }
+    fn record(&mut self, kind: RecordKind, record: &impl Serialize) {
+        let record = MetricsRecord::of(kind, record);
+        let log = |tracker: &mut dyn Tracker| match &record {
+            Ok(record) => tracker.log(record),
+            Err(error) => Err(io::Error::other(error.to_string())),
+        };
+        self.for_each_tracker(log);
+    }
+
+    /// Calls each tracker. Warns of an error and closes its tracker, because the run can still save checkpoints.
+    fn for_each_tracker(&mut self, mut call: impl FnMut(&mut dyn Tracker) -> io::Result<()>) {
+        self.trackers.retain_mut(|tracker| {
+            let Err(source) = call(tracker.as_mut()) else { return true };
+            let path = tracker.destination();
+            tracing::warn!("metrics are disabled: failed to write {}: {source}", path.display());
+            self.failure.get_or_insert(TrackerFailure { path, source });
+            false
+        });
     }
 }
 
@@ -137,22 +165,31 @@ fn is_due(interval: usize, count: usize) -> bool {
 mod tests {
     use super::*;
     use crate::metrics::plan::Console;
+    use crate::metrics::tracking_plan::TrackingPlan;
+    use std::path::Path;
+
+    /// Returns a plan with the intervals of steps and of evaluations.
+    fn plan(metrics_path: &Path, [train_log_iter_interval, eval_log_iter_interval]: [usize; 2]) -> LogPlan {
+        LogPlan {
+            metrics_path: Some(metrics_path.to_owned()),
+            output_dir: None,
+            loss_log_interval: 1,
+            train_log_iter_interval,
+            eval_log_iter_interval,
+            log_num_zeros_in_grad: false,
+            console: Console::Quiet,
+            tracking: TrackingPlan::default(),
+        }
+    }
 
     /// Checks the `iter` of the lines of a run of 6 steps with an evaluation every second step.
     #[track_caller]
     fn check(train_interval: usize, eval_interval: usize, want: &[u64]) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let plan = LogPlan {
-            metrics_path: Some(path.clone()),
-            output_dir: None,
-            loss_log_interval: 1,
-            train_log_iter_interval: train_interval,
-            eval_log_iter_interval: eval_interval,
-            log_num_zeros_in_grad: false,
-            console: Console::Quiet,
-        };
-        let mut reporter = Reporter::open(&plan, RunStart::Fresh, 6).unwrap();
+        let plan = plan(&path, [train_interval, eval_interval]);
+        let run = RunDescription { total_steps: 6, ..RunDescription::default() };
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, &run).unwrap();
         for iter in 1..=6 {
             reporter.log_step(&StepRecord { iter, ..StepRecord::default() });
             if iter % 2 == 0 {
@@ -177,5 +214,21 @@ mod tests {
     #[test]
     fn intervals_of_zero_disable_records() {
         check(0, 0, &[]);
+    }
+
+    #[test]
+    fn a_tracker_that_cannot_write_is_closed_and_the_others_continue() {
+        let dir = tempfile::tempdir().unwrap();
+        let metrics_path = dir.path().join("metrics.jsonl");
+        let no_folder = PathBuf::from("/dev/null/tensorboard");
+        let plan = LogPlan {
+            tracking: TrackingPlan { tensorboard: Some(no_folder.clone()), ..TrackingPlan::default() },
+            ..plan(&metrics_path, [1, 1])
+        };
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, &RunDescription::default()).unwrap();
+        reporter.log_step(&StepRecord { iter: 1, ..StepRecord::default() });
+        reporter.finish(ExitCode::Ok);
+        assert_eq!(reporter.take_failure().unwrap().path, no_folder);
+        assert_eq!(std::fs::read_to_string(&metrics_path).unwrap().lines().count(), 1);
     }
 }

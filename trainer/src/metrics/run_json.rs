@@ -2,7 +2,6 @@
 //!
 //! Each update replaces the file atomically, so a reader never sees a partial file.
 
-use std::fmt;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -13,8 +12,9 @@ use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::description::RunDescription;
+use super::host::{HostInfo, Versions};
 use super::jsonl::unused_name;
-use super::memory::Memory;
 use super::plan::LogPlan;
 
 /// Writes and updates run.json.
@@ -45,6 +45,8 @@ pub struct RunReport {
     pub exit: Option<RunExit>,
     /// The checkpoint from which the run resumed.
     pub resumed_from: Option<PathBuf>,
+    /// Size, mesh and batch of the run; null until they are known.
+    pub run: Option<RunDescription>,
     /// The resolved plan.
     pub plan: Value,
     /// The versions of the program.
@@ -71,30 +73,6 @@ pub struct RunExit {
     pub reason: String,
 }
 
-/// The versions of the program.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Versions {
-    /// The version of this package.
-    pub candlewick: &'static str,
-    /// The commit, if `CANDLEWICK_COMMIT` was set at build time.
-    pub commit: Option<&'static str>,
-}
-
-/// The machine of a run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct HostInfo {
-    /// The host name.
-    pub name: Option<String>,
-    /// Operating system and architecture: "linux x86_64".
-    pub system: String,
-    /// The CPU model.
-    pub cpu: Option<String>,
-    /// The number of threads available to this process.
-    pub n_cpus: usize,
-    /// Memory in bytes.
-    pub memory_bytes: Option<u64>,
-}
-
 impl RunJson {
     /// Creates run.json in `plan.output_dir`; writes nothing if that is `None`. Renames the file of a finished run to
     /// `run.1.json`, `.2`, and so on.
@@ -113,6 +91,7 @@ impl RunJson {
             elapsed_s: 0.0,
             exit: None,
             resumed_from: None,
+            run: None,
             plan,
             versions: Versions::this(),
             host: HostInfo::this(),
@@ -150,36 +129,6 @@ impl RunJson {
     }
 }
 
-impl Versions {
-    /// Returns the versions of this program.
-    pub fn this() -> Self {
-        Self { candlewick: env!("CARGO_PKG_VERSION"), commit: option_env!("CANDLEWICK_COMMIT") }
-    }
-}
-
-impl fmt::Display for Versions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.candlewick)?;
-        self.commit.map_or(Ok(()), |commit| write!(f, " ({commit})"))
-    }
-}
-
-impl HostInfo {
-    /// Describes this machine.
-    pub fn this() -> Self {
-        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let model = cpuinfo.lines().find_map(|line| line.strip_prefix("model name"));
-        let name = fs::read_to_string("/proc/sys/kernel/hostname").ok();
-        Self {
-            name: name.map(|name| name.trim().to_owned()),
-            system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
-            cpu: model.map(|model| model.trim_start_matches(['\t', ' ', ':']).to_owned()),
-            n_cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-            memory_bytes: Memory::now().map(|memory| memory.node_total_bytes),
-        }
-    }
-}
-
 /// Reads a report; null if there is none.
 fn read(path: &Path) -> Value {
     fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
@@ -195,6 +144,7 @@ fn utc(time: SystemTime) -> String {
 mod tests {
     use super::*;
     use crate::metrics::plan::Console;
+    use crate::metrics::tracking_plan::TrackingPlan;
     use std::time::{Duration, UNIX_EPOCH};
 
     fn log(output_dir: Option<PathBuf>) -> LogPlan {
@@ -206,6 +156,7 @@ mod tests {
             eval_log_iter_interval: 1,
             log_num_zeros_in_grad: false,
             console: Console::Quiet,
+            tracking: TrackingPlan::default(),
         }
     }
 
@@ -222,12 +173,6 @@ mod tests {
         for (seconds, want) in cases {
             assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), want);
         }
-    }
-
-    #[test]
-    fn a_version_includes_the_commit_if_it_is_known() {
-        let text = |commit| Versions { candlewick: "0.1.0", commit }.to_string();
-        assert_eq!([text(None), text(Some("12ab-dirty"))], ["0.1.0", "0.1.0 (12ab-dirty)"]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Derived numbers of a plan, for the user: parameters, global batch and steps.
 
+use candlewick_comm::mesh::Degrees;
+
 use super::Plan;
 use crate::data::{Horizon, TrainLoader};
 use crate::estimate::{DeviceKind, Setup, parameter_counts};
@@ -19,7 +21,7 @@ impl Plan {
 
     /// Returns the numbers of all and of trained parameters; `None` before the model's config is known.
     pub fn parameters(&self) -> Option<String> {
-        let (frozen, trained) = parameter_counts(&Setup::of(self, DeviceKind::Cpu).ok()?);
+        let (frozen, trained) = self.parameter_counts()?;
         let total = frozen + trained;
         let share = 100.0 * trained as f64 / total as f64;
         let trained =
@@ -27,7 +29,28 @@ impl Plan {
         Some(format!("{}, trained: {trained}", grouped(total as usize)))
     }
 
-    fn global_batch(&self) -> String {
+    /// Returns the numbers of frozen and of trained parameters; `None` before the model's config is known.
+    pub(crate) fn parameter_counts(&self) -> Option<(u64, u64)> {
+        Some(parameter_counts(&Setup::of(self, DeviceKind::Cpu).ok()?))
+    }
+
+    /// Returns the degrees of the device mesh by name, in the order of its axes.
+    pub(crate) fn mesh(&self) -> [(&'static str, usize); 8] {
+        let Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ep, etp } = self.ranks.degrees();
+        [
+            ("pp", pp),
+            ("dp_replicate", dp_replicate),
+            ("dp_shard", dp_shard),
+            ("cp", cp),
+            ("sp", sp),
+            ("tp", tp),
+            ("ep", ep),
+            ("etp", etp),
+        ]
+    }
+
+    /// Describes the rows and tokens of a step.
+    pub(crate) fn global_batch(&self) -> String {
         let data = &self.data;
         let factors = [
             (data.micro_batch_size, "micro_batch_size"),

@@ -14,7 +14,7 @@ const ROWS: &str = "rows of a micro-batch, on each data-parallel rank";
 const STEPS: &str = "in steps";
 const QUANTISED: &str =
     "a run with an adapter stores frozen weights in a byte with `fp8`; 4-bit weights are not supported";
-const TRACKERS: &str = "experiment trackers are not supported; metrics.jsonl in output_dir has every step";
+const TRACKERS: &str = "the trackers are tensorboard, wandb and mlflow; metrics.jsonl in output_dir has every step";
 const TEMPLATE: &str = "a Jinja file that replaces the tokenizer's own template";
 const ATTENTION: &str = "fused attention is the default";
 const ALWAYS: &str = "remove the key: this is always on";
@@ -258,15 +258,28 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("log_every_n_steps", "train_log_iter_interval", STEPS),
     key("logging_dir", "logger.output_dir", ""),
     key("log_level", "logger.level", ""),
-    key("run_name", "output_dir", ""),
-    key("report_to", "", TRACKERS),
-    key("use_wandb", "", TRACKERS),
-    key("wandb_project", "", TRACKERS),
-    key("wandb_entity", "", TRACKERS),
-    key("wandb_name", "", TRACKERS),
-    key("wandb_run_id", "", TRACKERS),
-    key("mlflow_tracking_uri", "", TRACKERS),
-    key("metric_logger", "", TRACKERS),
+    key("report_to_tensorboard", "report_to", "`report_to: tensorboard`"),
+    key("use_tensorboard", "report_to", "`report_to: tensorboard`"),
+    key("use_wandb", "report_to", "`report_to: wandb`"),
+    key("use_mlflow", "report_to", "`report_to: mlflow`"),
+    key("use_comet", "report_to", TRACKERS),
+    key("use_trackio", "report_to", TRACKERS),
+    key("use_swanlab", "report_to", TRACKERS),
+    key("metric_logger", "report_to", TRACKERS),
+    key("wandb_project", "wandb.project", ""),
+    key("wandb_entity", "wandb.entity", ""),
+    key("wandb_name", "wandb.name", ""),
+    key("wandb_run_id", "", "WANDB_RUN_ID: an environment variable sets it"),
+    key("wandb_mode", "", "WANDB_MODE: an environment variable sets it"),
+    key("wandb_watch", "", "gradients and weights are not logged to W&B"),
+    key("wandb_log_model", "", "models are not uploaded to W&B"),
+    key("wandb.group", "", "WANDB_RUN_GROUP: an environment variable sets it"),
+    key("wandb.tags", "", "WANDB_TAGS: an environment variable sets it"),
+    key("wandb.mode", "", "WANDB_MODE: an environment variable sets it"),
+    key("mlflow_tracking_uri", "mlflow.tracking_uri", ""),
+    key("mlflow_experiment_name", "mlflow.experiment_name", ""),
+    key("mlflow_run_name", "run_name", ""),
+    key("hf_mlflow_log_artifacts", "", "models are not uploaded to MLflow"),
     key("push_to_hub", "", HUB),
     key("hub_model_id", "", HUB),
     key("hub_strategy", "", HUB),

@@ -49,8 +49,8 @@ pub use optimizer::{
     DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };
 pub use output::{
-    AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, OnNonfinite, Prompt,
-    RankList, WandbSection,
+    AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, MlflowSection, OnNonfinite,
+    Prompt, RankList, TrackerName, WandbSection,
 };
 pub use precision::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, PrecisionRecipe, PrecisionSection};
 pub use schema::json_schema;
@@ -78,8 +78,15 @@ pub struct Recipe {
     pub data: DataSection,
     /// Log messages and log files.
     pub logger: LoggerSection,
+    /// The experiment trackers: a list of `tensorboard`, `wandb` and `mlflow`, or one of them. The metrics file is written in
+    /// any case. Default `none`.
+    pub report_to: Option<ValueOrList<TrackerName>>,
+    /// The run's name in the trackers. Default: the name of `output_dir`.
+    pub run_name: Option<String>,
     /// Weights and Biases.
     pub wandb: WandbSection,
+    /// MLflow.
+    pub mlflow: MlflowSection,
     /// The learning rate schedule.
     pub scheduler: SchedulerSection,
     /// The optimizer.

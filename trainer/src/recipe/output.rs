@@ -1,4 +1,4 @@
-//! The `checkpoint`, `logger`, `wandb` and `generate` sections.
+//! The `checkpoint`, `logger`, `wandb`, `mlflow` and `generate` sections.
 
 use std::fmt;
 
@@ -100,18 +100,42 @@ pub enum AllRanks {
     Star,
 }
 
-/// Weights and Biases.
+/// An experiment tracker of `report_to`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TrackerName {
+    /// TensorBoard's event files in `tensorboard` in `output_dir`.
+    Tensorboard,
+    /// Weights and Biases.
+    Wandb,
+    /// An MLflow tracking server.
+    Mlflow,
+    /// No tracker.
+    None,
+}
+
+/// Weights and Biases. The environment variables `WANDB_*` apply where a key is not set.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WandbSection {
-    /// Logs to Weights and Biases. `true` is not implemented yet. Default false.
+    /// Logs to Weights and Biases, as `report_to: wandb` does. Default false.
     pub enable: Option<bool>,
-    /// The entity. No effect.
+    /// The entity: a user or team. Default `WANDB_ENTITY`, else the default entity of the API key.
     pub entity: Option<String>,
-    /// The project. No effect.
+    /// The project. Default `WANDB_PROJECT`, else `candlewick`.
     pub project: Option<String>,
-    /// The run's name. No effect.
+    /// The run's name. Default `run_name`, else `WANDB_NAME`, else the name of `output_dir`.
     pub name: Option<String>,
+}
+
+/// MLflow. The environment variables `MLFLOW_*` apply where a key is not set.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct MlflowSection {
+    /// The URL of the tracking server: `http://host:5000`. Default `MLFLOW_TRACKING_URI`.
+    pub tracking_uri: Option<String>,
+    /// The experiment. Default `MLFLOW_EXPERIMENT_NAME`, else `Default`.
+    pub experiment_name: Option<String>,
 }
 
 /// Sample generations, printed after training.

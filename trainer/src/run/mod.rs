@@ -9,6 +9,7 @@ mod build;
 mod checkpointer;
 mod connect;
 mod context;
+mod describe;
 mod evaluate;
 mod finish;
 mod lock;
@@ -105,25 +106,36 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
     let chat = ranks.process.all_ok(tasks::chat(plan, &assets))?;
     let open = || open_tasks(plan, selection.as_ref(), chat.as_ref(), hub);
     let tasks = ranks.process.one_rank_per_node_first(open)?;
-    let explain = |error, parameters| out_of_memory::explain(error, plan, &ranks.device, parameters);
-    let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(|error| explain(error, None))?;
+    let explain = |error| out_of_memory::explain(error, plan, &ranks.device, None);
+    let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(explain)?;
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
     // Until here a signal ends the process at once, because there is nothing to save.
     let stop = StopSignals::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
     let run = TrainingRun { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, run_id, stop };
-    train_and_finish(run, run_json).map_err(|error| explain(error, Some(engine.store().device_bytes())))
+    train_and_finish(run, run_json)
 }
 
 fn train_and_finish(run: TrainingRun, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     failpoint("engine_built", 0);
-    let mut session = Session::begin(run, run_json)?;
-    let end = steps(&mut session)?;
+    let TrainingRun { plan, ranks, engine, .. } = run;
+    let explain = |error| out_of_memory::explain(error, plan, &ranks.device, Some(engine.store().device_bytes()));
+    let mut session = Session::begin(run, run_json).map_err(explain)?;
+    // The other ranks know of a failure before this one waits for the servers of its trackers.
+    let ended = train_to_end(&mut session).map_err(|error| ranks.report_failure(explain(error)));
+    let code = ended.as_ref().map_or_else(crate::exit::classify, |(code, _)| *code);
+    session.reporter.finish(code);
+    let (code, reason) = ended?;
+    ranks.process.all_ok(session.check_metrics_written(code))?;
+    Ok((code, reason))
+}
+
+fn train_to_end(session: &mut Session) -> Result<(ExitCode, String)> {
+    let end = steps(session)?;
     session.drain(0)?;
-    let code = finish::finish(&mut session, &end)?;
+    let code = finish::finish(session, &end)?;
     session.finish_async_save(true)?;
-    run.ranks.process.all_ok(session.check_metrics_written(code))?;
     Ok((code, end.reason()))
 }
 

@@ -17,7 +17,8 @@ use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
     AttentionPairs, CheckpointRecord, FlopFactors, Fp8Record, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
-    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, flops, model_flops_utilization, recomputed_flops,
+    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, TrackerFailure, flops, model_flops_utilization,
+    recomputed_flops,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
@@ -27,6 +28,7 @@ use crate::signals::StopRequest;
 use super::async_save::FinishedAsyncSave;
 use super::checkpointer::{self, Checkpointer, SaveOutcome, SavedCheckpoint};
 use super::context::{Progress, TrainingRun};
+use super::describe::{describe, lines};
 use super::routing;
 use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome};
 
@@ -72,7 +74,12 @@ impl<'a> Session<'a> {
         let routing = routing::open(&run, &stream)?;
 
         let start = state.map_or(RunStart::Fresh, |state| RunStart::Resumed(state.step));
-        let reporter = Reporter::open(&plan.log, start, total_steps).map_err(|source| {
+        let gpu_id = match run.engine.device().location() {
+            DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
+            _ => None,
+        };
+        let description = describe(&run, total_steps, gpu_id);
+        let reporter = Reporter::open(&plan.log, start, &description).map_err(|source| {
             let path = plan.log.metrics_path.clone().unwrap_or_default();
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
@@ -80,10 +87,6 @@ impl<'a> Session<'a> {
         if !progress.scores.has_metric_of(run.scores) {
             progress.scores = run.scores.clone();
         }
-        let gpu_id = match run.engine.device().location() {
-            DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
-            _ => None,
-        };
         let policy = GradPolicy {
             max_norm: plan.optimizer.gradient_clipping,
             loss_scaling: plan.optimizer.loss_scaling,
@@ -109,6 +112,8 @@ impl<'a> Session<'a> {
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
+        lines(plan, &description.device).iter().for_each(|line| session.reporter.terminal().line(line));
+        session.run_json.update(|report| report.run = Some(description))?;
         session.log_start(resumed.as_ref(), resume_time, &moved)?;
         if resumed.is_some() {
             session.save_missing()?;
@@ -128,7 +133,6 @@ impl<'a> Session<'a> {
         }
         let plan = self.run.plan;
         plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
-        plan.parameters().iter().for_each(|text| terminal.line(&format!("parameters: {text}")));
         moved.iter().for_each(|line| terminal.line(line));
         let planned = plan.checkpoints.iter().map(|plan| format!("will save: {plan}"));
         planned.for_each(|line| terminal.line(&line));
@@ -273,9 +277,9 @@ impl<'a> Session<'a> {
     /// Fails if a run that succeeded otherwise could not write all of its metrics.
     pub(super) fn check_metrics_written(&mut self, code: ExitCode) -> Result<()> {
         let failure = self.reporter.take_failure().filter(|_| code == ExitCode::Ok);
-        let path = self.run.plan.log.metrics_path.clone().unwrap_or_default();
-        failure
-            .map_or(Ok(()), |source| Err(CheckpointError::Io { action: "write all metrics to", path, source }.into()))
+        failure.map_or(Ok(()), |TrackerFailure { path, source }| {
+            Err(CheckpointError::Io { action: "write all metrics to", path, source }.into())
+        })
     }
 
     /// Returns the stop request of any rank. All ranks return the same.

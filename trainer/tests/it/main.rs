@@ -22,3 +22,5 @@ mod schedules;
 mod sharing;
 mod signals;
 mod support;
+mod tracking;
+mod tracking_server;

@@ -9,7 +9,7 @@ use candlewick_parallel::{ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 use serde_json::json;
 use trainer::estimate::{Capacity, Category, DeviceKind, FixedModes, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, CheckpointingMode, Environment, Plan, TempDir, WorldInfo};
+use trainer::plan::{BuildFeatures, CheckpointingMode, Environment, Plan, TempDir, TrackingEnv, WorldInfo};
 use trainer::recipe::{Loaded, RecipeError};
 
 use crate::support::Run;
@@ -57,6 +57,7 @@ fn resolve_on(
         console: Console::Full,
         capacity,
         missing_gpu: None,
+        tracking: TrackingEnv::default(),
     };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)

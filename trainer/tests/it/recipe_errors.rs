@@ -84,7 +84,10 @@ fn a_key_of_another_section_or_another_trainer_is_recognized() {
         ("sequence_len", "`data.max_length`"),
         ("zero_stage", "`deepspeed.zero_optimization.stage`"),
         ("load_in_4bit", "4-bit weights are not supported"),
-        ("report_to", "metrics.jsonl"),
+        ("use_comet", "metrics.jsonl"),
+        ("metric_logger", "`report_to`"),
+        ("wandb_project", "`wandb.project`"),
+        ("mlflow_tracking_uri", "`mlflow.tracking_uri`"),
     ] {
         check(&format!("{key}: 1\n"), &[&format!("unknown key `{key}`"), want]);
         check_with("", &[&format!("{key}=1")], &[want]);

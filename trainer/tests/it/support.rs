@@ -54,10 +54,7 @@ impl Run {
 
     /// Starts training, whose log the test reads.
     pub(crate) fn start_training(&self, overrides: &[&str]) -> Started {
-        let mut command = self.command("train", overrides);
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let stderr = BufReader::new(child.stderr.take().unwrap());
-        Started { child, stderr, log: String::new() }
+        Started::spawn(self.command("train", overrides))
     }
 
     /// Trains and checks for success.
@@ -122,6 +119,13 @@ pub(crate) struct Started {
 }
 
 impl Started {
+    /// Starts a command.
+    pub(crate) fn spawn(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        Self { child, stderr, log: String::new() }
+    }
+
     /// Reads the log until a line contains `words`.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, words: &str) {

@@ -10,7 +10,7 @@ use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_b
 use candlewick_text::hub::{Hub, HubError, HubSettings, LocalModel, LocalModelKind, ModelFiles, local_model};
 use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
 
-use super::TempDir;
+use super::{TempDir, TrackingEnv};
 use crate::estimate::Capacity;
 use crate::metrics::Console;
 use crate::recipe::{ConfigSource, ExpertsImplementation, Fault, Loaded, MemoryMode, ModelType, RecipeError};
@@ -38,6 +38,8 @@ pub struct Environment {
     pub capacity: Option<Capacity>,
     /// The reason why this machine has no usable GPU, if a run here needs one.
     pub missing_gpu: Option<String>,
+    /// The environment variables and credentials of the trackers.
+    pub tracking: TrackingEnv,
 }
 
 /// The position of a process among those that train together.
@@ -138,6 +140,7 @@ impl Environment {
             console,
             capacity: wants_capacity.then(|| capacity(loaded).of_one(world.n_here)),
             missing_gpu: None,
+            tracking: TrackingEnv::from_env(),
         })
     }
 

@@ -22,6 +22,8 @@ mod resolver;
 mod router;
 mod sources;
 mod temp_dir;
+mod tracking;
+mod tracking_env;
 
 use candlewick_ops::DeviceChoice;
 
@@ -32,6 +34,7 @@ pub(crate) use environment::is_path;
 pub use environment::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, WorldInfo};
 pub(crate) use output::conversation;
 pub use temp_dir::TempDir;
+pub use tracking_env::TrackingEnv;
 
 use resolver::Resolver;
 

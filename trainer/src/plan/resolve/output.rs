@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use candlewick_text::conversation::{Conversation, Message, MessageError};
 
 use super::resolver::Resolver;
+use super::tracking;
 use crate::metrics::{Console, LogPlan};
 use crate::plan::{ExitPlan, GeneratePlan, LoggerPlan};
 use crate::recipe::{DataType, JsonMap, LogLevel, Origin, Prompt};
@@ -57,6 +58,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         (None, Some(dir)) => Some(resolver.record(key, dir.join("metrics.jsonl"), Origin::Derived)),
         (None, None) => None,
     };
+    let tracking = tracking::resolve(resolver, output_dir.as_deref());
     LogPlan {
         metrics_path: metrics_path.filter(|path| path != Path::new(NOWHERE) && reports),
         output_dir,
@@ -65,6 +67,7 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         eval_log_iter_interval: resolver.count("eval_log_iter_interval", recipe.eval_log_iter_interval, 1),
         log_num_zeros_in_grad: resolver.pick("log_num_zeros_in_grad", recipe.log_num_zeros_in_grad, false),
         console: if prints(resolver) { resolver.env.console } else { Console::Quiet },
+        tracking,
     }
 }
 

@@ -26,7 +26,6 @@ fn top_level(resolver: &mut Resolver) {
 fn parts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
     refuse(resolver, "model.save_name", recipe.model.save_name.is_some());
-    refuse(resolver, "wandb.enable", recipe.wandb.enable == Some(true));
     refuse(resolver, "tokenizer.tokenize_kwargs", !recipe.tokenizer.tokenize_kwargs.is_empty());
     refuse(resolver, "data.repeat_to_pack_max_length", recipe.data.repeat_to_pack_max_length == Some(true));
 }
@@ -70,9 +69,6 @@ fn without_effect(resolver: &mut Resolver) {
         "data.cache_fs_type",
         "data.use_data_cache",
         "data.cache_processed_data",
-        "wandb.entity",
-        "wandb.project",
-        "wandb.name",
     ] {
         if resolver.loaded.is_set(key) {
             resolver.note(format!("{key} has no effect here"));

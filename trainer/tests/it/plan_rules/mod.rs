@@ -5,6 +5,7 @@ mod data;
 mod moe;
 mod precision;
 mod ranks;
+mod tracking;
 
 use std::path::Path;
 
@@ -12,7 +13,7 @@ use candlewick_model::Config;
 use serde_json::json;
 use trainer::checkpoint::{CheckpointFormat, Moment};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, WeightInit, WorldInfo};
+use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, TrackingEnv, WeightInit, WorldInfo};
 use trainer::recipe::{FloatDtype, Loaded, RecipeError};
 use trainer::schedule::{Floor, PhaseLength, Shape};
 
@@ -36,6 +37,7 @@ fn known() -> Environment {
         console: Console::Full,
         capacity: None,
         missing_gpu: None,
+        tracking: TrackingEnv::default(),
     }
 }
 
@@ -69,7 +71,6 @@ fn unimplemented_keys_are_refused_by_name() {
     for argument in [
         "mem_profiler=step",
         "model.save_name=x",
-        "wandb.enable=true",
         "tokenizer.tokenize_kwargs={a: 1}",
         "data.repeat_to_pack_max_length=true",
         "type=dpo",
@@ -95,10 +96,10 @@ fn unimplemented_keys_are_refused_by_name() {
 
 #[test]
 fn all_refused_keys_are_listed_with_their_lines() {
-    let error = resolve("mem_profiler: step\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
+    let error = resolve("mem_profiler: step\nmodel: {name_or_path: a}\nbeta: 1\n", &[]).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("recipes/r.yaml:1:1: `mem_profiler: step` is not implemented yet"), "{message}");
-    assert!(message.contains("recipes/r.yaml:4:3: `wandb.enable: true` is not implemented yet"), "{message}");
+    assert!(message.contains("recipes/r.yaml:3:1: `beta: 1` is not implemented yet"), "{message}");
     assert!(message.contains("data.sources: no training data are set"), "{message}");
     assert_eq!(error.faults().len(), 3);
 }

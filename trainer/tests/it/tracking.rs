@@ -1,0 +1,241 @@
+//! Experiment trackers: TensorBoard, Weights and Biases, MLflow.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use serde_json::Value;
+
+use super::support::{Run, Started, stderr};
+use super::tracking_server::{Fault, Received, TrackingServer};
+
+const WANDB_KEY: &str = "s3cret-wandb-key";
+const MLFLOW_TOKEN: &str = "s3cret-mlflow-token";
+
+/// Returns the command of a run that reports to the server at `url`.
+fn command(run: &Run, url: &str, overrides: &[&str]) -> Command {
+    let is_own = overrides.iter().any(|argument| argument.starts_with("report_to="));
+    let all: &[&str] = if is_own { &[] } else { &["report_to=[tensorboard, wandb, mlflow]"] };
+    let mut command = run.command("train", &[all, overrides].concat());
+    for (name, value) in [
+        ("HOME", run.path().to_str().unwrap()),
+        ("NO_PROXY", "127.0.0.1"),
+        ("WANDB_BASE_URL", url),
+        ("WANDB_API_KEY", WANDB_KEY),
+        ("MLFLOW_TRACKING_URI", url),
+        ("MLFLOW_TRACKING_TOKEN", MLFLOW_TOKEN),
+    ] {
+        command.env(name, value);
+    }
+    command
+}
+
+/// Returns the values of a field of W&B's history by step.
+fn history(received: &Received, name: &str) -> Vec<(u64, f64)> {
+    let value = |line: &Value| Some((line["_step"].as_u64().unwrap(), line[name].as_f64()?));
+    received.history.iter().filter_map(value).collect()
+}
+
+/// Returns the values of a metric of the MLflow run by step.
+fn metric(received: &Received, name: &str) -> Vec<(u64, f64)> {
+    let metrics = received.runs[0].metrics.iter().filter(|(key, ..)| key == name);
+    metrics.map(|(_, step, value)| (*step, *value)).collect()
+}
+
+/// Returns the values of a field of metrics.jsonl by step.
+fn written(run: &Run, name: &str) -> Vec<(u64, f64)> {
+    let value = |record: &Value| Some((record["iter"].as_u64().unwrap(), record[name].as_f64()?));
+    run.metrics().iter().filter_map(value).collect()
+}
+
+/// Returns the `.wandb` files of a run.
+fn wandb_files(run: &Run) -> Vec<PathBuf> {
+    let folders = fs::read_dir(run.path().join("run/wandb")).unwrap().map(|entry| entry.unwrap().path());
+    let files = folders.flat_map(|folder| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()));
+    files.filter(|path| path.extension().is_some_and(|extension| extension == "wandb")).collect()
+}
+
+/// Checks that no file of the run's folder contains a secret.
+#[track_caller]
+fn assert_no_secrets(run: &Run) {
+    let mut folders = vec![run.path().join("run")];
+    while let Some(folder) = folders.pop() {
+        for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let text = String::from_utf8_lossy(&fs::read(&path).unwrap()).into_owned();
+            assert!(!text.contains("s3cret"), "{} contains a secret", path.display());
+        }
+    }
+}
+
+#[test]
+fn every_tracker_receives_the_metrics_and_the_description_of_a_run() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let names = ["run_name=first", "wandb.project=mine", "mlflow.experiment_name=tests"];
+    let output = command(&run, server.url(), &names).env("WANDB_TAGS", "a, b").output().unwrap();
+    let log = stderr(&output);
+    assert!(output.status.success(), "{log}");
+    let received = server.received();
+    for name in ["loss", "lr", "grad_norm", "loss/eval"] {
+        let written = written(&run, name);
+        assert!(!written.is_empty(), "{name} is not in metrics.jsonl");
+        assert_eq!(history(&received, name), written, "{name} in W&B");
+        assert_eq!(metric(&received, name), written, "{name} in MLflow");
+    }
+    assert_eq!(history(&received, "loss").len(), 24);
+    assert_eq!(received.history.len(), 24, "W&B has one line a step");
+    assert_eq!(received.summary["_step"], 24);
+    assert_eq!(received.exits, [0]);
+    assert_eq!(received.runs[0].status, ["RUNNING", "FINISHED"]);
+
+    let upsert = &received.upserts[0];
+    assert_eq!([&upsert["project"], &upsert["displayName"]], ["mine", "first"]);
+    assert_eq!(upsert["tags"], serde_json::json!(["a", "b"]));
+    let config: Value = serde_json::from_str(upsert["config"].as_str().unwrap()).unwrap();
+    let params = &received.runs[0].params;
+    assert!(received.runs[0].tags.contains_key("candlewick.run_id"));
+    let report = run.report();
+    for (name, want) in [
+        ("parameters", report["run"]["parameters"].clone()),
+        ("trained_parameters", report["run"]["trained_parameters"].clone()),
+        ("mesh/world_size", 1.into()),
+        ("mesh/tp", 1.into()),
+        ("global_batch_size", 4.into()),
+        ("optimizer.learning_rate", 0.01.into()),
+        ("versions/candlewick", env!("CARGO_PKG_VERSION").into()),
+    ] {
+        assert_eq!(config[name]["value"], want, "{name} in W&B");
+        let text = want.as_str().map_or_else(|| want.to_string(), str::to_owned);
+        assert_eq!(params[name], text, "{name} in MLflow");
+    }
+    for line in ["parameters: ", "mesh: world_size 1", "global batch: 4 rows a step", "W&B: http", "MLflow: http"] {
+        assert_eq!(log.matches(line).count(), 1, "{line:?} in {log}");
+    }
+    assert!(received.authorizations.iter().any(|value| *value == format!("Bearer {MLFLOW_TOKEN}")));
+    assert!(received.authorizations.iter().any(|value| value.starts_with("Basic ")));
+    assert_eq!(wandb_files(&run).len(), 1);
+    assert_eq!(fs::read_dir(run.path().join("run/tensorboard")).unwrap().count(), 1);
+    assert_no_secrets(&run);
+}
+
+#[test]
+fn a_resumed_run_continues_its_runs_without_duplicates() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let train = |overrides: &[&str]| {
+        let output = command(&run, server.url(), overrides).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    };
+    // The last checkpoint is that of step 5, and the trackers did not receive the steps before the kill.
+    let mut killed = command(&run, server.url(), &[]);
+    let output = killed.env("CANDLEWICK_TEST_KILL_AT", "step_computed:8").output().unwrap();
+    assert!(!output.status.success());
+    // The trackers receive 12 steps, and the next process resumes after 10.
+    train(&["exit_iteration=12"]);
+    assert_eq!(history(&server.received(), "loss").len(), 12);
+    fs::remove_dir_all(run.path().join("checkpoints/epoch_0_global_step_12")).unwrap();
+    train(&[]);
+    run.assert_resumed();
+    let received = server.received();
+    assert_eq!(received.runs.len(), 1, "a second MLflow run was created");
+    assert!(received.upserts.iter().all(|upsert| upsert["name"] == received.upserts[0]["name"]));
+    assert_eq!(history(&received, "loss"), written(&run, "loss"));
+    assert_eq!(metric(&received, "loss"), written(&run, "loss"));
+    assert_eq!(wandb_files(&run).len(), 1, "the resumed run did not continue the .wandb file");
+    assert_eq!(fs::read_dir(run.path().join("run/tensorboard")).unwrap().count(), 3);
+}
+
+#[test]
+fn trackers_know_that_a_run_was_preempted() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let long = ["train_iters=100000", "eval_interval=100000", "checkpoint.0.save_every_n_steps=100000"];
+    let mut started = Started::spawn(command(&run, server.url(), &long));
+    started.wait_for("loss: ");
+    started.send(libc::SIGTERM);
+    let (code, log) = started.finish();
+    assert_eq!(code, Some(75), "{log}");
+    let received = server.received();
+    assert_eq!(received.exits, [75]);
+    assert_eq!(received.runs[0].status, ["RUNNING", "KILLED"]);
+    assert_eq!(history(&received, "loss"), written(&run, "loss"));
+    assert_eq!(metric(&received, "loss"), written(&run, "loss"));
+}
+
+/// Trains with a server that fails, and checks that the run and its files are those of a run without trackers.
+#[track_caller]
+fn check_fault(url: &str, want: &[&str]) {
+    let (plain, run) = (Run::new(), Run::new());
+    plain.train_ok(&[]);
+    let started = Instant::now();
+    let output = command(&run, url, &[]).output().unwrap();
+    let log = stderr(&output);
+    assert!(output.status.success(), "{log}");
+    assert_eq!(run.losses(), plain.losses());
+    for part in want.iter().chain(&["upload the run with `wandb sync "]) {
+        assert!(log.contains(part), "no {part:?} in {log}");
+    }
+    assert!(!log.contains("s3cret"), "{log}");
+    assert!(log.matches("WARN").count() <= 4, "more than two warnings a server: {log}");
+    let file = wandb_files(&run).swap_remove(0);
+    assert!(fs::metadata(&file).unwrap().len() > 1000, "{} is empty", file.display());
+    assert!(started.elapsed().as_secs() < 60, "the run waited for the servers: {:?}", started.elapsed());
+    assert_no_secrets(&run);
+}
+
+#[test]
+fn a_server_that_refuses_connections_does_not_change_a_run() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    check_fault(&url, &["the run continues, and the upload is tried again"]);
+}
+
+#[test]
+fn a_server_that_refuses_a_key_does_not_change_a_run() {
+    check_fault(TrackingServer::start(Fault::Status(401)).url(), &["the upload ended: HTTP 401"]);
+}
+
+#[test]
+fn a_server_that_limits_requests_does_not_change_a_run() {
+    check_fault(TrackingServer::start(Fault::Status(429)).url(), &["HTTP 429"]);
+}
+
+#[test]
+fn a_server_with_internal_errors_does_not_change_a_run() {
+    check_fault(TrackingServer::start(Fault::Status(500)).url(), &["HTTP 500"]);
+}
+
+#[test]
+fn a_server_that_dies_during_a_run_does_not_change_it() {
+    check_fault(TrackingServer::start(Fault::DiesAfter(3)).url(), &["the run continues"]);
+}
+
+#[test]
+fn a_server_that_never_responds_delays_a_run_by_a_fixed_time() {
+    check_fault(TrackingServer::start(Fault::Silent).url(), &["did not receive all metrics"]);
+}
+
+#[test]
+fn an_offline_run_sends_no_request() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let mut offline = command(&run, server.url(), &["report_to=wandb"]);
+    let output = offline.env("WANDB_MODE", "offline").output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("W&B: offline; upload the run with `wandb sync "), "{}", stderr(&output));
+    assert_eq!(server.received().n_requests, 0);
+    assert!(wandb_files(&run)[0].display().to_string().contains("/offline-run-"));
+}
+
+#[test]
+fn without_an_api_key_a_run_is_logged_offline() {
+    let run = Run::new();
+    let mut keyless = command(&run, "http://127.0.0.1:9", &["report_to=none", "wandb.enable=true", "train_iters=2"]);
+    let output = keyless.env_remove("WANDB_API_KEY").output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("there is no API key, so the run is logged offline"), "{}", stderr(&output));
+    assert_eq!(wandb_files(&run).len(), 1);
+}
