@@ -34,9 +34,9 @@ fn the_split_rule_has_llama_cpps_name() {
         assert_eq!((found.model, found.pre), ("gpt2", want), "{name}");
     }
     let without = changed("llama3", |json| json["model"]["ignore_merges"] = json!(false));
-    assert_eq!(without.gguf_vocabulary(10_000).unwrap().pre, "smaug-bpe");
+    assert_eq!(without.gguf_vocabulary(200_000).unwrap().pre, "smaug-bpe");
     let gpt2 = changed("smollm2", |json| json["pre_tokenizer"] = json["pre_tokenizer"]["pretokenizers"][1].clone());
-    assert_eq!(gpt2.gguf_vocabulary(10_000).unwrap().pre, "gpt-2");
+    assert_eq!(gpt2.gguf_vocabulary(200_000).unwrap().pre, "gpt-2");
 }
 
 #[test]
@@ -64,23 +64,23 @@ fn bos_is_added_where_the_post_processor_adds_it() {
 
 #[test]
 fn sentence_pieces_have_scores_in_the_order_of_the_merges() {
-    let tokenizer = changed("smollm2", |json| {
-        json["model"] = json!({
-            "type": "BPE", "dropout": null, "unk_token": "<unk>", "byte_fallback": true, "fuse_unk": true,
-            "vocab": {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "\u{2581}a": 3, "ab": 4, "a": 5, "b": 6, "\u{2581}": 7},
-            "merges": [["\u{2581}", "a"], ["a", "b"]],
-        });
-        json["added_tokens"] = json!([]);
-        json["normalizer"] = json!({"type": "Prepend", "prepend": "\u{2581}"});
-        json["pre_tokenizer"] = Json::Null;
+    let folder = tempfile::tempdir().unwrap();
+    let model = json!({
+        "type": "BPE", "dropout": null, "unk_token": "<unk>", "byte_fallback": true, "fuse_unk": true,
+        "vocab": {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "\u{2581}a": 3, "ab": 4, "a": 5, "b": 6, "\u{2581}": 7},
+        "merges": [["\u{2581}", "a"], ["a", "b"]],
     });
-    let found = tokenizer.gguf_vocabulary(8);
-    // The special tokens of the folder are not in this vocabulary.
-    let found = found.unwrap();
+    let json = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "pre_tokenizer": null,
+        "normalizer": {"type": "Prepend", "prepend": "\u{2581}"}, "post_processor": null, "decoder": null, "model": model,
+    });
+    std::fs::write(folder.path().join("tokenizer.json"), json.to_string()).unwrap();
+    std::fs::write(folder.path().join("tokenizer_config.json"), "{\"unk_token\": \"<unk>\"}").unwrap();
+    let found = Tokenizer::from_directory(folder.path()).unwrap().gguf_vocabulary(8).unwrap();
     assert_eq!((found.model, found.pre, found.adds_space_prefix), ("llama", "default", Some(true)));
     let scores = found.scores.unwrap();
     assert!(scores[3] > scores[4], "{scores:?}");
-    assert_eq!(found.types[2], GgufTokenType::Byte);
+    assert_eq!((found.types[0], found.types[2]), (GgufTokenType::Unknown, GgufTokenType::Byte));
     assert!(found.merges.is_empty());
 }
 
