@@ -11,7 +11,8 @@ use std::io::BufReader;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_transformers::models::{quantized_llama, quantized_qwen2, quantized_qwen3};
 use candlewick_model::checkpoint::Checkpoint;
@@ -112,12 +113,8 @@ impl PromptLogits {
         config: &Config,
         device: &Device,
     ) -> Result<(ExportReader, LogitsDifference)> {
-        match config.quantized_model() {
-            Some(kind) => {
-                let mut reader =
-                    CandleReader::open(path, kind).context("failed to read the file with candle-transformers")?;
-                Ok((ExportReader::CandleTransformers, self.compare(&mut reader)?))
-            }
+        match CandleReader::open(path, config).context("failed to read the file with candle-transformers")? {
+            Some(mut reader) => Ok((ExportReader::CandleTransformers, self.compare(&mut reader)?)),
             None => {
                 let file = GgufModel::open(path, config)?;
                 let mut reader = engine(config, device, |param| file.value(param))?;
@@ -206,6 +203,13 @@ impl LogitsReader for Engine {
     }
 }
 
+/// Returns false for a matrix that candle panics on: Q5_0 and Q5_1 with an odd number of blocks in a row.
+fn can_multiply(tensor: &TensorInfo) -> bool {
+    let n_columns = tensor.shape.dims().last().copied().unwrap_or(1);
+    let is_in_pairs = matches!(tensor.ggml_dtype, GgmlDType::Q5_0 | GgmlDType::Q5_1);
+    !is_in_pairs || (n_columns / tensor.ggml_dtype.block_size()).is_multiple_of(2)
+}
+
 /// A quantized model of candle-transformers, on the CPU.
 enum CandleReader {
     Llama(quantized_llama::ModelWeights),
@@ -214,12 +218,16 @@ enum CandleReader {
 }
 
 impl CandleReader {
-    fn open(path: &Path, kind: QuantizedModel) -> candle_core::Result<Self> {
+    /// Opens a file; `None` if candle-transformers does not compute the model.
+    fn open(path: &Path, config: &Config) -> candle_core::Result<Option<Self>> {
         let mut file = BufReader::new(File::open(path)?);
         let (mut content, device) = (Content::read(&mut file)?, Device::Cpu);
+        let Some(kind) = config.quantized_model().filter(|_| content.tensor_infos.values().all(can_multiply)) else {
+            return Ok(None);
+        };
         // By default, `quantized_qwen3` rounds RoPE's cosines and sines to f16.
         content.metadata.insert("general.dtype".to_owned(), Value::U32(0));
-        Ok(match kind {
+        Ok(Some(match kind {
             QuantizedModel::Llama => {
                 Self::Llama(quantized_llama::ModelWeights::from_gguf(content, &mut file, &device)?)
             }
@@ -229,7 +237,7 @@ impl CandleReader {
             QuantizedModel::Qwen3 => {
                 Self::Qwen3(quantized_qwen3::ModelWeights::from_gguf(content, &mut file, &device)?)
             }
-        })
+        }))
     }
 
     fn clear(&mut self) {

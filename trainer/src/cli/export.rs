@@ -68,6 +68,11 @@ pub(super) fn run(args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let device = args.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     let source = ExportSource::open(&args.model, args.base.as_deref(), hub)?;
     source.notes.iter().for_each(|note| ui.note(note));
+    let config = source.model.config();
+    let window = (0..config.n_layers()).filter_map(|layer_idx| config.window(layer_idx)).min();
+    if let Some(window) = window.filter(|_| args.format.iter().any(|format| format.gguf().is_some())) {
+        ui.note(&format!("llama.cpp has no sliding window for this model: texts of more than {window} tokens differ"));
+    }
     let export = Export {
         source: &source,
         output: &args.output,

@@ -43,10 +43,10 @@ pub fn model_card(name: &str, source: &ExportSource, formats: &[ExportFormat]) -
 fn training(source: &ExportSource) -> String {
     let Some(run) = &source.run else { return String::new() };
     let facts = [
-        ("optimizer steps", "/metrics/step"),
+        ("optimizer steps", "/metrics/step/iter"),
         ("learning rate", "/plan/optimizer/learning_rate"),
         ("maximum sequence length", "/plan/data/max_length"),
-        ("training loss", "/metrics/train/loss"),
+        ("training loss", "/metrics/step/loss"),
         ("evaluation loss", "/metrics/eval/loss~1eval"),
     ];
     let rows: String = facts

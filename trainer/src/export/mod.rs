@@ -84,7 +84,9 @@ impl Export<'_> {
                     failed.display()
                 ));
             }
-            report.path = self.output.join(report.path.strip_prefix(staging.folder()).unwrap_or(Path::new("")));
+            // The path in the folder's final place, without a slash at the end.
+            let relative = report.path.strip_prefix(staging.folder()).unwrap_or(Path::new(""));
+            report.path = self.output.iter().chain(relative).collect();
             reports.push(report);
         }
         if let Some(card) = &self.card {
