@@ -144,6 +144,11 @@ fn a_folder_may_hold_safetensors_and_gguf() {
 fn a_mistake_is_an_error_before_the_export() {
     let runs = ExportRuns::shared();
     fs::create_dir_all(runs.path("occupied/x")).unwrap();
+    copy(&runs.path("full/model/global_step_3"), &runs.path("lora-base"));
+    let weights = runs.path("lora-base/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&weights, bytes).unwrap();
     let gguf = ["--format", "gguf-q8_0", "--output", "never"];
     let export = |arguments: &[&str]| runs.export(&[arguments, &gguf].concat());
     refused(&runs.export(&["full", "--output", "occupied"]), 6, &["is not empty"]);
@@ -153,6 +158,8 @@ fn a_mistake_is_an_error_before_the_export() {
     refused(&export(&["full", "--push-to-hub", "model"]), 2, &["OWNER/model"]);
     refused(&export(&["nope"]), 3, &["nope"]);
     refused(&runs.export(&["full", "--format", "gguf-q4", "--output", "never"]), 2, &["gguf-q4_k_m"]);
+    let other_base = export(&["lora/checkpoints", "--base", "lora-base"]);
+    refused(&other_base, 6, &["it was trained on other weights than those in lora-base", "--base"]);
     let without_run = runs.path("elsewhere/a/b/c");
     copy(&runs.path("full/checkpoints/epoch_0_global_step_3"), &without_run);
     refused(&export(&["elsewhere/a/b/c"]), 3, &["its run.json is missing"]);

@@ -37,6 +37,7 @@ mod weights;
 pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight, require_space};
 pub use error::CheckpointError;
 pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, is_checkpoint, newest_complete, search};
+pub(crate) use fingerprint::FROZEN_WEIGHTS;
 pub use fingerprint::Fingerprint;
 pub use latest::update_latest_link;
 pub(crate) use load::read_state;

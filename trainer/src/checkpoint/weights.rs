@@ -3,11 +3,13 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{ModelError, ParamSpec, ParamValues};
 
 use super::error::CheckpointError;
 use super::find::{CompleteCheckpoint, open};
-use super::load::{load_tensors, verify_rank_files};
+use super::fingerprint::FROZEN_WEIGHTS;
+use super::load::{load_tensors, read_state, verify_rank_files};
 use super::state::{StateError, TensorMeta, TrainState};
 
 /// The weights of a `sharded` checkpoint: f32 master weights and buffers.
@@ -22,6 +24,21 @@ impl CheckpointWeights {
         let complete = open(dir)?;
         verify_rank_files(&complete, (0, 1)).map_err(|reason| CheckpointError::damaged(dir, reason))?;
         Ok(Self { complete, dtype })
+    }
+
+    /// Checks that `base` has the frozen weights that the checkpoint's adapter was trained on, if the checkpoint records them.
+    pub fn check_base(&self, base: &Checkpoint) -> Result<(), CheckpointError> {
+        let dir = &self.complete.dir;
+        let run = read_state(&self.complete).map_err(|reason| CheckpointError::damaged(dir, reason))?;
+        let trained_on =
+            run.fingerprint.get(&format!("model.{FROZEN_WEIGHTS}")).and_then(|hash| Some(hash.as_str()?.to_owned()));
+        let found = base.identity();
+        match trained_on {
+            Some(trained_on) if trained_on != found => {
+                Err(CheckpointError::OtherBase { dir: dir.clone(), base: base.folder().to_owned(), trained_on, found })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns the start of the run that wrote the checkpoint, in milliseconds since 1970.

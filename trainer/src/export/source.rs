@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{LoraConfig, MergedModel, Model, ParamValues};
 use candlewick_text::hub::{Hub, HubError, LocalModelKind, ModelFiles};
 
@@ -88,8 +89,9 @@ impl ExportSource {
                     base.or(name.as_deref()).ok_or_else(|| run.unusable("it names no base model; give --base"))?;
                 let revision = revision.filter(|_| Some(base) == name.as_deref());
                 let folder = hub.model(base, revision, ModelFiles::All).map_err(not_found)?;
-                let base = candlewick_model::checkpoint::Checkpoint::open(&folder)?;
+                let base = Checkpoint::open(&folder)?;
                 base.check(model.base_params())?;
+                weights.check_base(&base)?;
                 folders.push(folder);
                 MergedModel::new(model, Box::new(base), Some(Box::new(weights) as Box<dyn ParamValues>), folders)
             }

@@ -3,8 +3,8 @@
 use candle_core::quantized::gguf_file::Value;
 use candlewick_text::tokenizer::GgufVocabulary;
 
-use super::GgufExport;
 use super::architecture::Architecture;
+use super::file_type::GgufType;
 use crate::Config;
 use crate::config::RopeKind;
 
@@ -30,20 +30,20 @@ impl Metadata {
     }
 }
 
-/// Returns the metadata of a file.
-pub(super) fn metadata(export: &GgufExport, architecture: Architecture, config: &Config) -> Vec<(String, Value)> {
+/// Returns the keys of the file itself.
+pub(super) fn general(name: &str, file_type: GgufType, architecture: Architecture) -> Vec<(String, Value)> {
     let mut metadata = Metadata::default();
     metadata.text("general.architecture", architecture.name());
     metadata.text("general.type", "model");
-    metadata.text("general.name", export.name);
-    metadata.add("general.file_type", Value::U32(export.file_type.number()));
+    metadata.text("general.name", name);
+    metadata.add("general.file_type", Value::U32(file_type.number()));
     metadata.add("general.quantization_version", Value::U32(QUANTIZATION_VERSION));
-    add_model(&mut metadata, architecture, config);
-    add_vocabulary(&mut metadata, export.vocabulary);
     metadata.0
 }
 
-fn add_model(metadata: &mut Metadata, architecture: Architecture, config: &Config) {
+/// Returns the keys of the model.
+pub(super) fn model(architecture: Architecture, config: &Config) -> Vec<(String, Value)> {
+    let mut metadata = Metadata::default();
     let key = |name: &str| format!("{}.{name}", architecture.name());
     metadata.count(key("block_count"), config.n_layers());
     metadata.count(key("context_length"), config.max_positions());
@@ -61,7 +61,7 @@ fn add_model(metadata: &mut Metadata, architecture: Architecture, config: &Confi
         metadata.text(key("rope.scaling.type"), "linear");
         metadata.add(key("rope.scaling.factor"), Value::F32(factor as f32));
     }
-    let Some(moe) = config.moe() else { return };
+    let Some(moe) = config.moe() else { return metadata.0 };
     metadata.count(key("expert_count"), moe.n_experts);
     metadata.count(key("expert_used_count"), moe.router.top_k);
     if architecture != Architecture::Llama {
@@ -70,9 +70,12 @@ fn add_model(metadata: &mut Metadata, architecture: Architecture, config: &Confi
     if let Some(shared) = &moe.shared_expert {
         metadata.count(key("expert_shared_feed_forward_length"), shared.intermediate_size);
     }
+    metadata.0
 }
 
-fn add_vocabulary(metadata: &mut Metadata, vocabulary: &GgufVocabulary) {
+/// Returns the keys of the tokenizer.
+pub(super) fn tokenizer(vocabulary: &GgufVocabulary) -> Vec<(String, Value)> {
+    let mut metadata = Metadata::default();
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let texts = |texts: &[String]| Value::Array(texts.iter().cloned().map(Value::String).collect());
     metadata.text(key("model"), vocabulary.model);
@@ -106,4 +109,5 @@ fn add_vocabulary(metadata: &mut Metadata, vocabulary: &GgufVocabulary) {
     if !others.is_empty() {
         metadata.add("tokenizer.chat_templates", texts(&others));
     }
+    metadata.0
 }

@@ -12,12 +12,10 @@ mod writer;
 
 use std::path::Path;
 
-use candle_core::quantized::gguf_file::Value;
 use candlewick_text::tokenizer::GgufVocabulary;
 
 use crate::{MergedModel, ModelError, ParamSpec};
 use architecture::Architecture;
-use metadata::metadata;
 use tensor::{GgufTensor, Source};
 use writer::{GgufWriter, TensorHeader};
 
@@ -56,8 +54,9 @@ impl GgufExport<'_> {
             dtype: self.file_type.dtype_of(tensor, config),
         };
         let headers: Vec<TensorHeader> = tensors.iter().map(header).collect();
-        let values: Vec<(String, Value)> = metadata(self, architecture, config);
-        let mut writer = GgufWriter::create(path, &values, headers)?;
+        let general = metadata::general(self.name, self.file_type, architecture);
+        let metadata = [general, metadata::model(architecture, config), metadata::tokenizer(self.vocabulary)].concat();
+        let mut writer = GgufWriter::create(path, &metadata, headers)?;
         let mut read: Option<(&ParamSpec, candle_core::Tensor)> = None;
         for tensor in &tensors {
             let value = match &tensor.source {

@@ -1,7 +1,7 @@
 //! Upload of a folder to a model repository, as one commit.
 //!
 //! The Hub decides which files are stored in git and which in LFS. LFS files are sent to the storage that it names, whole or
-//! in parts; the commit then refers to them by their SHA-256. hf-hub 1.0 uploads LFS files through Xet alone, and sends them
+//! in chunks; the commit then refers to them by their SHA-256. hf-hub 1.0 uploads LFS files through Xet alone, and sends them
 //! inside of the commit if the server offers another transfer.
 
 use std::fs::File;
@@ -228,7 +228,7 @@ impl Uploader<'_> {
         self.post(verify, LFS_JSON, body).map(drop).map_err(|failure| self.failed(failure))
     }
 
-    /// Sends a file in parts to the addresses in `header`: "1", "2" and so on. Then reports their ETags to `href`.
+    /// Sends a file in chunks to the addresses in `header`: "1", "2" and so on. Then reports their ETags to `href`.
     fn send_parts(&self, file: &LfsFile, href: &str, header: &Json, part_size: u64) -> Result<(), HubError> {
         let mut parts = Vec::new();
         for (part_idx, start) in (0..file.file.size).step_by(part_size as usize).enumerate() {

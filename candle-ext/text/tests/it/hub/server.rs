@@ -163,7 +163,7 @@ impl HubServer {
         Self::start_with(repos, None)
     }
 
-    /// Starts a server that takes files of LFS in parts of this size.
+    /// Starts a server that takes files of LFS in chunks of this size.
     pub(crate) fn start_with(repos: impl IntoIterator<Item = Repo>, part_size: Option<usize>) -> Self {
         let hub = TcpListener::bind("127.0.0.1:0").unwrap();
         let cdn = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -60,7 +60,7 @@ fn an_existing_repository_gets_a_commit_and_known_files_are_not_sent_again() {
 }
 
 #[test]
-fn a_large_file_is_sent_in_parts() {
+fn a_large_file_is_sent_in_chunks() {
     let bench = Bench::new(HubServer::start_with([], Some(7)));
     push(&bench, Some(TOKEN), folder().path(), RepoVisibility::Public).unwrap();
     check(&bench, false);
@@ -68,7 +68,7 @@ fn a_large_file_is_sent_in_parts() {
 }
 
 #[test]
-fn a_busy_server_is_asked_again() {
+fn a_request_to_a_busy_server_is_retried() {
     let bench = Bench::new(HubServer::start([]));
     for part in ["/preupload/", "/objects/batch", "/commit/"] {
         bench.server.answer("POST", part, 1, Reply::new(503, ""));
