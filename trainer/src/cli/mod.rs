@@ -52,6 +52,7 @@ Examples:
   trainer train recipes/quickstart.yaml
   trainer train recipes/quickstart.yaml optimizer.lr=1e-4 data.sources.0.sample_count=1K
   trainer check recipes/quickstart.yaml --output-format json
+  trainer export runs/quickstart --format gguf-q4_k_m --output quickstart-gguf
   trainer schema > recipe.schema.json
 
 Exit codes:

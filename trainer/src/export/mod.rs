@@ -199,3 +199,33 @@ fn size_of(folder: &Path, extension: &str) -> Result<u64> {
     }
     Ok(n_bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks that a relative norm is accepted, or refused with a text that names both numbers.
+    #[track_caller]
+    fn check(format: ExportFormat, relative: f64, is_accepted: bool) {
+        let difference = LogitsDifference { n_positions: 9, n_same_top: 4, largest: 3.0, relative };
+        let check = Some((ExportReader::CandleTransformers, difference));
+        let problem = problem_of(&FormatReport { format, path: PathBuf::new(), n_bytes: 0, merge: None, check });
+        assert_eq!(problem.is_none(), is_accepted, "{problem:?}");
+        let Some(problem) = problem else { return };
+        let tolerance = format.tolerance(None).to_string();
+        for part in ["candle-transformers", "4 of 9 positions", tolerance.as_str()] {
+            assert!(problem.contains(part), "{part} is not in {problem}");
+        }
+    }
+
+    #[test]
+    fn logits_that_differ_by_more_than_the_tolerance_or_are_not_numbers_are_refused() {
+        check(ExportFormat::GgufF16, 2e-3, true);
+        check(ExportFormat::GgufF16, 2e-2, false);
+        check(ExportFormat::GgufQ4KM, 0.25, true);
+        for format in [ExportFormat::GgufQ8_0, ExportFormat::GgufQ4KM, ExportFormat::Safetensors] {
+            check(format, 1.0, false);
+            check(format, f64::NAN, false);
+        }
+    }
+}

@@ -186,13 +186,16 @@ fn candle_transformers_rotates_llamas_heads_as_the_model_does() {
     assert!(error < 1e-5, "relative error {error:.2e}");
 }
 
+/// Returns the logits of the token at a position.
+type Forward = Box<dyn FnMut(&Tensor, usize) -> candle_core::Result<Tensor>>;
+
 /// Returns candle-transformers' logits [t, v], one token at a time.
 fn candle_logits(path: &Path, kind: QuantizedModel, ids: &[u32]) -> Tensor {
     let mut file = File::open(path).unwrap();
     let mut content = Content::read(&mut file).unwrap();
     // quantized_qwen3 rounds its RoPE to f16 otherwise.
     content.metadata.insert("general.dtype".to_owned(), Entry::U32(0));
-    let mut forward: Box<dyn FnMut(&Tensor, usize) -> candle_core::Result<Tensor>> = match kind {
+    let mut forward: Forward = match kind {
         QuantizedModel::Llama => {
             let mut model = quantized_llama::ModelWeights::from_gguf(content, &mut file, &Device::Cpu).unwrap();
             Box::new(move |ids, position| model.forward(ids, position))
