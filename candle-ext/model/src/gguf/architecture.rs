@@ -55,6 +55,9 @@ impl Architecture {
         if self == Self::Qwen3 && (typed.qkv_bias || typed.o_bias) {
             return Some(("attention_bias", "has no biases of attention in Qwen3".to_owned()));
         }
+        if self == Self::Qwen2Moe && config.tied() {
+            return Some(("tie_word_embeddings", "needs an output layer of its own in Qwen2-MoE".to_owned()));
+        }
         let moe = config.moe()?;
         let normalizes = self != Self::Qwen2Moe;
         if moe.router.normalize != normalizes {
@@ -148,5 +151,6 @@ mod tests {
         check(json!({"model_type": "qwen3_moe", "norm_topk_prob": true}), Ok(Architecture::Qwen3Moe));
         check(json!({"model_type": "qwen3_moe", "norm_topk_prob": false}), Err("norm_topk_prob"));
         check(json!({"model_type": "qwen2_moe", "mlp_only_layers": [0]}), Err("mlp_only_layers"));
+        check(json!({"model_type": "qwen2_moe", "tie_word_embeddings": true}), Err("tie_word_embeddings"));
     }
 }

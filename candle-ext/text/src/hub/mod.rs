@@ -25,6 +25,7 @@ mod retry;
 mod retry_after;
 mod settings;
 mod upload;
+mod upload_client;
 
 pub use dataset::DatasetRequest;
 pub use error::HubError;

@@ -5,21 +5,21 @@
 //! inside of the commit if the server offers another transfer.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use reqwest::header::{ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, ETAG, HeaderMap, HeaderValue, RETRY_AFTER};
-use reqwest::{Client, Method, Response};
+use reqwest::Method;
+use reqwest::header::ETAG;
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
-use super::error::innermost;
-use super::fetch::client;
-use super::retry::{AttemptError, ErrorResponse, retry};
-use super::retry_after::retry_after;
+use super::retry::{AttemptError, ErrorResponse};
+use super::upload_client::{
+    Authorization, JSON, LFS_JSON, LocalFile, NEWLINE_JSON, RequestError, UploadBody, UploadClient, UploadRequest,
+    read_part,
+};
 use super::{DownloadCallback, DownloadProgress, Hub, HubError, HubSettings, RepoId};
 
 /// Folder to upload.
@@ -47,10 +47,6 @@ pub enum RepoVisibility {
 /// Bytes at the beginning of a file by which the Hub decides about LFS.
 const SAMPLE_BYTES: u64 = 512;
 
-const LFS_JSON: &str = "application/vnd.git-lfs+json";
-const JSON: &str = "application/json";
-const NEWLINE_JSON: &str = "application/x-ndjson";
-
 impl Hub {
     /// Uploads a folder in one commit and returns the address of the repository.
     ///
@@ -65,24 +61,10 @@ impl Hub {
             return Err(refuse("there is no token; set HF_TOKEN to a token with write access"));
         }
         let files = files_in(upload.folder).map_err(|error| refuse(&error.to_string()))?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let uploader = Uploader {
-            settings: self.settings(),
-            runtime: runtime.map_err(|error| refuse(&error.to_string()))?,
-            client: client(self.settings()).build().map_err(|error| refuse(&innermost(&error)))?,
-            upload,
-            on_progress,
-        };
+        let client = UploadClient::new(self.settings()).map_err(|problem| refuse(&problem))?;
+        let uploader = Uploader { settings: self.settings(), client, upload, on_progress };
         uploader.run(files)
     }
-}
-
-/// A file to upload.
-struct LocalFile {
-    /// Path in the repository.
-    path: String,
-    local: PathBuf,
-    size: u64,
 }
 
 /// SHA-256 of a file that is stored in LFS.
@@ -93,32 +75,10 @@ struct LfsFile<'a> {
 
 struct Uploader<'a> {
     settings: &'a HubSettings,
-    runtime: tokio::runtime::Runtime,
-    client: Client,
+    client: UploadClient<'a>,
     upload: &'a FolderUpload<'a>,
     on_progress: Option<DownloadCallback>,
 }
-
-/// A request to the Hub or to its storage.
-struct Request<'r> {
-    method: Method,
-    url: String,
-    headers: Vec<(&'r str, String)>,
-    body: Body<'r>,
-}
-
-enum Body<'r> {
-    Bytes(Vec<u8>),
-    /// Bytes of a file.
-    Part {
-        file: &'r LocalFile,
-        start: u64,
-        len: u64,
-    },
-}
-
-/// Part of a file that is read into memory at once; longer ones are streamed.
-const MAX_BYTES_IN_MEMORY: u64 = 64 << 20;
 
 impl Uploader<'_> {
     fn run(&self, files: Vec<LocalFile>) -> Result<String, HubError> {
@@ -139,7 +99,7 @@ impl Uploader<'_> {
         if !owner.is_empty() {
             body["organization"] = json!(owner);
         }
-        match self.post("/api/repos/create", JSON, body.to_string()) {
+        match self.client.post("/api/repos/create", JSON, body.to_string()) {
             Err((AttemptError::Status(refusal), _)) if refusal.status == 409 => Ok(()),
             other => other.map(drop).map_err(|failure| self.failed(failure)),
         }
@@ -153,7 +113,7 @@ impl Uploader<'_> {
         });
         let body = json!({"files": described.collect::<Result<Vec<_>, HubError>>()?});
         let path = format!("/api/models/{}/preupload/main", self.upload.repo);
-        let answer = self.post(&path, JSON, body.to_string()).map_err(|failure| self.failed(failure))?;
+        let answer = self.client.post(&path, JSON, body.to_string()).map_err(|failure| self.failed(failure))?;
         let modes = answer["files"].as_array().cloned().unwrap_or_default();
         let mode = |file: &LocalFile| {
             let found = modes.iter().find(|mode| mode["path"] == file.path.as_str());
@@ -192,7 +152,7 @@ impl Uploader<'_> {
             "hash_algo": "sha256", "ref": {"name": "main"},
         });
         let path = format!("/{}.git/info/lfs/objects/batch", self.upload.repo);
-        let answer = self.post(&path, LFS_JSON, body.to_string()).map_err(|failure| self.failed(failure))?;
+        let answer = self.client.post(&path, LFS_JSON, body.to_string()).map_err(|failure| self.failed(failure))?;
         for file in files {
             let object =
                 answer["objects"].as_array().into_iter().flatten().find(|it| it["oid"] == file.sha256.as_str());
@@ -216,16 +176,16 @@ impl Uploader<'_> {
         match part_size.or(upload["header"]["chunk_size"].as_u64()).filter(|size| *size > 0) {
             Some(part_size) => self.send_parts(file, href, &upload["header"], part_size)?,
             None => {
-                let body = Body::Part { file: file.file, start: 0, len: file.file.size };
+                let body = UploadBody::Part { file: file.file, start: 0, len: file.file.size };
                 let headers = texts(&upload["header"]);
                 let headers = headers.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
-                let request = Request { method: Method::PUT, url: href.to_owned(), headers, body };
-                self.send(&request, Authorization::None).map_err(|failure| self.failed(failure))?;
+                let request = UploadRequest { method: Method::PUT, url: href.to_owned(), headers, body };
+                self.client.send(&request, Authorization::None).map_err(|failure| self.failed(failure))?;
             }
         }
         let Some(verify) = actions["verify"]["href"].as_str() else { return Ok(()) };
         let body = json!({"oid": file.sha256, "size": file.file.size}).to_string();
-        self.post(verify, LFS_JSON, body).map(drop).map_err(|failure| self.failed(failure))
+        self.client.post(verify, LFS_JSON, body).map(drop).map_err(|failure| self.failed(failure))
     }
 
     /// Sends a file in chunks to the addresses in `header`: "1", "2" and so on. Then reports their ETags to `href`.
@@ -236,16 +196,16 @@ impl Uploader<'_> {
             let url = texts(header).into_iter().find(|(name, _)| name.parse() == Ok(number));
             let url =
                 url.ok_or_else(|| self.refused(&format!("the Hub names no address for part {number} of a file")))?.1;
-            let body = Body::Part { file: file.file, start, len: part_size.min(file.file.size - start) };
-            let request = Request { method: Method::PUT, url, headers: Vec::new(), body };
-            let answer = self.send(&request, Authorization::None).map_err(|failure| self.failed(failure))?;
+            let body = UploadBody::Part { file: file.file, start, len: part_size.min(file.file.size - start) };
+            let request = UploadRequest { method: Method::PUT, url, headers: Vec::new(), body };
+            let answer = self.client.send(&request, Authorization::None).map_err(|failure| self.failed(failure))?;
             let etag = answer.headers.get(ETAG).and_then(|etag| etag.to_str().ok());
             let etag = etag.ok_or_else(|| self.refused("the storage answers without an ETag"))?;
             parts.push(json!({"partNumber": number, "etag": etag}));
             self.report(file.file, start);
         }
         let body = json!({"oid": file.sha256, "parts": parts}).to_string();
-        self.post(href, LFS_JSON, body).map(drop).map_err(|failure| self.failed(failure))
+        self.client.post(href, LFS_JSON, body).map(drop).map_err(|failure| self.failed(failure))
     }
 
     /// Commits all files: small ones inside of the request, LFS files by hash.
@@ -262,59 +222,7 @@ impl Uploader<'_> {
         }
         let body: String = lines.iter().map(|line| format!("{line}\n")).collect();
         let path = format!("/api/models/{}/commit/main", self.upload.repo);
-        self.post(&path, NEWLINE_JSON, body).map(drop).map_err(|failure| self.failed(failure))
-    }
-
-    /// Posts to the Hub: to a path, or to a whole address on the Hub.
-    fn post(&self, path: &str, content_type: &str, body: String) -> Result<Json, (AttemptError, usize)> {
-        let endpoint = &self.settings.endpoint;
-        let (url, is_hub) = match path.starts_with('/') {
-            true => (format!("{endpoint}{path}"), true),
-            false => (path.to_owned(), path.starts_with(&format!("{endpoint}/"))),
-        };
-        let accepted = if content_type == LFS_JSON { LFS_JSON } else { JSON };
-        let headers = vec![(CONTENT_TYPE.as_str(), content_type.to_owned()), (ACCEPT.as_str(), accepted.to_owned())];
-        let request = Request { method: Method::POST, url, headers, body: Body::Bytes(body.into_bytes()) };
-        // The token goes to the Hub alone, not to its storage.
-        let answer = self.send(&request, if is_hub { Authorization::Token } else { Authorization::None })?;
-        Ok(serde_json::from_slice(&answer.body).unwrap_or(Json::Null))
-    }
-
-    fn send(&self, request: &Request, authorization: Authorization) -> Result<Answer, (AttemptError, usize)> {
-        retry(self.settings, || self.runtime.block_on(self.attempt(request, authorization)))
-    }
-
-    async fn attempt(&self, request: &Request<'_>, authorization: Authorization) -> Result<Answer, AttemptError> {
-        let lost = |error: reqwest::Error| AttemptError::NoResponse(innermost(&error));
-        let mut sent = self.client.request(request.method.clone(), request.url.as_str());
-        for (name, value) in &request.headers {
-            sent = sent.header(*name, value);
-        }
-        if let (Authorization::Token, Some(token)) = (authorization, &self.settings.token) {
-            let value = HeaderValue::try_from(format!("Bearer {token}"));
-            let mut value = value.map_err(|_| AttemptError::InvalidResponse("HF_TOKEN is no token".to_owned()))?;
-            value.set_sensitive(true);
-            sent = sent.header(AUTHORIZATION, value);
-        }
-        sent = match &request.body {
-            Body::Bytes(bytes) => sent.body(bytes.clone()),
-            Body::Part { file, start, len } => {
-                let unread = |error: std::io::Error| {
-                    AttemptError::InvalidResponse(format!("cannot read {}: {error}", file.local.display()))
-                };
-                let sent = sent.header(CONTENT_LENGTH, *len);
-                match *start == 0 && *len == file.size && *len > MAX_BYTES_IN_MEMORY {
-                    true => sent.body(tokio::fs::File::from_std(File::open(&file.local).map_err(unread)?)),
-                    false => sent.body(read_part(file, *start, *len).map_err(unread)?),
-                }
-            }
-        };
-        let answer = sent.send().await.map_err(lost)?;
-        if !answer.status().is_success() {
-            return Err(refusal(answer).await);
-        }
-        let headers = answer.headers().clone();
-        Ok(Answer { headers, body: answer.bytes().await.map_err(lost)?.to_vec() })
+        self.client.post(&path, NEWLINE_JSON, body).map(drop).map_err(|failure| self.failed(failure))
     }
 
     fn report(&self, file: &LocalFile, done: u64) {
@@ -331,7 +239,7 @@ impl Uploader<'_> {
         HubError::Upload { id: self.upload.repo.to_string(), problem: self.settings.redact(problem) }
     }
 
-    fn failed(&self, (failure, n_tries): (AttemptError, usize)) -> HubError {
+    fn failed(&self, (failure, n_tries): RequestError) -> HubError {
         let problem = match failure {
             AttemptError::Hub(error) => return error,
             AttemptError::NoResponse(reason) | AttemptError::Interrupted(reason) => {
@@ -354,42 +262,10 @@ impl Uploader<'_> {
     }
 }
 
-#[derive(Clone, Copy)]
-enum Authorization {
-    None,
-    Token,
-}
-
-struct Answer {
-    headers: HeaderMap,
-    body: Vec<u8>,
-}
-
-async fn refusal(answer: Response) -> AttemptError {
-    let header = |name: &str| {
-        let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
-        value.unwrap_or_default().to_owned()
-    };
-    let (status, url, said, code) =
-        (answer.status().as_u16(), answer.url().to_string(), header("x-error-message"), header("x-error-code"));
-    let wait = retry_after(&header(RETRY_AFTER.as_str()), SystemTime::now());
-    let body: Json = serde_json::from_slice(&answer.bytes().await.unwrap_or_default()).unwrap_or(Json::Null);
-    let message = if said.is_empty() { body["error"].as_str().unwrap_or_default().to_owned() } else { said };
-    AttemptError::Status(ErrorResponse { status, code, message, url, wait })
-}
-
 /// Returns the entries of an object whose values are texts.
 fn texts(object: &Json) -> Vec<(String, String)> {
     let text = |(name, value): (&String, &Json)| Some((name.clone(), value.as_str()?.to_owned()));
     object.as_object().into_iter().flatten().filter_map(text).collect()
-}
-
-fn read_part(file: &LocalFile, start: u64, len: u64) -> std::io::Result<Vec<u8>> {
-    let mut open = File::open(&file.local)?;
-    open.seek(SeekFrom::Start(start))?;
-    let mut bytes = vec![0; len as usize];
-    open.read_exact(&mut bytes)?;
-    Ok(bytes)
 }
 
 /// Lists the files of a folder by name, without those that begin with a dot. Subfolders are not followed.
