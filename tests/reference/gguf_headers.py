@@ -19,6 +19,7 @@ import numpy
 import torch
 from conversion import get_model_class
 from conversion.base import ModelBase
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,8 +80,6 @@ def write(config, folder):
     model = AutoModelForCausalLM.from_config(made)
     model.save_pretrained(folder, save_original_format=True)
     shapes = {}
-    from safetensors import safe_open
-
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():
             shapes[name] = list(file.get_slice(name).get_shape())
@@ -126,7 +125,7 @@ def main():
             mixtures[name] = {"config": config, "types": types(temporary / "q4_k_m.gguf")}
             for path in ("f16.gguf", "q4_k_m.gguf"):
                 (temporary / path).unlink()
-    output.write_text(json.dumps({"models": models, "mixtures": mixtures}, indent=0) + "\n")
+    output.write_text(json.dumps({"models": models, "mixtures": mixtures}) + "\n")
 
 
 if __name__ == "__main__":

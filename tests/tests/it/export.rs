@@ -122,7 +122,7 @@ fn all_sources_of_a_run_give_the_same_weights() {
 #[test]
 fn a_folder_may_hold_safetensors_and_gguf() {
     let runs = ExportRuns::shared();
-    let formats = "safetensors,gguf-f32,gguf-f16,gguf-bf16,gguf-q8_0,gguf-q4_k_m";
+    let formats = "safetensors,gguf-f32,gguf-f32,gguf-f16,gguf-bf16,gguf-q8_0,gguf-q4_k_m";
     let arguments = ["lora", "--format", formats, "--dtype", "bf16", "--max-shard-size", "20KB", "--output", "all"];
     let said = text(&ok(runs.export(&arguments)).stdout);
     // candle does not multiply by Q5_0 with an odd number of blocks in a row.

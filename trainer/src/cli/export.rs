@@ -73,10 +73,16 @@ pub(super) fn run(args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     if let Some(window) = window.filter(|_| args.format.iter().any(|format| format.gguf().is_some())) {
         ui.note(&format!("llama.cpp has no sliding window for this model: texts of more than {window} tokens differ"));
     }
+    let mut formats: Vec<ExportFormat> = Vec::new();
+    for format in &args.format {
+        if !formats.contains(format) {
+            formats.push(*format);
+        }
+    }
     let export = Export {
         source: &source,
         output: &args.output,
-        formats: &args.format,
+        formats: &formats,
         dtype: args.dtype.named(),
         shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
         check_on: (!args.skip_check).then_some(device),
