@@ -5,6 +5,7 @@ pub mod cli;
 pub mod data;
 pub mod estimate;
 pub mod exit;
+pub mod export;
 mod failpoint;
 pub mod fp8_advice;
 pub mod metrics;

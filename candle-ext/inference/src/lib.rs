@@ -11,6 +11,7 @@ pub mod command;
 pub mod eval_loss;
 pub mod generate;
 pub mod lm;
+pub mod logits_check;
 pub mod messages;
 pub mod parallel_config;
 pub mod ranks;

@@ -15,8 +15,10 @@ mod expert_adapters_cost;
 mod expert_linear;
 mod experts;
 mod experts_cost;
+mod export;
 mod family;
 mod fp8_scales;
+mod gguf;
 mod layer;
 mod layer_cost;
 mod linear;
@@ -41,15 +43,16 @@ pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, Tile
 pub use error::ModelError;
 pub use experts::{ExpertCall, ExpertPadding, Experts};
 pub use experts_cost::ExpertExchange;
+pub use export::{AdapterMerge, MergeReport, MergedModel, ParamValues, SafetensorsExport};
 pub use family::{Family, QkNorm};
 pub use fp8_scales::{FP8_SCALES, fp8_scales_to_json, read_fp8_scales};
+pub use gguf::{GgufExport, GgufModel, GgufType, QuantizedModel};
 pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};
 pub use linear::{Adapter, Linear};
 pub use linear_spec::{LinearSpec, SwiGluSpec};
 pub use lora::{
-    AdapterFolder, AdapterMerge, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, ExpertAdapterSpec, Lora, LoraConfig,
-    MergeReport, merge_lora,
+    AdapterFolder, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, ExpertAdapterSpec, Lora, LoraConfig, merge_lora,
 };
 pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};

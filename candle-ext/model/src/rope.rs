@@ -18,6 +18,15 @@ fn inverse_frequencies(config: &Config) -> Vec<f32> {
     (0..typed.rotary_dim / 2).map(frequency).collect()
 }
 
+/// Returns the factors that divide the inverse frequencies, [r/2], for Llama 3.1's scaling; `None` for other kinds.
+pub(crate) fn frequency_factors(config: &Config) -> Option<Vec<f32>> {
+    let RopeKind::Llama3 { .. } = config.typed.rope else { return None };
+    let mut unscaled = config.clone();
+    unscaled.typed.rope = RopeKind::Default;
+    let pairs = inverse_frequencies(&unscaled).into_iter().zip(inverse_frequencies(config));
+    Some(pairs.map(|(unscaled, scaled)| unscaled / scaled).collect())
+}
+
 fn scaled(kind: &RopeKind, frequency: f32) -> f32 {
     match *kind {
         RopeKind::Default => frequency,

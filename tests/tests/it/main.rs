@@ -4,10 +4,15 @@
 
 mod documents;
 mod eval_tasks;
+mod export;
 mod getting_started;
 mod golden;
 mod gpu_scripts;
 mod hostile;
+// Other tests use the rest of it.
+#[allow(dead_code)]
+#[path = "../../../candle-ext/text/tests/it/hub/server.rs"]
+mod hub_server;
 mod layers;
 mod module_cycles;
 mod names;

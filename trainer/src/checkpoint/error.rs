@@ -83,6 +83,20 @@ pub enum CheckpointError {
         /// One line for each difference: the key, the value in the checkpoint, the current value.
         differences: Vec<String>,
     },
+    /// The adapter of a checkpoint was trained on other base weights.
+    #[error(
+        "use the adapter in {}: it was trained on other weights than those in {} (hash {trained_on}, found {found}). Give the          base model that it was trained on with --base", dir.display(), base.display()
+    )]
+    OtherBase {
+        /// The checkpoint folder.
+        dir: PathBuf,
+        /// The folder of the base model.
+        base: PathBuf,
+        /// The hash in the checkpoint.
+        trained_on: String,
+        /// The hash of the base model's weights.
+        found: String,
+    },
     /// A file or folder of another origin has the name of a checkpoint.
     #[error(
         "save to {}: it is {what} and will not be replaced. Move it away, or give the checkpoint another \

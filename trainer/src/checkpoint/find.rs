@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
-use super::manifest::{MANIFEST, Manifest};
+use super::manifest::{MANIFEST, Manifest, STATE};
 use super::plan::{CheckpointFormat, Tag};
 
 /// A checkpoint whose files all exist and have the right sizes.
@@ -56,6 +56,17 @@ pub fn newest_complete(output_dir: &Path) -> Result<Option<CompleteCheckpoint>, 
     Ok(newest)
 }
 
+/// Returns true if a folder is a `sharded` checkpoint: it has the manifest of one.
+pub fn is_checkpoint(dir: &Path) -> bool {
+    dir.join(MANIFEST).is_file() && dir.join(STATE).is_file()
+}
+
+/// Opens a checkpoint folder of any name. Its files have the sizes in the manifest; the hashes are not verified.
+pub(super) fn open(dir: &Path) -> Result<CompleteCheckpoint, CheckpointError> {
+    let manifest = read_manifest(dir).map_err(|reason| CheckpointError::damaged(dir, reason))?;
+    Ok(CompleteCheckpoint { dir: dir.to_path_buf(), manifest })
+}
+
 impl SkippedCheckpoint {
     pub(crate) fn warn(&self) {
         tracing::warn!("the checkpoint {} is skipped: {}", self.dir.display(), self.reason);
@@ -70,12 +81,18 @@ impl Tag {
 }
 
 fn check_sizes(dir: &Path, tag: Tag) -> Result<Manifest, String> {
-    let bytes = std::fs::read(dir.join(MANIFEST))
-        .map_err(|error| format!("no {MANIFEST}: incomplete, or written by another program ({error})"))?;
-    let manifest = Manifest::parse(&bytes)?;
+    let manifest = read_manifest(dir)?;
     if manifest.tag() != tag {
         return Err(format!("its manifest says step {}, epoch {}", manifest.step, manifest.epoch));
     }
+    Ok(manifest)
+}
+
+/// Reads the manifest and compares the sizes of the files with it. The error is the reason why the checkpoint is damaged.
+fn read_manifest(dir: &Path) -> Result<Manifest, String> {
+    let bytes = std::fs::read(dir.join(MANIFEST))
+        .map_err(|error| format!("no {MANIFEST}: incomplete, or written by another program ({error})"))?;
+    let manifest = Manifest::parse(&bytes)?;
     for file in &manifest.files {
         let metadata = std::fs::metadata(dir.join(&file.name)).map_err(|error| format!("{}: {error}", file.name))?;
         if metadata.len() != file.size {

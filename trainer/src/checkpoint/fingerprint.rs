@@ -7,6 +7,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+/// The key of the hash of an adapter's base weights, in the settings of the model.
+pub(crate) const FROZEN_WEIGHTS: &str = "frozen weights";
+
 /// The leaves of a JSON tree by dotted key, as JSON text.
 ///
 /// Text round-trips exactly. A float that is parsed again may differ in its last bit.
@@ -21,6 +24,11 @@ impl Fingerprint {
         let mut leaves = BTreeMap::new();
         flatten("", plan, &mut leaves);
         Self(leaves)
+    }
+
+    /// Returns the value of a dotted key.
+    pub fn get(&self, key: &str) -> Option<Value> {
+        serde_json::from_str(self.0.get(key)?).ok()
     }
 
     /// Lists the keys whose values differ in `now`, one line for each. `self` comes from the checkpoint.

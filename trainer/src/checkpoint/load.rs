@@ -96,7 +96,8 @@ fn verify(complete: &CompleteCheckpoint, process: &ProcessGroup) -> Result<Resul
     }
 }
 
-fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
+/// Verifies the hashes of this rank's share of the files. The error is the reason why the checkpoint is damaged.
+pub(super) fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
     for file in complete.manifest.files.iter().skip(rank).step_by(n_ranks) {
         if hash_differs(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
             return Err(format!("{} has changed since it was written (its hash differs)", file.name));
@@ -160,7 +161,7 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
 
 /// Loads this rank's chunk of each tensor from the files that hold it. An optional tensor that is not there in this shape
 /// keeps its values.
-fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
+pub(super) fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
     let mut missing: BTreeMap<String, Vec<(TensorChunk, usize)>> = BTreeMap::new();
     let is_saved = |tensor: &TensorMeta| {
         complete.manifest.tensors.iter().any(|saved| saved.name == tensor.name && saved.shape == tensor.shape)

@@ -32,10 +32,12 @@ mod storage;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
+mod weights;
 
 pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight, require_space};
 pub use error::CheckpointError;
-pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, newest_complete, search};
+pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, is_checkpoint, newest_complete, search};
+pub(crate) use fingerprint::FROZEN_WEIGHTS;
 pub use fingerprint::Fingerprint;
 pub use latest::update_latest_link;
 pub(crate) use load::read_state;
@@ -49,3 +51,4 @@ pub use scores::Scores;
 pub(crate) use shard::VALUES_PER_BLOCK;
 pub(crate) use state::FP8_STATE;
 pub use state::{RunState, StateError, TensorChunk, TensorMeta, TrainState};
+pub use weights::CheckpointWeights;

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candlewick_inference::command::DtypeOption;
-use candlewick_model::{AdapterMerge, LoraConfig, MergeReport};
-use candlewick_text::hub::{Hub, ModelFiles};
+use candlewick_model::{AdapterMerge, MergeReport};
+use candlewick_text::hub::Hub;
 use clap::Args;
 
 use super::Ui;
 use super::options::{not_found, shard_bytes};
 use crate::exit::ExitCode;
+use crate::export::find_base;
 
 #[derive(Debug, Args)]
 pub(super) struct MergeArgs {
@@ -34,22 +35,8 @@ pub(super) struct MergeArgs {
 pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let (adapter, note) = hub.adapter(&args.adapter).map_err(not_found)?;
     note.iter().for_each(|note| ui.note(note));
-    let base = match &args.base {
-        Some(base) => {
-            let found = hub.find_model(base, None, ModelFiles::All).map_err(not_found)?;
-            found.note("base model").iter().for_each(|note| ui.note(note));
-            found.folder
-        }
-        None => {
-            let config = LoraConfig::read(&adapter).context("failed to read the adapter")?;
-            let base = config.base_model().with_context(|| {
-                let problem = "adapter_config.json has no base_model_name_or_path; name the base model with --base";
-                format!("failed to find the base model of {}: {problem}", adapter.display())
-            });
-            hub.base_model(&adapter, base.context(ExitCode::Usage)?).map_err(not_found)?
-        }
-    };
-    ui.note(&format!("base model: {}", base.display()));
+    let (base, note) = find_base(&adapter, args.base.as_deref(), hub)?;
+    ui.note(&note);
     let merge = AdapterMerge {
         base: &base,
         adapter: &adapter,

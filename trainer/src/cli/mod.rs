@@ -4,6 +4,7 @@ mod chat;
 mod check;
 mod doctor;
 mod estimate;
+mod export;
 mod fp8_advise;
 mod generate;
 mod logging;
@@ -51,6 +52,7 @@ Examples:
   trainer train recipes/quickstart.yaml
   trainer train recipes/quickstart.yaml optimizer.lr=1e-4 data.sources.0.sample_count=1K
   trainer check recipes/quickstart.yaml --output-format json
+  trainer export runs/quickstart --format gguf-q4_k_m --output quickstart-gguf
   trainer schema > recipe.schema.json
 
 Exit codes:
@@ -97,6 +99,9 @@ enum Command {
     /// Merge a LoRA adapter into its base model, and save a Hugging Face folder
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
+    /// Write a model as a Hugging Face folder or as GGUF, check it, and push it to the Hub
+    #[command(after_long_help = export::EXAMPLES)]
+    Export(export::ExportArgs),
     /// Make a mixture of experts from a dense model, and save a Hugging Face folder
     #[command(after_long_help = upcycle::EXAMPLES)]
     Upcycle(upcycle::UpcycleArgs),
@@ -204,6 +209,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             merge::run(args, &hub(&ui)?, &ui)
         }
+        Command::Export(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            export::run(args, &hub(&ui)?, &ui)
+        }
         Command::Upcycle(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             upcycle::run(args, &hub(&ui)?, &ui)
@@ -229,7 +238,7 @@ mod tests {
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
-        let folders = [MERGE_EXAMPLES, upcycle::EXAMPLES];
+        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");

@@ -12,7 +12,7 @@ use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointFormat, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Moment,
+    CheckpointError, CheckpointFormat, CheckpointPlan, EXPORT_MARK, ExportMark, FROZEN_WEIGHTS, Fingerprint, Moment,
     PlannedCheckpoints, Resumed, RunState, TrainState, WrittenCheckpoint, bytes_needed, move_aside, newest_complete,
     preflight, read_state, refuse_occupied, refuse_unowned, resume, save, update_latest_link,
 };
@@ -380,7 +380,7 @@ fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
         adapter.remove("base_model_name_or_path");
     }
     let base = base.map(|base| &base.weights);
-    let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, "frozen weights": base});
+    let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, (FROZEN_WEIGHTS): base});
     Fingerprint::of(&json!({"model": model}))
 }
 

@@ -38,6 +38,19 @@ impl StagingFolder {
         &self.folder
     }
 
+    /// Renames the folder to `<target>.failed`, or `.failed.2` and so on, and returns that path. The target stays
+    /// unchanged.
+    pub fn keep_as_failed(self) -> Result<PathBuf, ModelError> {
+        let name = self.target.file_name().unwrap_or(OsStr::new("model")).to_string_lossy().into_owned();
+        let numbered = (2..).map(|i| format!("{name}.failed.{i}"));
+        let mut names = std::iter::once(format!("{name}.failed")).chain(numbered);
+        let unused = names.find_map(|name| Some(parent(&self.target).join(name)).filter(|path| !path.exists()));
+        let failed = unused.expect("the names never end");
+        fs::rename(&self.folder, &failed).map_err(ModelError::io("rename to", &failed))?;
+        unmark_finished(&failed).map_err(ModelError::io("finish", &failed))?;
+        Ok(failed)
+    }
+
     /// Flushes all files to disk and renames the folder to the target. Logs and other files of the old folder are moved
     /// into the new one.
     pub fn commit(self) -> Result<(), ModelError> {
@@ -72,7 +85,10 @@ impl Drop for StagingFolder {
 }
 
 /// Rejects an output folder that holds a model, a run's output or other files.
-pub(crate) fn require_empty(folder: &Path) -> Result<(), ModelError> {
+///
+/// # Errors
+/// If the path is a file or a folder with contents.
+pub fn require_empty(folder: &Path) -> Result<(), ModelError> {
     let refuse =
         |problem: &str| Err(ModelError::OutputPath { path: folder.to_path_buf(), problem: problem.to_owned() });
     match fs::read_dir(folder).map(|mut entries| entries.next().is_none()) {
@@ -201,6 +217,18 @@ mod tests {
         drop(staging);
         assert_eq!(names(root.path()), ["out"]);
         assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
+    }
+
+    #[test]
+    fn a_failed_write_is_kept_under_an_unused_name() {
+        let root = tempfile::tempdir().unwrap();
+        for wanted in ["out.failed", "out.failed.2"] {
+            let staging = StagingFolder::begin(&root.path().join("out")).unwrap();
+            write(staging.folder(), "config.json", "wrong");
+            assert_eq!(staging.keep_as_failed().unwrap(), root.path().join(wanted));
+            assert_eq!(names(&root.path().join(wanted)), ["config.json"]);
+        }
+        assert_eq!(names(root.path()), ["out.failed", "out.failed.2"]);
     }
 
     #[test]

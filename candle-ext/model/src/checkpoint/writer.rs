@@ -75,26 +75,35 @@ impl CheckpointExport<'_> {
     pub fn save<'p>(
         &self,
         params: impl IntoIterator<Item = &'p ParamSpec>,
+        fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
+    ) -> Result<(), ModelError> {
+        let staging = StagingFolder::begin(self.folder)?;
+        CheckpointExport { folder: staging.folder(), ..self.clone() }.write(params, fetch)?;
+        staging.commit()
+    }
+
+    /// Writes the files of `params` into the folder, which must exist. `fetch` returns one value at a time.
+    pub(crate) fn write<'p>(
+        &self,
+        params: impl IntoIterator<Item = &'p ParamSpec>,
         mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
         let shards = split(params.into_iter().collect(), self.dtype, self.shard_bytes);
-        let staging = StagingFolder::begin(self.folder)?;
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
             let file = shard_name(shard_idx, shards.len());
             let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { prefix: "", param }).collect();
-            write_shard(&staging.folder().join(&file), &tensors, self.dtype, &mut fetch)?;
+            write_shard(&self.folder.join(&file), &tensors, self.dtype, &mut fetch)?;
             let names = tensors.iter().flat_map(ShardTensor::stored_tensors).map(|(name, _)| name);
             weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
         }
         if shards.len() > 1 {
             let total = self.n_bytes(shards.iter().flatten().copied());
             let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-            write_json(&staging.folder().join("model.safetensors.index.json"), &index)?;
+            write_json(&self.folder.join("model.safetensors.index.json"), &index)?;
         }
-        write_json(&staging.folder().join("config.json"), &self.config.to_json_as(self.dtype))?;
-        self.auxiliary_files.copy_into(staging.folder())?;
-        staging.commit()
+        write_json(&self.folder.join("config.json"), &self.config.to_json_as(self.dtype))?;
+        self.auxiliary_files.copy_into(self.folder)
     }
 }
 
@@ -225,7 +234,8 @@ impl AuxiliaryFiles<'_> {
         Some(folder.join(name)).filter(|path| path.is_file())
     }
 
-    pub(crate) fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
+    /// Copies the files into a folder, which must exist.
+    pub fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
         for (name, source) in self.sources() {
             refuse_link_outside(&source)?;
             fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;

@@ -105,6 +105,14 @@ impl LoraConfig {
         }
     }
 
+    /// Parses PEFT's adapter_config.json, such as [`LoraConfig::to_json`] returns.
+    pub fn from_peft_json(value: &Value) -> Result<Self, ModelError> {
+        match value {
+            Value::Object(map) => Self::from_map(map),
+            other => Err(ModelError::lora("peft_type", format!("expected an object, found {}", shorten(other)))),
+        }
+    }
+
     /// Parses the keys of a recipe or of an adapter folder.
     pub(super) fn from_map(map: &Map<String, Value>) -> Result<Self, ModelError> {
         map.iter().try_for_each(|(key, value)| refuse_unsupported(key, value))?;

@@ -6,7 +6,6 @@ mod expert;
 mod expert_factors;
 mod folder;
 mod layer;
-mod merge;
 mod model_names;
 mod names;
 mod target;
@@ -20,7 +19,6 @@ pub use config::LoraConfig;
 pub use expert::ExpertAdapterSpec;
 pub use folder::AdapterFolder;
 pub use layer::Lora;
-pub use merge::{AdapterMerge, MergeReport};
 
 /// A LoRA adapter on one linear layer, router or matrix of the experts.
 #[derive(Clone, Debug, PartialEq)]

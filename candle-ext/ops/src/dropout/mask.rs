@@ -34,11 +34,13 @@ pub fn derive_key(key: u64, part: u64) -> u64 {
 const STRIDE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Returns the key of the stream that begins at `position` of the stream of `key`.
+#[inline(always)]
 pub(crate) fn key_after(key: u64, position: u64) -> u64 {
     key.wrapping_add(position.wrapping_mul(STRIDE))
 }
 
 /// Returns SplitMix64's output at `position` of the stream that begins at `key` (Steele, Lea, Flood 2014).
+#[inline(always)]
 pub(crate) fn random(key: u64, position: u64) -> u64 {
     let mut z = key_after(key, position.wrapping_add(1));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

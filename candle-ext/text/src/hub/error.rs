@@ -174,6 +174,14 @@ pub enum HubError {
         /// The system's error.
         source: std::io::Error,
     },
+    /// A folder cannot be uploaded.
+    #[error("push to {id}: {problem}")]
+    Upload {
+        /// The repository.
+        id: String,
+        /// The problem and the remedy.
+        problem: String,
+    },
     /// The downloaded data set cannot be read.
     #[error(transparent)]
     Source(#[from] SourceError),

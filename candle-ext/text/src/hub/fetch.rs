@@ -236,8 +236,8 @@ pub(crate) fn listing_client(settings: &HubSettings) -> ClientBuilder {
     client(settings).timeout(RESPONSE_TIMEOUT_FACTOR * settings.read_timeout)
 }
 
-/// Builds the HTTP client for file downloads.
-fn client(settings: &HubSettings) -> ClientBuilder {
+/// Builds the HTTP client for files.
+pub(crate) fn client(settings: &HubSettings) -> ClientBuilder {
     Client::builder()
         .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(CONNECT_TIMEOUT)

@@ -24,6 +24,8 @@ mod repo;
 mod retry;
 mod retry_after;
 mod settings;
+mod upload;
+mod upload_client;
 
 pub use dataset::DatasetRequest;
 pub use error::HubError;
@@ -32,6 +34,7 @@ pub use local::{LocalModel, LocalModelKind, local_model};
 pub use model::{ModelAndAdapter, ModelFiles};
 pub use repo::{RepoId, RepoIdError, RepoKind};
 pub use settings::HubSettings;
+pub use upload::{FolderUpload, RepoVisibility};
 
 use std::path::PathBuf;
 use std::sync::OnceLock;

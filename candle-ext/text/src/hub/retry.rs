@@ -39,12 +39,21 @@ pub(crate) struct RequestTarget<'a> {
     pub(crate) file: Option<&'a str>,
 }
 
-/// Calls `attempt` until it succeeds, fails permanently, or reaches the limit of attempts.
+/// Downloads with [`retry`]. The error names the target.
 pub(crate) fn with_retries<T>(
     settings: &HubSettings,
     asked: &RequestTarget,
-    mut attempt: impl FnMut() -> Result<T, AttemptError>,
+    attempt: impl FnMut() -> Result<T, AttemptError>,
 ) -> Result<T, HubError> {
+    retry(settings, attempt).map_err(|(failure, n_tries)| explain(settings, asked, failure, n_tries))
+}
+
+/// Calls `attempt` until it succeeds, fails permanently, or reaches the limit of attempts. The error is the last failure and
+/// the number of attempts.
+pub(crate) fn retry<T>(
+    settings: &HubSettings,
+    mut attempt: impl FnMut() -> Result<T, AttemptError>,
+) -> Result<T, (AttemptError, usize)> {
     let mut n_tries = 0;
     loop {
         n_tries += 1;
@@ -55,7 +64,7 @@ pub(crate) fn with_retries<T>(
         let wait = failure.wait().unwrap_or(settings.backoff * (1 << (n_tries - 1).min(10)));
         let is_last = n_tries >= settings.max_attempts || wait > settings.max_retry_wait;
         if is_last || !failure.may_pass() {
-            return Err(explain(settings, asked, failure, n_tries));
+            return Err((failure, n_tries));
         }
         tracing::info!("{} is busy or out of reach, next try in {wait:?}", settings.redact(&settings.endpoint));
         std::thread::sleep(wait);

@@ -74,6 +74,14 @@ pub enum TokenizerError {
     /// The chat template is invalid.
     #[error(transparent)]
     Template(#[from] TemplateError),
+    /// A GGUF file cannot hold the tokenizer.
+    #[error("export the tokenizer of {directory} to GGUF: {problem}")]
+    NotInGguf {
+        /// The folder.
+        directory: PathBuf,
+        /// The part that llama.cpp does not have.
+        problem: String,
+    },
     /// The tokenizer fails to encode or decode.
     #[error("{action} with the tokenizer of {directory}: {message}")]
     EncodeOrDecode {

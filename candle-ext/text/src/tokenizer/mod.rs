@@ -8,6 +8,7 @@ mod byte_level_bpe;
 mod charsmap;
 mod error;
 mod files;
+mod gguf;
 mod special;
 mod split_rule;
 mod word_cache;
@@ -26,6 +27,7 @@ use byte_level_bpe::ByteLevelBpe;
 use files::NamedTemplate;
 
 pub use error::TokenizerError;
+pub use gguf::{GgufTokenType, GgufVocabulary};
 pub use special::{PostProcessorTokens, SpecialToken};
 
 /// Tokenizer with its special tokens and chat templates.

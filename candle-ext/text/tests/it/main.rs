@@ -4,6 +4,7 @@
 mod chat;
 mod chat_properties;
 mod findings;
+mod gguf;
 mod hub;
 mod rows;
 mod template;

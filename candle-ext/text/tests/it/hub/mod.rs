@@ -4,6 +4,7 @@ mod datasets;
 mod faults;
 mod models;
 mod server;
+mod uploads;
 
 use std::path::Path;
 use std::time::Duration;

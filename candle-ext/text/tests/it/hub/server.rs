@@ -3,12 +3,16 @@
 //! It records every request, and rules make single responses fail. A second address serves large files, as in the
 //! real Hub.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
 pub(crate) struct HubServer {
@@ -21,6 +25,10 @@ struct State {
     repos: Mutex<Vec<Repo>>,
     rules: Mutex<Vec<Rule>>,
     log: Mutex<Vec<HubRequest>>,
+    /// Files in LFS by SHA-256, and parts of them by SHA-256 and number.
+    lfs: Mutex<BTreeMap<String, Vec<u8>>>,
+    parts: Mutex<BTreeMap<(String, usize), Vec<u8>>>,
+    part_size: Option<usize>,
     closing: AtomicBool,
 }
 
@@ -33,6 +41,7 @@ pub(crate) struct Repo {
     page_size: usize,
     token: Option<String>,
     moved_to: Option<String>,
+    is_private: bool,
 }
 
 /// Recorded request.
@@ -42,6 +51,7 @@ pub(crate) struct HubRequest {
     pub(crate) target: String,
     pub(crate) at_cdn: bool,
     headers: Vec<(String, String)>,
+    body: Vec<u8>,
 }
 
 /// Response.
@@ -77,6 +87,7 @@ impl Repo {
             page_size: 1000,
             token: None,
             moved_to: None,
+            is_private: false,
         };
         for (path, text) in files {
             repo = repo.with(path, text.as_bytes());
@@ -106,6 +117,14 @@ impl Repo {
 
     pub(crate) fn commit(&self) -> &str {
         &self.commit
+    }
+
+    pub(crate) fn is_private(&self) -> bool {
+        self.is_private
+    }
+
+    pub(crate) fn file(&self, path: &str) -> Option<&[u8]> {
+        self.files.iter().find(|(own, _)| own == path).map(|(_, bytes)| bytes.as_slice())
     }
 }
 
@@ -141,6 +160,11 @@ impl HubRequest {
 
 impl HubServer {
     pub(crate) fn start(repos: impl IntoIterator<Item = Repo>) -> Self {
+        Self::start_with(repos, None)
+    }
+
+    /// Starts a server that takes files of LFS in chunks of this size.
+    pub(crate) fn start_with(repos: impl IntoIterator<Item = Repo>, part_size: Option<usize>) -> Self {
         let hub = TcpListener::bind("127.0.0.1:0").unwrap();
         let cdn = TcpListener::bind("127.0.0.1:0").unwrap();
         let state = Arc::new(State {
@@ -149,6 +173,9 @@ impl HubServer {
             repos: Mutex::new(repos.into_iter().collect()),
             rules: Mutex::default(),
             log: Mutex::default(),
+            lfs: Mutex::default(),
+            parts: Mutex::default(),
+            part_size,
             closing: AtomicBool::new(false),
         });
         for listener in [hub, cdn] {
@@ -172,6 +199,11 @@ impl HubServer {
         let mut repos = self.state.repos.lock().unwrap();
         repos.retain(|own| own.path != repo.path);
         repos.push(repo);
+    }
+
+    /// Returns the repository `models/owner/name`, if it exists.
+    pub(crate) fn repo(&self, path: &str) -> Option<Repo> {
+        self.state.repos.lock().unwrap().iter().find(|repo| repo.path == path).cloned()
     }
 
     pub(crate) fn log(&self) -> Vec<HubRequest> {
@@ -226,6 +258,9 @@ impl State {
     }
 
     fn reply(&self, request: &HubRequest) -> Reply {
+        if request.method == "POST" || request.method == "PUT" {
+            return self.upload(request).unwrap_or_else(|| Reply::new(404, "{\"error\":\"Repository not found\"}"));
+        }
         let repos = self.repos.lock().unwrap().clone();
         let (path, query) = request.target.split_once('?').unwrap_or((&request.target, ""));
         for repo in &repos {
@@ -254,6 +289,106 @@ impl State {
             }
         }
         Reply::new(404, "{\"error\":\"Repository not found\"}").header("X-Error-Code", "RepoNotFound")
+    }
+
+    /// Answers a request of an upload; `None` if it names nothing that exists.
+    fn upload(&self, request: &HubRequest) -> Option<Reply> {
+        let body: Json = serde_json::from_slice(&request.body).unwrap_or(Json::Null);
+        let target = request.target.as_str();
+        if let Some(rest) = target.strip_prefix("/lfs/") {
+            return self.store(rest, request, &body);
+        }
+        // A write needs a token.
+        if request.header("authorization").is_none() {
+            return Some(Reply::new(401, "{\"error\":\"Invalid username or password.\"}"));
+        }
+        if target == "/api/repos/create" {
+            return Some(self.create(&body));
+        }
+        let id = target.trim_start_matches("/api/models/").trim_start_matches('/');
+        let id = ["/preupload/", "/commit/", ".git/info/lfs/"].iter().find_map(|end| Some(id.split_once(end)?.0))?;
+        let path = format!("models/{id}");
+        let mut repos = self.repos.lock().unwrap();
+        let repo = repos.iter_mut().find(|repo| repo.path == path)?;
+        if target.contains("/preupload/") {
+            let mode = |file: &Json| {
+                let path = file["path"].as_str().unwrap();
+                json!({"path": path, "uploadMode": if is_large(path) { "lfs" } else { "regular" }})
+            };
+            let files: Vec<Json> = body["files"].as_array()?.iter().map(mode).collect();
+            return Some(Reply::new(200, &json!({ "files": files }).to_string()));
+        }
+        if target.ends_with("/lfs/objects/batch") {
+            let objects: Vec<Json> = body["objects"].as_array()?.iter().map(|object| self.place(object)).collect();
+            return Some(Reply::new(200, &json!({"transfer": "basic", "objects": objects}).to_string()));
+        }
+        for line in String::from_utf8_lossy(&request.body).lines() {
+            let line: Json = serde_json::from_str(line).unwrap();
+            let value = &line["value"];
+            let bytes = match line["key"].as_str().unwrap() {
+                "file" => BASE64.decode(value["content"].as_str().unwrap()).unwrap(),
+                "lfsFile" => self.lfs.lock().unwrap().get(value["oid"].as_str().unwrap())?.clone(),
+                _ => continue,
+            };
+            *repo = repo.clone().with(value["path"].as_str().unwrap(), &bytes);
+        }
+        Some(Reply::new(200, &json!({"commitOid": repo.commit}).to_string()))
+    }
+
+    fn create(&self, body: &Json) -> Reply {
+        let path = format!("models/{}/{}", body["organization"].as_str().unwrap(), body["name"].as_str().unwrap());
+        let mut repos = self.repos.lock().unwrap();
+        if repos.iter().any(|repo| repo.path == path) {
+            return Reply::new(409, "{\"error\":\"You already created this model repo\"}");
+        }
+        repos.push(Repo { is_private: body["private"] == true, ..Repo::new(&path, &[]) });
+        Reply::new(200, "{\"url\":\"x\"}")
+    }
+
+    /// Returns the addresses of a file of LFS: none if it is there already.
+    fn place(&self, object: &Json) -> Json {
+        let (oid, size) = (object["oid"].as_str().unwrap(), object["size"].as_u64().unwrap() as usize);
+        if self.lfs.lock().unwrap().contains_key(oid) {
+            return object.clone();
+        }
+        let at = |kind: &str| format!("http://{}/lfs/{kind}/{oid}", self.cdn);
+        let upload = match self.part_size {
+            None => json!({"href": at("whole")}),
+            Some(part_size) => {
+                let mut header = json!({"chunk_size": part_size.to_string()});
+                (1..=size.div_ceil(part_size))
+                    .for_each(|i| header[i.to_string()] = json!(format!("{}/{i}", at("part"))));
+                json!({"href": at("complete"), "header": header})
+            }
+        };
+        json!({"oid": oid, "size": size, "actions": {"upload": upload, "verify": {"href": at("verify")}}})
+    }
+
+    /// Stores a file or a part of one, or checks it.
+    fn store(&self, rest: &str, request: &HubRequest, body: &Json) -> Option<Reply> {
+        assert!(request.header("authorization").is_none(), "the token goes to the Hub alone");
+        let mut words = rest.split('/');
+        let (kind, oid) = (words.next()?, words.next()?.to_owned());
+        match kind {
+            "part" => {
+                let number: usize = words.next()?.parse().ok()?;
+                let etag = format!("\"{}\"", hash(&request.body));
+                self.parts.lock().unwrap().insert((oid, number), request.body.clone());
+                return Some(Reply::new(200, "").header("ETag", etag));
+            }
+            "whole" => drop(self.lfs.lock().unwrap().insert(oid, request.body.clone())),
+            "complete" => {
+                let parts = self.parts.lock().unwrap();
+                let listed = body["parts"].as_array()?.iter().map(|part| part["partNumber"].as_u64().unwrap() as usize);
+                let bytes: Vec<u8> = listed.flat_map(|number| parts[&(oid.clone(), number)].clone()).collect();
+                self.lfs.lock().unwrap().insert(oid, bytes);
+            }
+            _ => {
+                let found = self.lfs.lock().unwrap().get(&oid).is_some_and(|bytes| hash(bytes) == oid);
+                return Some(Reply::new(if found { 200 } else { 422 }, ""));
+            }
+        }
+        Some(Reply::new(200, ""))
     }
 
     fn api(&self, repo: &Repo, rest: &str, query: &str) -> Reply {
@@ -310,7 +445,7 @@ pub(crate) fn etag(path: &str, bytes: &[u8]) -> String {
 }
 
 fn is_large(path: &str) -> bool {
-    path.ends_with(".safetensors") || path.ends_with(".parquet")
+    [".safetensors", ".parquet", ".gguf"].iter().any(|end| path.ends_with(end))
 }
 
 fn hash(bytes: &[u8]) -> String {
@@ -346,9 +481,9 @@ fn read_request(stream: &TcpStream, at_cdn: bool) -> Option<HubRequest> {
             None => break,
         }
     }
-    let request = HubRequest { method, target, at_cdn, headers };
+    let mut request = HubRequest { method, target, at_cdn, headers, body: Vec::new() };
     let n_bytes = request.header("content-length").and_then(|n| n.parse().ok()).unwrap_or(0);
-    reader.take(n_bytes).read_to_end(&mut Vec::new()).ok()?;
+    reader.take(n_bytes).read_to_end(&mut request.body).ok()?;
     Some(request)
 }
 

@@ -1,0 +1,110 @@
+//! A model to export: its base weights with a LoRA adapter merged in, one tensor at a time.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::checkpoint::Checkpoint;
+use crate::{AdapterFolder, Config, Model, ModelError, ParamSpec};
+
+/// Values of parameters on disk, in any format.
+pub trait ParamValues {
+    /// Returns the f32 value of a parameter, in its shape.
+    fn value(&self, param: &ParamSpec) -> Result<Tensor, ModelError>;
+
+    /// Returns the dtype of the weights on disk, if it is known.
+    fn dtype(&self) -> Option<DType>;
+}
+
+impl ParamValues for Checkpoint {
+    fn value(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
+        self.param(param, DType::F32, &Device::Cpu)
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        self.float_dtype()
+    }
+}
+
+/// A model whose values are base weights, with an adapter merged in if there is one.
+pub struct MergedModel {
+    /// The model with its adapter.
+    model: Model,
+    /// LoRA factors by name.
+    factors: HashMap<String, ParamSpec>,
+    base: Box<dyn ParamValues>,
+    adapter: Option<Box<dyn ParamValues>>,
+    /// Folders of tokenizer and generation files; the first that has them counts.
+    folders: Vec<PathBuf>,
+}
+
+impl MergedModel {
+    /// Opens a model folder, and an adapter folder on it if there is one.
+    ///
+    /// # Errors
+    /// If tensors are missing or have other shapes, or the adapter was trained on other weights.
+    pub fn open(base: &Path, adapter: Option<&Path>) -> Result<Self, ModelError> {
+        let folders = adapter.into_iter().chain([base]).map(Path::to_path_buf).collect();
+        let adapter = adapter.map(AdapterFolder::open).transpose()?;
+        let model = Model::new(Config::read(base)?, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
+        let base = Checkpoint::open(base)?;
+        base.check(model.base_params())?;
+        if let Some(adapter) = &adapter {
+            adapter.check_base(&base)?;
+            adapter.weights.check(model.adapter_params())?;
+        }
+        let adapter = adapter.map(|adapter| Box::new(adapter.weights) as Box<dyn ParamValues>);
+        Ok(Self::new(model, Box::new(base), adapter, folders))
+    }
+
+    /// Creates a model from the sources of its values. `adapter` has the LoRA factors of `model`.
+    pub fn new(
+        model: Model,
+        base: Box<dyn ParamValues>,
+        adapter: Option<Box<dyn ParamValues>>,
+        folders: Vec<PathBuf>,
+    ) -> Self {
+        let factors = model.adapter_params().map(|param| (param.name.clone(), param.clone())).collect();
+        Self { model, factors, base, adapter, folders }
+    }
+
+    /// Returns the config.
+    pub fn config(&self) -> &Config {
+        self.model.config()
+    }
+
+    /// Returns the folders of tokenizer and generation files, in the order in which they are searched.
+    pub fn folders(&self) -> &[PathBuf] {
+        &self.folders
+    }
+
+    /// Returns the parameters, without LoRA factors.
+    pub fn params(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.model.base_params()
+    }
+
+    /// Returns the dtype of the base weights on disk, else of config.json, else F32.
+    pub fn dtype(&self) -> DType {
+        self.base.dtype().or(self.config().dtype()).unwrap_or(DType::F32)
+    }
+
+    /// Returns true if the adapter changes the parameter.
+    pub fn is_adapted(&self, param: &ParamSpec) -> bool {
+        self.model.adapters_on(&param.name).next().is_some()
+    }
+
+    /// Returns the f32 value of a parameter without the adapter.
+    pub(super) fn base_value(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
+        self.base.value(param)
+    }
+
+    /// Returns the f32 value of a parameter with the adapter merged in.
+    pub fn value(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
+        let read = |name: &str| match (self.factors.get(name), &self.adapter) {
+            (Some(factor), Some(adapter)) => adapter.value(factor),
+            _ => self.base.value(param),
+        };
+        Ok(self.model.merged(&param.name, |name| read(name).map_err(candle_core::Error::wrap))?)
+    }
+}

@@ -1,0 +1,72 @@
+//! Hugging Face folder of a merged model, verified value by value.
+
+use std::path::Path;
+
+use candle_core::DType;
+
+use super::MergedModel;
+use crate::checkpoint::{AuxiliaryFiles, CheckpointExport, WrittenTensors, sum_of_squares};
+use crate::{ModelError, ParamGroupKind, ParamSpec};
+
+/// A Hugging Face folder to write.
+#[derive(Clone, Copy, Debug)]
+pub struct SafetensorsExport<'a> {
+    /// Files besides the weights.
+    pub auxiliary_files: AuxiliaryFiles<'a>,
+    /// Dtype of the weights on disk; `None` for that of the model.
+    pub dtype: Option<DType>,
+    /// Maximum size of a safetensors shard, in bytes.
+    pub shard_bytes: u64,
+}
+
+/// Report of a merge.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MergeReport {
+    /// Dtype of the merged weights on disk.
+    pub dtype: DType,
+    /// Number of merged weight matrices.
+    pub n_matrices: usize,
+    /// Number of parameters written.
+    pub n_params: usize,
+    /// Relative rounding error: norm of the rounding to `dtype` over norm of the LoRA update.
+    pub rounding: f64,
+}
+
+impl SafetensorsExport<'_> {
+    /// Writes the model into an existing folder, reads it back and compares every value.
+    ///
+    /// At most one f32 tensor and its update are in memory.
+    pub fn write(&self, model: &MergedModel, folder: &Path) -> Result<MergeReport, ModelError> {
+        let dtype = self.dtype.unwrap_or(model.dtype());
+        let (auxiliary_files, shard_bytes) = (self.auxiliary_files, self.shard_bytes);
+        let export = CheckpointExport { folder, config: model.config(), auxiliary_files, dtype, shard_bytes };
+        export.write(model.params(), |param| model.value(param).map_err(candle_core::Error::wrap))?;
+        verify(model, folder, dtype)
+    }
+}
+
+fn verify(model: &MergedModel, folder: &Path, dtype: DType) -> Result<MergeReport, ModelError> {
+    let written = WrittenTensors::open(folder, dtype)?;
+    let (mut n_matrices, mut n_params) = (0, 0);
+    let (mut lost, mut changed) = (0.0, 0.0);
+    for param in model.params() {
+        let exact = model.value(param)?;
+        let found = written.verify(param, &exact)?;
+        n_params += param.numel();
+        if model.is_adapted(param) {
+            n_matrices += n_matrices_of(param);
+            lost += sum_of_squares(&(&found - &exact)?)?;
+            changed += sum_of_squares(&(&exact - model.base_value(param)?)?)?;
+        }
+    }
+    let rounding = if changed > 0.0 { (lost / changed).sqrt() } else { 0.0 };
+    Ok(MergeReport { dtype, n_matrices, n_params, rounding })
+}
+
+/// Returns the number of matrices that a parameter stacks: the experts' of a layer, else 1.
+fn n_matrices_of(param: &ParamSpec) -> usize {
+    match (param.group, param.hub.as_deref()) {
+        (ParamGroupKind::Expert, Some(hub)) => hub.fused_shape[0],
+        _ => 1,
+    }
+}

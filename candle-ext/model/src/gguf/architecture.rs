@@ -1,0 +1,156 @@
+//! Architectures of llama.cpp that compute the same function as a model family.
+
+use crate::config::RopeKind;
+use crate::{Config, ModelError};
+
+/// An architecture of llama.cpp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Architecture {
+    /// Llama, Mistral and Mixtral.
+    Llama,
+    /// Qwen2 and Qwen2.5.
+    Qwen2,
+    /// Qwen3.
+    Qwen3,
+    /// Qwen2-MoE.
+    Qwen2Moe,
+    /// Qwen3-MoE.
+    Qwen3Moe,
+}
+
+impl Architecture {
+    /// Returns the architecture of a model.
+    ///
+    /// # Errors
+    /// If llama.cpp would compute another function.
+    pub(super) fn of(config: &Config) -> Result<Self, ModelError> {
+        let family = config.family();
+        let architecture = match family.model_type() {
+            "llama" | "mistral" | "mixtral" => Self::Llama,
+            "qwen2" => Self::Qwen2,
+            "qwen3" => Self::Qwen3,
+            "qwen2_moe" => Self::Qwen2Moe,
+            "qwen3_moe" => Self::Qwen3Moe,
+            _ => {
+                let problem = format!(
+                    "{} is not exported to GGUF; Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen2-MoE and Qwen3-MoE are. Export \
+                     safetensors, and convert that folder with llama.cpp's convert_hf_to_gguf.py",
+                    family.architecture()
+                );
+                return Err(ModelError::Unsupported(problem));
+            }
+        };
+        match architecture.difference(config) {
+            Some((key, problem)) => Err(ModelError::key(key, format!("llama.cpp {problem}; export safetensors"))),
+            None => Ok(architecture),
+        }
+    }
+
+    /// Returns the key and the text of a setting that llama.cpp computes differently.
+    fn difference(self, config: &Config) -> Option<(&'static str, String)> {
+        let typed = &config.typed;
+        if self != Self::Llama && matches!(typed.rope, RopeKind::Llama3 { .. }) {
+            return Some(("rope_scaling", format!("has llama3 scaling for Llama alone, not for {}", self.name())));
+        }
+        if self == Self::Qwen3 && (typed.qkv_bias || typed.o_bias) {
+            return Some(("attention_bias", "has no biases of attention in Qwen3".to_owned()));
+        }
+        if self == Self::Qwen2Moe && config.tied() {
+            return Some(("tie_word_embeddings", "needs an output layer of its own in Qwen2-MoE".to_owned()));
+        }
+        let moe = config.moe()?;
+        let normalizes = self != Self::Qwen2Moe;
+        if moe.router.normalize != normalizes {
+            return Some(("norm_topk_prob", format!("computes {} with {normalizes}", self.name())));
+        }
+        if moe.layers.contains(&false) {
+            return Some(("mlp_only_layers", format!("has experts in every layer of {}", self.name())));
+        }
+        None
+    }
+
+    /// Returns the value of `general.architecture`, which is the first part of the other keys.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Qwen2Moe => "qwen2moe",
+            Self::Qwen3Moe => "qwen3moe",
+        }
+    }
+
+    /// Returns true if llama.cpp rotates adjacent elements of a head: 2i with 2i + 1, instead of i with i + d/2.
+    pub(super) fn rotates_adjacent(self) -> bool {
+        self == Self::Llama
+    }
+}
+
+/// A quantized model of candle-transformers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantizedModel {
+    /// `quantized_llama`.
+    Llama,
+    /// `quantized_qwen2`.
+    Qwen2,
+    /// `quantized_qwen3`.
+    Qwen3,
+}
+
+impl Config {
+    /// Returns the quantized model of candle-transformers that computes this model from its GGUF file.
+    ///
+    /// `None` if there is none: they scale no RoPE, read no experts of a single tensor, and `quantized_llama` has no biases.
+    pub fn quantized_model(&self) -> Option<QuantizedModel> {
+        let typed = &self.typed;
+        let has_square_heads = typed.n_heads * typed.head_dim == typed.hidden_size;
+        let has_biases = typed.qkv_bias || typed.o_bias || typed.mlp_bias;
+        if typed.rope != RopeKind::Default || typed.moe.is_some() {
+            return None;
+        }
+        match Architecture::of(self).ok()? {
+            Architecture::Llama => (has_square_heads && !has_biases).then_some(QuantizedModel::Llama),
+            Architecture::Qwen2 => (has_square_heads && typed.qkv_bias).then_some(QuantizedModel::Qwen2),
+            Architecture::Qwen3 => Some(QuantizedModel::Qwen3),
+            Architecture::Qwen2Moe | Architecture::Qwen3Moe => None,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[track_caller]
+    fn check(config: serde_json::Value, want: Result<Architecture, &str>) {
+        let found = Architecture::of(&Config::from_json(config).unwrap());
+        match (found, want) {
+            (Ok(found), Ok(want)) => assert_eq!(found, want),
+            (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
+            (found, _) => panic!("{found:?}"),
+        }
+    }
+
+    #[test]
+    fn a_family_has_the_architecture_that_computes_it() {
+        check(json!({"model_type": "mistral"}), Ok(Architecture::Llama));
+        check(json!({"model_type": "mixtral"}), Ok(Architecture::Llama));
+        check(json!({"model_type": "qwen2_moe"}), Ok(Architecture::Qwen2Moe));
+        check(json!({"model_type": "olmoe"}), Err("convert_hf_to_gguf.py"));
+    }
+
+    #[test]
+    fn a_setting_that_llama_cpp_computes_differently_is_refused() {
+        let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+        check(json!({"model_type": "llama", "rope_scaling": llama3}), Ok(Architecture::Llama));
+        check(json!({"model_type": "qwen2", "rope_scaling": llama3}), Err("rope_scaling"));
+        check(json!({"model_type": "qwen3", "attention_bias": true}), Err("attention_bias"));
+        check(json!({"model_type": "qwen3_moe", "norm_topk_prob": true}), Ok(Architecture::Qwen3Moe));
+        check(json!({"model_type": "qwen3_moe", "norm_topk_prob": false}), Err("norm_topk_prob"));
+        check(json!({"model_type": "qwen2_moe", "mlp_only_layers": [0]}), Err("mlp_only_layers"));
+        check(json!({"model_type": "qwen2_moe", "tie_word_embeddings": true}), Err("tie_word_embeddings"));
+    }
+}

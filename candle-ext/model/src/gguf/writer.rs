@@ -1,0 +1,202 @@
+//! Writer of the GGUF format, version 3, one tensor at a time.
+//!
+//! `candle_core::quantized::gguf_file::write` needs all quantized tensors in memory, so it is not used.
+
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use candle_core::Tensor;
+use candle_core::quantized::gguf_file::{DEFAULT_ALIGNMENT, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use rayon::prelude::*;
+
+use crate::ModelError;
+use crate::checkpoint::{DurableFile, sum_of_squares};
+
+const MAGIC: &[u8; 4] = b"GGUF";
+const VERSION: u32 = 3;
+/// Elements that a thread quantizes at once, about.
+const PIECE: usize = 1 << 18;
+
+/// Name, shape and type of a tensor in the file.
+#[derive(Clone, Debug)]
+pub(super) struct TensorHeader {
+    pub(super) name: String,
+    /// Shape with the slowest dim first.
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: GgmlDType,
+}
+
+impl TensorHeader {
+    fn n_bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() / self.dtype.block_size() * self.dtype.type_size()
+    }
+}
+
+/// A file whose header is written. The tensors follow in the order of the header.
+pub(super) struct GgufWriter {
+    path: PathBuf,
+    out: BufWriter<DurableFile>,
+    tensors: std::vec::IntoIter<TensorHeader>,
+}
+
+impl GgufWriter {
+    /// Creates the file and writes its header.
+    pub(super) fn create(
+        path: &Path,
+        metadata: &[(String, Value)],
+        tensors: Vec<TensorHeader>,
+    ) -> Result<Self, ModelError> {
+        let file = DurableFile::create_new(path).map_err(ModelError::io("create", path))?;
+        let mut writer = Self {
+            path: path.to_path_buf(),
+            out: BufWriter::with_capacity(1 << 20, file),
+            tensors: Vec::new().into_iter(),
+        };
+        writer.put(&header(metadata, &tensors))?;
+        writer.tensors = tensors.into_iter();
+        Ok(writer)
+    }
+
+    /// Writes the next tensor: an f32 value in the shape of its header.
+    ///
+    /// # Errors
+    /// If a value is not finite, or does not fit in f16.
+    pub(super) fn write(&mut self, value: &Tensor) -> Result<(), ModelError> {
+        let header = self.tensors.next().expect("there are as many tensors as headers");
+        assert_eq!(value.dims(), header.shape, "the value of {} has its shape", header.name);
+        self.check(value, &header)?;
+        let n_columns = header.shape.last().copied().unwrap_or(1).max(1);
+        let rows = value.reshape(((), n_columns))?;
+        let (n_rows, step) = (rows.dim(0)?, PIECE.div_ceil(n_columns));
+        let starts: Vec<usize> = (0..n_rows).step_by(step).collect();
+        let quantize = |start: usize| {
+            // candle quantizes the storage of a tensor, whatever part of it the tensor views.
+            let piece = rows.narrow(0, start, step.min(n_rows - start))?.force_contiguous()?;
+            Ok::<_, ModelError>(QTensor::quantize(&piece, header.dtype)?.data()?.into_owned())
+        };
+        for starts in starts.chunks(2 * rayon::current_num_threads()) {
+            let pieces: Vec<Vec<u8>> = starts.par_iter().map(|start| quantize(*start)).collect::<Result<_, _>>()?;
+            pieces.iter().try_for_each(|piece| self.put(piece))?;
+        }
+        self.put(&padding(header.n_bytes()))
+    }
+
+    fn check(&self, value: &Tensor, header: &TensorHeader) -> Result<(), ModelError> {
+        let wrong = |problem| Err(ModelError::mismatch(&self.path, format!("tensor `{}` {problem}", header.name)));
+        if !sum_of_squares(value)?.is_finite() {
+            return wrong("has values that are not finite; check the weights for NaN");
+        }
+        let most = candlewick_ops::to_host(&value.abs()?.max_all()?)?.to_scalar::<f32>()?;
+        match header.dtype == GgmlDType::F16 && most > half::f16::MAX.to_f32() {
+            true => wrong("has a value above 65504, which does not fit in f16; export bf16 or f32"),
+            false => Ok(()),
+        }
+    }
+
+    /// Flushes the file to disk.
+    pub(super) fn finish(self) -> Result<(), ModelError> {
+        assert_eq!(self.tensors.len(), 0, "every tensor is written");
+        let io = |error| ModelError::io("write", &self.path)(error);
+        self.out.into_inner().map_err(|error| io(error.into_error()))?.sync().map_err(io)
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<(), ModelError> {
+        self.out.write_all(bytes).map_err(ModelError::io("write", &self.path))
+    }
+}
+
+fn header(metadata: &[(String, Value)], tensors: &[TensorHeader]) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend((tensors.len() as u64).to_le_bytes());
+    bytes.extend((metadata.len() as u64).to_le_bytes());
+    for (key, value) in metadata {
+        put_text(&mut bytes, key);
+        bytes.extend(type_of(value).to_le_bytes());
+        put_value(&mut bytes, value);
+    }
+    let mut offset = 0;
+    for tensor in tensors {
+        put_text(&mut bytes, &tensor.name);
+        bytes.extend((tensor.shape.len() as u32).to_le_bytes());
+        tensor.shape.iter().rev().for_each(|len| bytes.extend((*len as u64).to_le_bytes()));
+        bytes.extend(number(tensor.dtype).to_le_bytes());
+        bytes.extend((offset as u64).to_le_bytes());
+        offset += tensor.n_bytes() + padding(tensor.n_bytes()).len();
+    }
+    bytes.extend(padding(bytes.len()));
+    bytes
+}
+
+/// Returns the zeros after `n_bytes` bytes.
+fn padding(n_bytes: usize) -> Vec<u8> {
+    vec![0; n_bytes.next_multiple_of(DEFAULT_ALIGNMENT as usize) - n_bytes]
+}
+
+fn put_text(bytes: &mut Vec<u8>, text: &str) {
+    bytes.extend((text.len() as u64).to_le_bytes());
+    bytes.extend(text.as_bytes());
+}
+
+/// Returns the format's number of a value's type.
+fn type_of(value: &Value) -> u32 {
+    match value {
+        Value::U8(_) => 0,
+        Value::I8(_) => 1,
+        Value::U16(_) => 2,
+        Value::I16(_) => 3,
+        Value::U32(_) => 4,
+        Value::I32(_) => 5,
+        Value::F32(_) => 6,
+        Value::Bool(_) => 7,
+        Value::String(_) => 8,
+        Value::Array(_) => 9,
+        Value::U64(_) => 10,
+        Value::I64(_) => 11,
+        Value::F64(_) => 12,
+    }
+}
+
+fn put_value(bytes: &mut Vec<u8>, value: &Value) {
+    match value {
+        Value::U8(x) => bytes.push(*x),
+        Value::I8(x) => bytes.extend(x.to_le_bytes()),
+        Value::U16(x) => bytes.extend(x.to_le_bytes()),
+        Value::I16(x) => bytes.extend(x.to_le_bytes()),
+        Value::U32(x) => bytes.extend(x.to_le_bytes()),
+        Value::I32(x) => bytes.extend(x.to_le_bytes()),
+        Value::U64(x) => bytes.extend(x.to_le_bytes()),
+        Value::I64(x) => bytes.extend(x.to_le_bytes()),
+        Value::F32(x) => bytes.extend(x.to_le_bytes()),
+        Value::F64(x) => bytes.extend(x.to_le_bytes()),
+        Value::Bool(x) => bytes.push(u8::from(*x)),
+        Value::String(text) => put_text(bytes, text),
+        Value::Array(values) => {
+            bytes.extend(values.first().map_or(4, type_of).to_le_bytes());
+            bytes.extend((values.len() as u64).to_le_bytes());
+            values.iter().for_each(|value| put_value(bytes, value));
+        }
+    }
+}
+
+/// Returns the format's number of a tensor's type: `ggml_type`.
+fn number(dtype: GgmlDType) -> u32 {
+    match dtype {
+        GgmlDType::F32 => 0,
+        GgmlDType::F16 => 1,
+        GgmlDType::Q4_0 => 2,
+        GgmlDType::Q4_1 => 3,
+        GgmlDType::Q5_0 => 6,
+        GgmlDType::Q5_1 => 7,
+        GgmlDType::Q8_0 => 8,
+        GgmlDType::Q8_1 => 9,
+        GgmlDType::Q2K => 10,
+        GgmlDType::Q3K => 11,
+        GgmlDType::Q4K => 12,
+        GgmlDType::Q5K => 13,
+        GgmlDType::Q6K => 14,
+        GgmlDType::Q8K => 15,
+        GgmlDType::BF16 => 30,
+    }
+}

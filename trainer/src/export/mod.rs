@@ -1,0 +1,231 @@
+//! Export of a trained model: Hugging Face folder and GGUF files, compared with the source before they get their name.
+
+mod card;
+mod format;
+mod run_record;
+mod source;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use candle_core::{DType, Device};
+use candlewick_inference::logits_check::{ExportReader, LogitsDifference, PromptLogits};
+use candlewick_model::checkpoint::{AuxiliaryFiles, StagingFolder, require_empty};
+use candlewick_model::{GgufExport, MergeReport, SafetensorsExport};
+use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
+
+use crate::checkpoint::require_space;
+use crate::exit::ExitCode;
+
+pub use card::model_card;
+pub use format::ExportFormat;
+pub use source::{ExportSource, find_base};
+
+/// An export to write.
+pub struct Export<'a> {
+    /// The model.
+    pub source: &'a ExportSource,
+    /// Output folder. It must be empty or missing.
+    pub output: &'a Path,
+    /// Formats to write into the folder.
+    pub formats: &'a [ExportFormat],
+    /// Dtype of safetensors; `None` for the model's.
+    pub dtype: Option<DType>,
+    /// Maximum size of a safetensors shard, in bytes.
+    pub shard_bytes: u64,
+    /// Device that computes the logits; `None` does not compare them.
+    pub check_on: Option<Device>,
+    /// Text of README.md; `None` writes none.
+    pub card: Option<String>,
+}
+
+/// Report of one written format.
+#[derive(Clone, Debug)]
+pub struct FormatReport {
+    /// The format.
+    pub format: ExportFormat,
+    /// File or folder.
+    pub path: PathBuf,
+    /// Size of the weights, in bytes.
+    pub n_bytes: u64,
+    /// Report of a safetensors folder.
+    pub merge: Option<MergeReport>,
+    /// Reader of the file, and the difference to the source's logits.
+    pub check: Option<(ExportReader, LogitsDifference)>,
+}
+
+impl Export<'_> {
+    /// Writes all formats and compares the logits of each with those of the source. The folder appears after that.
+    ///
+    /// # Errors
+    /// If a difference exceeds the tolerance of its format. The files are then kept in `<output>.failed`.
+    pub fn run(&self) -> Result<Vec<FormatReport>> {
+        require_empty(self.output)?;
+        let model = &self.source.model;
+        if self.formats.iter().any(|format| format.gguf().is_some()) {
+            GgufExport::check(model)?;
+        }
+        require_space(self.output, self.n_bytes())?;
+        let files = TokenizerFiles::copy(self.source)?;
+        let vocabulary = files.vocabulary(self)?;
+        let source_logits = self.check_on.as_ref().map(|device| {
+            PromptLogits::of(model, files.tokenizer.as_ref(), device).context("failed to compute the source's logits")
+        });
+        let source_logits = source_logits.transpose()?;
+        let staging = StagingFolder::begin(self.output)?;
+        let mut reports = Vec::new();
+        for format in self.formats {
+            let mut report = self.write(*format, staging.folder(), &files, vocabulary.as_ref())?;
+            report.check = source_logits.as_ref().map(|logits| self.compare(&report, logits)).transpose()?;
+            if let Some(problem) = problem_of(&report) {
+                let failed = staging.keep_as_failed()?;
+                return Err(anyhow!(
+                    "failed to export {format}: {problem}; the files are kept in {}",
+                    failed.display()
+                ));
+            }
+            // The path in the folder's final place, without a slash at the end.
+            let relative = report.path.strip_prefix(staging.folder()).unwrap_or(Path::new(""));
+            report.path = self.output.iter().chain(relative).collect();
+            reports.push(report);
+        }
+        if let Some(card) = &self.card {
+            let path = staging.folder().join("README.md");
+            std::fs::write(&path, card).with_context(|| format!("failed to write {}", path.display()))?;
+        }
+        staging.commit()?;
+        Ok(reports)
+    }
+
+    /// Returns an upper bound of the weights' size, in bytes.
+    fn n_bytes(&self) -> u64 {
+        let n_params: usize = self.source.model.params().map(|param| param.numel()).sum();
+        let safetensors = self.dtype.unwrap_or(self.source.model.dtype());
+        let bits = self.formats.iter().map(|format| format.bits_per_weight(safetensors));
+        (bits.sum::<f64>() / 8.0 * n_params as f64) as u64
+    }
+
+    fn write(
+        &self,
+        format: ExportFormat,
+        folder: &Path,
+        files: &TokenizerFiles,
+        vocabulary: Option<&GgufVocabulary>,
+    ) -> Result<FormatReport> {
+        let model = &self.source.model;
+        let (Some(file_type), Some(vocabulary)) = (format.gguf(), vocabulary) else {
+            let copied = [files.folder.path()];
+            let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &[] };
+            let export = SafetensorsExport { auxiliary_files, dtype: self.dtype, shard_bytes: self.shard_bytes };
+            let merge = export.write(model, folder)?;
+            let n_bytes = size_of(folder, "safetensors")?;
+            return Ok(FormatReport { format, path: folder.to_path_buf(), n_bytes, merge: Some(merge), check: None });
+        };
+        let name = self.name();
+        let path = folder.join(format!("{name}-{file_type}.gguf"));
+        GgufExport { name: &name, vocabulary, file_type }.write(model, &path)?;
+        let n_bytes = std::fs::metadata(&path).with_context(|| format!("failed to read {}", path.display()))?.len();
+        Ok(FormatReport { format, path, n_bytes, merge: None, check: None })
+    }
+
+    /// Returns the name of the model: that of the output folder.
+    fn name(&self) -> String {
+        let name = std::path::absolute(self.output).ok().and_then(|path| path.file_name().map(ToOwned::to_owned));
+        name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+    }
+
+    fn compare(&self, report: &FormatReport, logits: &PromptLogits) -> Result<(ExportReader, LogitsDifference)> {
+        let device = self.check_on.as_ref().unwrap_or(&Device::Cpu);
+        let compared = match report.format.gguf() {
+            None => logits.compare_folder(&report.path, device).map(|found| (ExportReader::Candlewick, found)),
+            Some(_) => logits.compare_gguf(&report.path, self.source.model.config(), device),
+        };
+        compared.with_context(|| format!("failed to compute the logits of {}", report.path.display()))
+    }
+}
+
+/// Returns the reason why a written format is not usable.
+fn problem_of(report: &FormatReport) -> Option<String> {
+    let (reader, difference) = report.check?;
+    let tolerance = report.format.tolerance(report.merge.map(|merge| merge.dtype));
+    let is_close = difference.relative <= tolerance;
+    (!is_close).then(|| {
+        format!(
+            "its logits, read by {reader}, differ from the source's by more than rounding does: {difference}; the tolerance \
+             of the relative norm is {tolerance}"
+        )
+    })
+}
+
+/// The tokenizer and generation files of the source, with the run's chat template.
+struct TokenizerFiles {
+    folder: tempfile::TempDir,
+    /// `None` if the source has no tokenizer.json.
+    tokenizer: Option<Tokenizer>,
+}
+
+impl TokenizerFiles {
+    fn copy(source: &ExportSource) -> Result<Self> {
+        let folder = tempfile::tempdir().context("failed to create a temporary folder")?;
+        let folders: Vec<&Path> = source.model.folders().iter().map(PathBuf::as_path).collect();
+        let files = AuxiliaryFiles { folders: &folders, chat_template: source.chat_template.as_deref(), files: &[] };
+        files.copy_into(folder.path())?;
+        let has_tokenizer = folder.path().join("tokenizer.json").is_file();
+        let tokenizer = has_tokenizer.then(|| Tokenizer::from_directory(folder.path())).transpose()?;
+        Ok(Self { folder, tokenizer })
+    }
+
+    /// Returns the vocabulary for GGUF files; `None` if no format needs one.
+    fn vocabulary(&self, export: &Export) -> Result<Option<GgufVocabulary>> {
+        if export.formats.iter().all(|format| format.gguf().is_none()) {
+            return Ok(None);
+        }
+        let Some(tokenizer) = &self.tokenizer else {
+            let problem = "failed to export GGUF: the model has no tokenizer.json; put one into its folder, or export safetensors";
+            return Err(anyhow!(problem).context(ExitCode::Data));
+        };
+        Ok(Some(tokenizer.gguf_vocabulary(export.source.model.config().vocab_size())?))
+    }
+}
+
+/// Returns the total size of a folder's files with this extension, in bytes.
+fn size_of(folder: &Path, extension: &str) -> Result<u64> {
+    let mut n_bytes = 0;
+    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to read {}", folder.display()))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|own| own == extension) {
+            n_bytes += std::fs::metadata(&path)?.len();
+        }
+    }
+    Ok(n_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks that a relative norm is accepted, or refused with a text that names both numbers.
+    #[track_caller]
+    fn check(format: ExportFormat, relative: f64, is_accepted: bool) {
+        let difference = LogitsDifference { n_positions: 9, n_same_top: 4, largest: 3.0, relative };
+        let check = Some((ExportReader::CandleTransformers, difference));
+        let problem = problem_of(&FormatReport { format, path: PathBuf::new(), n_bytes: 0, merge: None, check });
+        assert_eq!(problem.is_none(), is_accepted, "{problem:?}");
+        let Some(problem) = problem else { return };
+        let tolerance = format.tolerance(None).to_string();
+        for part in ["candle-transformers", "4 of 9 positions", tolerance.as_str()] {
+            assert!(problem.contains(part), "{part} is not in {problem}");
+        }
+    }
+
+    #[test]
+    fn logits_that_differ_by_more_than_the_tolerance_or_are_not_numbers_are_refused() {
+        check(ExportFormat::GgufF16, 2e-3, true);
+        check(ExportFormat::GgufF16, 2e-2, false);
+        check(ExportFormat::GgufQ4KM, 0.25, true);
+        for format in [ExportFormat::GgufQ8_0, ExportFormat::GgufQ4KM, ExportFormat::Safetensors] {
+            check(format, 1.0, false);
+            check(format, f64::NAN, false);
+        }
+    }
+}
