@@ -344,7 +344,7 @@ fn add_scale_and_reshape_equal_candles() {
 fn sums_of_different_shapes_or_dtypes_are_refused() {
     let x = randn((2, 3), 1);
     assert_error(add(&x, &randn((3, 2), 1)), "one is F32 [2, 3], the other F32 [3, 2]");
-    assert_error(add(&x, &x.to_dtype(DType::BF16).unwrap()), "the other BF16 [2, 3]");
+    assert_error(add(&x.to_dtype(DType::BF16).unwrap(), &x), "one is BF16 [2, 3], the other F32 [2, 3]");
 }
 
 #[test]
