@@ -30,7 +30,7 @@ pub(super) struct HttpClient {
 
 /// The reason why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum RequestError {
+pub(super) enum UploadError {
     /// No response, or a response that may be another one later.
     #[error("{reason}")]
     Temporary {
@@ -49,7 +49,7 @@ pub(super) enum RequestError {
     },
 }
 
-impl RequestError {
+impl UploadError {
     /// Returns the error of a response without an expected field.
     pub(super) fn unexpected(field: &str) -> Self {
         Self::Refused { status: 200, reason: format!("the server's response has no {field}") }
@@ -62,8 +62,8 @@ impl RequestError {
 
 impl HttpClient {
     /// Creates a client of the server at `base_url`.
-    pub(super) fn new(base_url: &str, credentials: Credentials) -> Result<Self, RequestError> {
-        let failed = |reason: String| RequestError::Refused { status: 0, reason };
+    pub(super) fn new(base_url: &str, credentials: Credentials) -> Result<Self, UploadError> {
+        let failed = |reason: String| UploadError::Refused { status: 0, reason };
         let client = Client::builder()
             .connect_timeout(CONNECT_TIMEOUT)
             .timeout(REQUEST_TIMEOUT)
@@ -77,27 +77,27 @@ impl HttpClient {
     }
 
     /// Posts a JSON body and returns the JSON of the response; null for an empty response.
-    pub(super) fn post(&self, path: &str, body: &Value) -> Result<Value, RequestError> {
+    pub(super) fn post(&self, path: &str, body: &Value) -> Result<Value, UploadError> {
         let request = self.client.post(format!("{}{path}", self.base_url));
         self.send(request.header(CONTENT_TYPE, "application/json").body(body.to_string()))
     }
 
     /// Gets a path with a query and returns the JSON of the response.
-    pub(super) fn get(&self, path: &str, query: (&str, &str)) -> Result<Value, RequestError> {
+    pub(super) fn get(&self, path: &str, query: (&str, &str)) -> Result<Value, UploadError> {
         let mut url = reqwest::Url::parse(&format!("{}{path}", self.base_url))
-            .map_err(|error| RequestError::Refused { status: 0, reason: error.to_string() })?;
+            .map_err(|error| UploadError::Refused { status: 0, reason: error.to_string() })?;
         url.query_pairs_mut().append_pair(query.0, query.1);
         self.send(self.client.get(url))
     }
 
-    fn send(&self, request: RequestBuilder) -> Result<Value, RequestError> {
+    fn send(&self, request: RequestBuilder) -> Result<Value, UploadError> {
         let request = match &self.credentials {
             Credentials::None => request,
             Credentials::Basic { username, password } => request.basic_auth(username, Some(password.reveal())),
             Credentials::Bearer(token) => request.bearer_auth(token.reveal()),
         };
         let responded = self.runtime.block_on(async {
-            let response = request.send().await.map_err(|error| RequestError::temporary(innermost(&error)))?;
+            let response = request.send().await.map_err(|error| UploadError::temporary(innermost(&error)))?;
             let (status, retry_after) = (response.status(), retry_after(&response));
             Ok((status, retry_after, body(response).await?))
         });
@@ -107,36 +107,36 @@ impl HttpClient {
                 Ok(Value::Null)
             } else {
                 serde_json::from_slice(&body)
-                    .map_err(|_| RequestError::Refused { status: 200, reason: "the response is not JSON".to_owned() })
+                    .map_err(|_| UploadError::Refused { status: 200, reason: "the response is not JSON".to_owned() })
             };
         }
         let shown: String = String::from_utf8_lossy(&body).trim().chars().take(MAX_SHOWN).collect();
         let reason = if shown.is_empty() { format!("HTTP {status}") } else { format!("HTTP {status}: {shown}") };
         Err(self.redacted(match status {
             StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
-                RequestError::Temporary { reason, retry_after }
+                UploadError::Temporary { reason, retry_after }
             }
-            _ if status.is_server_error() => RequestError::Temporary { reason, retry_after },
-            _ => RequestError::Refused { status: status.as_u16(), reason },
+            _ if status.is_server_error() => UploadError::Temporary { reason, retry_after },
+            _ => UploadError::Refused { status: status.as_u16(), reason },
         }))
     }
 
-    fn redacted(&self, error: RequestError) -> RequestError {
+    fn redacted(&self, error: UploadError) -> UploadError {
         let redact = |reason: String| self.credentials.redact(&reason);
         match error {
-            RequestError::Temporary { reason, retry_after } => {
-                RequestError::Temporary { reason: redact(reason), retry_after }
+            UploadError::Temporary { reason, retry_after } => {
+                UploadError::Temporary { reason: redact(reason), retry_after }
             }
-            RequestError::Refused { status, reason } => RequestError::Refused { status, reason: redact(reason) },
+            UploadError::Refused { status, reason } => UploadError::Refused { status, reason: redact(reason) },
         }
     }
 }
 
-async fn body(mut response: Response) -> Result<Vec<u8>, RequestError> {
+async fn body(mut response: Response) -> Result<Vec<u8>, UploadError> {
     let mut body = Vec::new();
-    while let Some(piece) = response.chunk().await.map_err(|error| RequestError::temporary(innermost(&error)))? {
+    while let Some(piece) = response.chunk().await.map_err(|error| UploadError::temporary(innermost(&error)))? {
         if body.len() + piece.len() > MAX_RESPONSE {
-            return Err(RequestError::temporary("the response is too long"));
+            return Err(UploadError::temporary("the response is too long"));
         }
         body.extend_from_slice(&piece);
     }

@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use candlewick_runtime::exit::ExitCode;
 use serde_json::{Map, Value, json};
 
-use super::http::{HttpClient, RequestError};
+use super::http::{HttpClient, UploadError};
 use super::uploader::{RemoteRun, UploadRow, Uploader};
 use crate::metrics::console::Terminal;
 use crate::metrics::description::RunDescription;
@@ -134,10 +134,10 @@ impl RemoteRun for MlflowRun {
     /// The metrics of a record.
     type Row = Vec<MlflowMetric>;
 
-    fn open(&mut self) -> Result<String, RequestError> {
+    fn open(&mut self) -> Result<String, UploadError> {
         let run = self.find_or_create()?;
         let field = |name: &str| run["info"][name].as_str().map(str::to_owned);
-        let run_id = field("run_id").ok_or_else(|| RequestError::unexpected("run.info.run_id"))?;
+        let run_id = field("run_id").ok_or_else(|| UploadError::unexpected("run.info.run_id"))?;
         self.post("runs/update", &json!({"run_id": run_id, "status": "RUNNING"}))?;
         self.log_params(&run_id, &run["data"]["params"])?;
         let experiment = field("experiment_id").unwrap_or_default();
@@ -151,7 +151,7 @@ impl RemoteRun for MlflowRun {
         Ok(url)
     }
 
-    fn send(&mut self, rows: &[Vec<MlflowMetric>]) -> Result<(), RequestError> {
+    fn send(&mut self, rows: &[Vec<MlflowMetric>]) -> Result<(), UploadError> {
         let Some(OpenedMlflowRun { run_id, last_steps }) = &self.opened else { return Ok(()) };
         let is_new = |metric: &&MlflowMetric| last_steps.get(&metric.key).is_none_or(|last| metric.step as u64 > *last);
         let metrics: Vec<Value> = rows.iter().flatten().filter(is_new).map(MlflowMetric::json).collect();
@@ -160,7 +160,7 @@ impl RemoteRun for MlflowRun {
         })
     }
 
-    fn close(&mut self, code: ExitCode) -> Result<(), RequestError> {
+    fn close(&mut self, code: ExitCode) -> Result<(), UploadError> {
         let Some(OpenedMlflowRun { run_id, .. }) = &self.opened else { return Ok(()) };
         let status = match code {
             ExitCode::Ok => "FINISHED",
@@ -172,12 +172,12 @@ impl RemoteRun for MlflowRun {
 }
 
 impl MlflowRun {
-    fn post(&self, endpoint: &str, body: &Value) -> Result<Value, RequestError> {
+    fn post(&self, endpoint: &str, body: &Value) -> Result<Value, UploadError> {
         self.client.post(&format!("{API}/{endpoint}"), body)
     }
 
     /// Returns the run of `MLFLOW_RUN_ID`, the run of an earlier process, or a new run.
-    fn find_or_create(&self) -> Result<Value, RequestError> {
+    fn find_or_create(&self) -> Result<Value, UploadError> {
         if let Some(id) = &self.plan.run_id {
             return Ok(self.client.get(&format!("{API}/runs/get"), ("run_id", id))?["run"].take());
         }
@@ -186,31 +186,31 @@ impl MlflowRun {
     }
 
     /// Returns the id of the experiment, which it creates if there is none.
-    fn experiment(&self) -> Result<String, RequestError> {
+    fn experiment(&self) -> Result<String, UploadError> {
         let name = &self.plan.experiment_name;
         let id = |value: &Value| value.as_str().map(str::to_owned);
         let found = self.client.get(&format!("{API}/experiments/get-by-name"), ("experiment_name", name));
         match found {
             Ok(found) => {
-                id(&found["experiment"]["experiment_id"]).ok_or_else(|| RequestError::unexpected("experiment_id"))
+                id(&found["experiment"]["experiment_id"]).ok_or_else(|| UploadError::unexpected("experiment_id"))
             }
-            Err(RequestError::Refused { status: 404, .. }) => {
+            Err(UploadError::Refused { status: 404, .. }) => {
                 let created = self.post("experiments/create", &json!({"name": name}))?;
-                id(&created["experiment_id"]).ok_or_else(|| RequestError::unexpected("experiment_id"))
+                id(&created["experiment_id"]).ok_or_else(|| UploadError::unexpected("experiment_id"))
             }
             Err(error) => Err(error),
         }
     }
 
     /// Returns the MLflow run of an earlier process of this run.
-    fn existing_run(&self, experiment: &str) -> Result<Option<Value>, RequestError> {
+    fn existing_run(&self, experiment: &str) -> Result<Option<Value>, UploadError> {
         let filter = format!("tags.`{RUN_ID_TAG}` = '{}'", self.tag);
         let body = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
         let mut found = self.post("runs/search", &body)?;
         Ok(found["runs"].get_mut(0).map(Value::take))
     }
 
-    fn create_run(&self, experiment: &str) -> Result<Value, RequestError> {
+    fn create_run(&self, experiment: &str) -> Result<Value, UploadError> {
         let host = HostInfo::this().name.unwrap_or_default();
         let tags = [(RUN_ID_TAG, self.tag.as_str()), ("mlflow.source.name", "trainer"), ("candlewick.host", &host)];
         let tags: Vec<Value> = tags.iter().map(|(key, value)| json!({"key": key, "value": value})).collect();
@@ -224,7 +224,7 @@ impl MlflowRun {
     }
 
     /// Logs the parameters that the run does not have. A parameter of an MLflow run cannot change.
-    fn log_params(&self, run_id: &str, existing: &Value) -> Result<(), RequestError> {
+    fn log_params(&self, run_id: &str, existing: &Value) -> Result<(), UploadError> {
         let existing = existing.as_array().cloned().unwrap_or_default();
         let has = |name: &str| existing.iter().any(|param| param["key"] == name);
         let new = self.params.iter().filter(|(name, _)| !has(name));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use candlewick_runtime::exit::ExitCode;
 
-use super::http::RequestError;
+use super::http::UploadError;
 use crate::metrics::console::Terminal;
 
 /// The largest size of the rows that wait for the server, in bytes.
@@ -54,13 +54,13 @@ pub(super) trait RemoteRun: Send + 'static {
     type Row: UploadRow;
 
     /// Creates or resumes the run, and returns its URL.
-    fn open(&mut self) -> Result<String, RequestError>;
+    fn open(&mut self) -> Result<String, UploadError>;
 
     /// Sends rows, or a heartbeat if there are none.
-    fn send(&mut self, rows: &[Self::Row]) -> Result<(), RequestError>;
+    fn send(&mut self, rows: &[Self::Row]) -> Result<(), UploadError>;
 
     /// Records the end of the run.
-    fn close(&mut self, code: ExitCode) -> Result<(), RequestError>;
+    fn close(&mut self, code: ExitCode) -> Result<(), UploadError>;
 }
 
 /// Sends the rows of a run to a server.
@@ -232,7 +232,7 @@ impl<R: RemoteRun> UploadThread<R> {
             match self.attempt(finish.map(|(code, _)| code)) {
                 Ok(()) if is_finishing => return self.end(UploadPhase::Complete),
                 Ok(()) => (wait, self.n_failures) = (self.times.interval, 0),
-                Err(RequestError::Temporary { reason, retry_after }) => {
+                Err(UploadError::Temporary { reason, retry_after }) => {
                     wait = self.after_failure(&reason, retry_after);
                     if finish.is_some_and(|(_, deadline)| Instant::now() + wait >= deadline) {
                         tracing::warn!(
@@ -243,7 +243,7 @@ impl<R: RemoteRun> UploadThread<R> {
                         return self.end(UploadPhase::Stopped);
                     }
                 }
-                Err(RequestError::Refused { reason, .. }) => {
+                Err(UploadError::Refused { reason, .. }) => {
                     tracing::warn!("{}: the upload ended: {reason}; {}", self.server, self.advice);
                     return self.end(UploadPhase::Stopped);
                 }
@@ -252,7 +252,7 @@ impl<R: RemoteRun> UploadThread<R> {
     }
 
     /// Opens the run if it is not open, sends all queued rows, and records the end of the run if there is one.
-    fn attempt(&mut self, finish: Option<ExitCode>) -> Result<(), RequestError> {
+    fn attempt(&mut self, finish: Option<ExitCode>) -> Result<(), UploadError> {
         if self.url.is_none() {
             let url = self.remote.open()?;
             self.terminal.line(&format!("{}: {url}", self.server));
@@ -305,7 +305,7 @@ mod tests {
 
     /// A server that responds as the test says, and reports the rows that it received.
     struct Scripted {
-        responses: Receiver<Result<(), RequestError>>,
+        responses: Receiver<Result<(), UploadError>>,
         received: Sender<Vec<usize>>,
     }
 
@@ -318,23 +318,23 @@ mod tests {
     impl RemoteRun for Scripted {
         type Row = usize;
 
-        fn open(&mut self) -> Result<String, RequestError> {
+        fn open(&mut self) -> Result<String, UploadError> {
             Ok("http://host/run".to_owned())
         }
 
-        fn send(&mut self, rows: &[usize]) -> Result<(), RequestError> {
+        fn send(&mut self, rows: &[usize]) -> Result<(), UploadError> {
             self.responses.recv().unwrap()?;
-            self.received.send(rows.to_vec()).map_err(|_| RequestError::unexpected("test"))
+            self.received.send(rows.to_vec()).map_err(|_| UploadError::unexpected("test"))
         }
 
-        fn close(&mut self, _code: ExitCode) -> Result<(), RequestError> {
+        fn close(&mut self, _code: ExitCode) -> Result<(), UploadError> {
             self.responses.recv().unwrap()
         }
     }
 
     struct Test {
         uploader: Uploader<usize>,
-        respond: Sender<Result<(), RequestError>>,
+        respond: Sender<Result<(), UploadError>>,
         received: Receiver<Vec<usize>>,
     }
 
@@ -350,7 +350,7 @@ mod tests {
             Self { uploader, respond, received }
         }
 
-        fn respond(&self, response: Result<(), RequestError>) {
+        fn respond(&self, response: Result<(), UploadError>) {
             self.respond.send(response).unwrap();
         }
 
@@ -363,8 +363,8 @@ mod tests {
         }
     }
 
-    fn temporary() -> Result<(), RequestError> {
-        Err(RequestError::Temporary { reason: "HTTP 500".to_owned(), retry_after: None })
+    fn temporary() -> Result<(), UploadError> {
+        Err(UploadError::Temporary { reason: "HTTP 500".to_owned(), retry_after: None })
     }
 
     #[test]
@@ -396,7 +396,7 @@ mod tests {
     #[test]
     fn a_refusal_ends_the_upload() {
         let test = Test::start();
-        test.respond(Err(RequestError::Refused { status: 401, reason: "HTTP 401".to_owned() }));
+        test.respond(Err(UploadError::Refused { status: 401, reason: "HTTP 401".to_owned() }));
         test.uploader.finish(ExitCode::Ok);
         test.uploader.wait();
         assert_eq!(test.phase(), UploadPhase::Stopped);

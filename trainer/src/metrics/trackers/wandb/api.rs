@@ -6,7 +6,7 @@ use candlewick_runtime::exit::ExitCode;
 use serde_json::{Value, json};
 
 use super::files::{Fields, WandbFolder, step_of};
-use crate::metrics::trackers::http::{HttpClient, RequestError};
+use crate::metrics::trackers::http::{HttpClient, UploadError};
 use crate::metrics::trackers::uploader::{RemoteRun, UploadRow};
 
 /// The metrics of a step as a line of W&B's history.
@@ -67,7 +67,7 @@ tags: $tags }) { bucket { name project { name entity { name } } } inserted } }";
 impl RemoteRun for WandbRun {
     type Row = WandbRow;
 
-    fn open(&mut self) -> Result<String, RequestError> {
+    fn open(&mut self) -> Result<String, UploadError> {
         let (n_lines, last_step) = self.resume_status()?;
         let mut variables = self.description.clone();
         variables["name"] = json!(self.run_id);
@@ -76,7 +76,7 @@ impl RemoteRun for WandbRun {
         let data = self.graphql("UpsertBucket", UPSERT_BUCKET, variables)?;
         let project = &data["upsertBucket"]["bucket"]["project"];
         let name = |value: &Value| value.as_str().map(str::to_owned);
-        let entity = name(&project["entity"]["name"]).ok_or_else(|| RequestError::unexpected("entity"))?;
+        let entity = name(&project["entity"]["name"]).ok_or_else(|| UploadError::unexpected("entity"))?;
         let project = name(&project["name"]).unwrap_or_else(|| self.project.clone());
         let path = format!("/files/{entity}/{project}/{}/file_stream", self.run_id);
         self.opened = Some(OpenedWandbRun { path, n_lines, last_step, sent: Instant::now() });
@@ -84,12 +84,12 @@ impl RemoteRun for WandbRun {
         Ok(format!("{}/{entity}/{project}/runs/{}", self.app_url, self.run_id))
     }
 
-    fn send(&mut self, rows: &[WandbRow]) -> Result<(), RequestError> {
+    fn send(&mut self, rows: &[WandbRow]) -> Result<(), UploadError> {
         let rows: Vec<Fields> = rows.iter().filter_map(|row| serde_json::from_str(&row.0).ok()).collect();
         self.stream(&rows)
     }
 
-    fn close(&mut self, code: ExitCode) -> Result<(), RequestError> {
+    fn close(&mut self, code: ExitCode) -> Result<(), UploadError> {
         let mut end = json!({"complete": true, "exitcode": code as u8});
         if code == ExitCode::Preempted {
             end["preempting"] = json!(true);
@@ -100,7 +100,7 @@ impl RemoteRun for WandbRun {
 
 impl WandbRun {
     /// Returns the lines of history and the last step that the server has.
-    fn resume_status(&self) -> Result<(u64, i64), RequestError> {
+    fn resume_status(&self) -> Result<(u64, i64), UploadError> {
         let variables = json!({"project": self.project, "entity": self.entity, "name": self.run_id});
         let data = self.graphql("RunResumeStatus", RESUME_STATUS, variables)?;
         let bucket = &data["model"]["bucket"];
@@ -112,7 +112,7 @@ impl WandbRun {
     }
 
     /// Sends the rows of earlier processes that the server did not receive.
-    fn send_earlier_rows(&mut self) -> Result<(), RequestError> {
+    fn send_earlier_rows(&mut self) -> Result<(), UploadError> {
         const MAX_LINES: usize = 1_000;
         let Some((folder, last_step)) = &self.earlier else { return Ok(()) };
         let rows = folder.rows(*last_step);
@@ -122,7 +122,7 @@ impl WandbRun {
     }
 
     /// Appends rows to the server's history, except those of steps that it has, and updates its summary.
-    fn stream(&mut self, rows: &[Fields]) -> Result<(), RequestError> {
+    fn stream(&mut self, rows: &[Fields]) -> Result<(), UploadError> {
         let Some(OpenedWandbRun { n_lines, last_step, sent, .. }) = &self.opened else { return Ok(()) };
         let is_new = |row: &&Fields| step_of(row).is_some_and(|step| step > *last_step);
         let new: Vec<&Fields> = rows.iter().filter(is_new).collect();
@@ -148,17 +148,17 @@ impl WandbRun {
         Ok(())
     }
 
-    fn post(&self, body: &Value) -> Result<Value, RequestError> {
+    fn post(&self, body: &Value) -> Result<Value, UploadError> {
         let path = self.opened.as_ref().map_or("", |opened| &opened.path);
         self.client.post(path, body)
     }
 
     /// Runs an operation and returns its data.
-    fn graphql(&self, name: &str, query: &str, variables: Value) -> Result<Value, RequestError> {
+    fn graphql(&self, name: &str, query: &str, variables: Value) -> Result<Value, UploadError> {
         let body = json!({"operationName": name, "query": query, "variables": variables});
         let mut response = self.client.post("/graphql", &body)?;
         match response["errors"][0]["message"].as_str() {
-            Some(message) => Err(RequestError::Refused { status: 200, reason: format!("{name}: {message}") }),
+            Some(message) => Err(UploadError::Refused { status: 200, reason: format!("{name}: {message}") }),
             None => Ok(response["data"].take()),
         }
     }
