@@ -28,7 +28,9 @@ fn a_process_takes_what_the_estimate_says() {
         &["model.config.num_key_value_heads=8", "model.dtype=bf16", "data.max_length=64", "tasks that score"],
     ] {
         let case = Case::new(&[wide, arguments].concat());
-        case.compare(case.estimate().peak_bytes(), max_rss(&case), 0.13);
+        // The packing buffers of AMX matmuls grow from call to call, and the allocator keeps the former ones: 20 to 30 MiB more
+        // than with AVX-512, of 350 MiB.
+        case.compare(case.estimate().peak_bytes(), max_rss(&case), 0.16);
     }
 }
 
