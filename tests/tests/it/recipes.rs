@@ -1,14 +1,20 @@
 //! The trainer reads every shipped recipe.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use candlewick_model::Config;
 use serde_json::Value;
 use suite::{read, root, tracked_files};
-use trainer::recipe::{DataSource, Loaded, Prompt, Recipe, SourceOptions, json_schema};
+use trainer::estimate::{Capacity, EstimateReport, Setup, format_bytes, parse_bytes};
+use trainer::metrics::Console;
+use trainer::plan::{BuildFeatures, Environment, Plan, TempDir, TrackingEnv, WorldInfo};
+use trainer::recipe::shipped::{SHIPPED, ShippedRecipe};
+use trainer::recipe::{ConfigSource, DataSource, Loaded, Prompt, Recipe, SourceOptions, json_schema};
 
 fn recipes() -> Vec<PathBuf> {
-    let is_recipe = |path: &PathBuf| path.starts_with("recipes") && path.extension().is_some_and(|e| e == "yaml");
+    let is_yaml = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "yaml");
+    let is_recipe = |path: &PathBuf| is_yaml(path) && path.parent() == Some(Path::new("recipes"));
     let recipes: Vec<_> = tracked_files().into_iter().filter(is_recipe).collect();
     assert!(recipes.len() >= 3, "found only {recipes:?}");
     recipes
@@ -88,4 +94,97 @@ fn questions(file: &str) -> BTreeSet<String> {
     let text = read(format!("recipes/quickstart/{file}.jsonl"));
     let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     rows.map(|row| row["messages"][0]["content"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Resolves a shipped recipe on its devices, with the committed `config.json` of its model.
+fn plan(recipe: &ShippedRecipe, n_ranks: usize) -> Plan {
+    let path = format!("recipes/{}.yaml", recipe.name);
+    let loaded = Loaded::read(&root().join(path), &[]).unwrap_or_else(|error| panic!("{error}"));
+    let model = &loaded.recipe.model;
+    let config = match (&model.config, &model.name_or_path) {
+        (Some(ConfigSource::Inline(map)), _) => Config::from_handwritten(map).unwrap(),
+        (_, Some(name)) => {
+            let file = format!("tests/tests/fixtures/configs/{}.json", name.rsplit('/').next().unwrap());
+            Config::from_json(serde_json::from_str(&read(file)).unwrap()).unwrap()
+        }
+        _ => panic!("{} names no model", recipe.name),
+    };
+    let environment = Environment {
+        config: Some(config),
+        n_cores: 4,
+        world: WorldInfo::first_of(n_ranks),
+        features: BuildFeatures { mpi: false, nccl: true },
+        temp_dir: TempDir { path: "/var/tmp".into(), is_memory: false },
+        has_train_py: false,
+        tasks_generate: false,
+        console: Console::Full,
+        capacity: None,
+        missing_gpu: None,
+        tracking: TrackingEnv::default(),
+    };
+    Plan::resolve(&loaded, &environment).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Resolves every recipe for its ranks, and compares the memory in its comment with the estimate.
+#[test]
+fn every_recipe_fits_its_devices_with_the_memory_that_it_states() {
+    let mut wrong = Vec::new();
+    for recipe in SHIPPED.iter().filter(|recipe| !recipe.is_base()) {
+        let stated = recipe.stated_memory().unwrap_or_else(|| panic!("{} states no device and memory", recipe.name));
+        let plan = plan(recipe, stated.n_ranks);
+        let capacity = Capacity::parse(stated.device, plan.device).unwrap();
+        let capacity = Capacity { host: None, offload_disk: None, ..capacity };
+        let report = EstimateReport::new(recipe.name.into(), &Setup::on(&plan, &capacity).unwrap(), &capacity);
+        let host = report.estimate.host.filter(|bytes| *bytes > 8 << 30);
+        if report.fits != Some(true) {
+            wrong.push(format!("{} does not fit:\n{report}", recipe.name));
+        }
+        let is_near = is_near(stated.device_memory, report.peak_bytes)
+            && stated.host_ram.is_some() == host.is_some()
+            && host.is_none_or(|bytes| is_near(stated.host_ram.unwrap(), bytes));
+        if !is_near {
+            let host = host.map_or(String::new(), |bytes| format!(" and {} of host RAM", format_bytes(bytes)));
+            wrong.push(format!("{}: # Memory of each: {}{host}", recipe.name, format_bytes(report.peak_bytes)));
+        }
+    }
+    assert!(wrong.is_empty(), "the estimates are:\n{}", wrong.join("\n"));
+}
+
+/// Returns true if a text such as `1.5 GiB` differs from `bytes` by at most 2%, and 32 MiB for the size of the program, which
+/// the build decides.
+fn is_near(text: &str, bytes: u64) -> bool {
+    let stated = parse_bytes(&text.replace(' ', "")).unwrap_or_else(|| panic!("{text} is no number of bytes"));
+    stated.abs_diff(bytes) <= bytes / 50 + (32 << 20)
+}
+
+#[test]
+fn every_launch_command_starts_the_stated_ranks_of_its_recipe() {
+    for recipe in SHIPPED.iter().filter(|recipe| !recipe.is_base()) {
+        let name = recipe.name;
+        let n_ranks = recipe.stated_memory().unwrap().n_ranks;
+        let comment = recipe.text.lines().take_while(|line| line.starts_with('#')).map(|line| line[1..].trim());
+        let comment = comment.collect::<Vec<_>>().join(" ").replace("\\ ", "");
+        let number = |flag: &str| {
+            let value = comment.split(flag).nth(1).and_then(|rest| rest.split_whitespace().next());
+            value.map_or(1, |value| value.parse::<usize>().unwrap())
+        };
+        assert_eq!(number("--nnodes ") * number("--nproc-per-node "), n_ranks, "{name}");
+        let commands = [
+            format!("trainer train {name}"),
+            format!("-- train recipes/{name}.yaml"),
+            format!("trainer train recipes/{name}.yaml"),
+        ];
+        assert!(commands.iter().any(|command| comment.contains(command)), "{name} has no command");
+    }
+}
+
+#[test]
+fn the_program_has_every_recipe() {
+    let shipped: BTreeSet<PathBuf> =
+        SHIPPED.iter().map(|recipe| format!("recipes/{}.yaml", recipe.name).into()).collect();
+    let is_recipe = |path: &PathBuf| path.starts_with("recipes") && path.extension().is_some_and(|e| e == "yaml");
+    assert_eq!(shipped, tracked_files().into_iter().filter(is_recipe).collect());
+    for recipe in SHIPPED {
+        assert_eq!(recipe.text, read(format!("recipes/{}.yaml", recipe.name)), "rebuild the trainer");
+    }
 }

@@ -13,6 +13,7 @@ mod mesh;
 mod options;
 mod preprocess;
 mod profile;
+mod recipes;
 mod train;
 mod ui;
 mod upcycle;
@@ -111,6 +112,9 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// List, print or copy the recipes inside the program
+    #[command(subcommand, after_long_help = recipes::EXAMPLES)]
+    Recipes(recipes::RecipesCommand),
     /// Print the JSON schema of recipes, for editors
     Schema,
     /// Print a shell completion script
@@ -218,6 +222,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             upcycle::run(args, &hub(&ui)?, &ui)
         }
         Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),
+        Command::Recipes(command) => recipes::run(command, &ui),
         Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.print(completions::<Cli>(*shell).trim_end()),
         Command::Version => ui.print(&format!("trainer {}", *VERSION)),
@@ -238,7 +243,7 @@ mod tests {
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
-        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES];
+        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");

@@ -17,7 +17,7 @@ use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
 pub(super) struct RecipeArgs {
-    /// Path to the recipe, a YAML file
+    /// Path to the recipe, a YAML file; or the name of a shipped recipe
     #[arg(value_name = "RECIPE")]
     pub(super) path: PathBuf,
     /// Overrides of recipe keys: `optimizer.lr=1e-4`, `data.sources.0.split=train`. Values are YAML

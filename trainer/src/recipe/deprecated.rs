@@ -24,7 +24,7 @@ impl OldName {
     /// Returns one line with the location, the old name and the new name.
     pub(super) fn note(&self, source: &RecipeSource) -> String {
         let place = match self.location {
-            RecipeLocation::File { line, .. } => format!("{}:{line}", source.path.display()),
+            RecipeLocation::File { file, line, .. } => format!("{}:{line}", source.file(file).0.display()),
             RecipeLocation::Argument(idx) => {
                 format!("argument `{}`", source.arguments.get(idx).map_or("", String::as_str))
             }

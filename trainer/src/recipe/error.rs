@@ -1,20 +1,43 @@
 //! Errors in a recipe. Each has a message, a location (file, line and column, or an argument) and advice.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::node::RecipeLocation;
 
-/// The recipe's text and the command-line arguments after it.
+/// The recipe's text, its bases, and the command-line arguments.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RecipeSource {
     /// The recipe file.
     pub path: PathBuf,
     /// Its text.
     pub text: String,
+    /// The recipes that `base` includes: that of the recipe, then that of each base.
+    pub bases: Vec<BaseRecipe>,
     /// The `key=value` arguments.
     pub arguments: Vec<String>,
+}
+
+/// A recipe that another one includes by its key `base`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BaseRecipe {
+    /// The file, or the name of a shipped recipe.
+    pub path: PathBuf,
+    /// Its text.
+    pub text: String,
+    /// The line of `base` in the including file.
+    pub included_at: usize,
+}
+
+impl RecipeSource {
+    /// Returns the path and the text of a file: 0 is the recipe, 1 its base.
+    pub(super) fn file(&self, file: usize) -> (&Path, &str) {
+        match file.checked_sub(1).and_then(|idx| self.bases.get(idx)) {
+            Some(base) => (&base.path, &base.text),
+            None => (&self.path, &self.text),
+        }
+    }
 }
 
 /// An invalid recipe: one or more faults that the user can fix.
@@ -62,9 +85,9 @@ impl RecipeError {
     /// Joins the faults of one recipe, sorted by location.
     pub fn new(source: Arc<RecipeSource>, mut faults: Vec<Fault>) -> Self {
         faults.sort_by_key(|fault| match fault.location {
-            Some(RecipeLocation::File { line, column, .. }) => (0, line, column),
-            Some(RecipeLocation::Argument(idx)) => (1, idx, 0),
-            None => (2, 0, 0),
+            Some(RecipeLocation::File { file, line, column, .. }) => (0, file, line, column),
+            Some(RecipeLocation::Argument(idx)) => (1, idx, 0, 0),
+            None => (2, 0, 0, 0),
         });
         Self { faults, source }
     }
@@ -101,17 +124,23 @@ impl fmt::Display for RecipeError {
 }
 
 fn write_fault(f: &mut fmt::Formatter<'_>, fault: &Fault, source: &RecipeSource) -> fmt::Result {
-    let path = source.path.display();
     match fault.location {
-        Some(RecipeLocation::File { line, column, len }) => {
-            write!(f, "{path}:{line}:{column}: {}", fault.message)?;
-            write_snippet(f, &source.text, line, column, len)?;
+        Some(RecipeLocation::File { file, line, column, len }) => {
+            let (path, text) = source.file(file);
+            write!(f, "{}:{line}:{column}: {}", path.display(), fault.message)?;
+            write_snippet(f, text, line, column, len)?;
         }
         Some(RecipeLocation::Argument(idx)) => {
             let argument = source.arguments.get(idx).map_or("", String::as_str);
             write!(f, "argument `{argument}`: {}", fault.message)?;
         }
-        None => write!(f, "{path}: {}", fault.message)?,
+        None => write!(f, "{}: {}", source.path.display(), fault.message)?,
+    }
+    if let Some(RecipeLocation::File { file, .. }) = fault.location
+        && let Some(base) = file.checked_sub(1).and_then(|idx| source.bases.get(idx))
+    {
+        let (including, _) = source.file(file - 1);
+        write!(f, "\n   = included by {}:{}", including.display(), base.included_at)?;
     }
     for note in &fault.notes {
         write!(f, "\n   = {note}")?;

@@ -1,17 +1,16 @@
 //! Loading of a [`Recipe`] from a file and arguments, with the location of every key.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_file_or_pipe};
 use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
 use super::deprecated::rename_all;
 use super::error::{Fault, RecipeError, RecipeSource};
 use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
-use super::{Recipe, node, overrides, tilde};
+use super::{Recipe, base, overrides, shipped, tilde};
 
 /// A recipe with the location of each key.
 #[derive(Clone, Debug)]
@@ -24,10 +23,12 @@ pub struct Loaded {
 }
 
 /// The origin of a setting.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A line of the recipe.
     Line(usize),
+    /// A line of a recipe that `base` includes.
+    Base(PathBuf, usize),
     /// An argument.
     Argument,
     /// The built-in default.
@@ -39,37 +40,37 @@ pub enum Origin {
 }
 
 impl Loaded {
-    /// Reads a recipe file and applies `key=value` arguments.
+    /// Reads a recipe file and applies `key=value` arguments. If there is no such file, `path` may be the name of a shipped
+    /// recipe.
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
-        let source = RecipeSource { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
-        let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
-        let bytes = read_file_or_pipe(path, MAX_CONFIG_FILE_BYTES)
-            .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
-        let text = String::from_utf8(bytes).map_err(|error| {
-            let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
-            unreadable(format!("the recipe is not UTF-8: line {line} has an invalid byte"))
+        let is_file = path.exists() && !path.is_dir();
+        if !is_file && let Some(recipe) = path.to_str().and_then(shipped::find) {
+            return Self::parse(&recipe.path(), recipe.text.to_owned(), arguments);
+        }
+        let text = base::read_text(path).map_err(|message| {
+            let source = RecipeSource { path: path.to_owned(), ..RecipeSource::default() };
+            let fault = Fault::new(None, message);
+            let near = path.to_str().filter(|_| !is_file).and_then(shipped::nearest_name);
+            let fault = match near {
+                Some(near) => fault.note(format!("did you mean the shipped recipe `{near}`?")),
+                None => fault,
+            };
+            RecipeError::new(Arc::new(source), vec![fault])
         })?;
         Self::parse(path, text, arguments)
     }
 
-    /// Reads the text of a recipe.
+    /// Reads the text of a recipe, and the recipes that its key `base` includes.
     pub fn parse(path: &Path, text: String, arguments: &[String]) -> Result<Self, RecipeError> {
-        let source = Arc::new(RecipeSource { path: path.to_owned(), text, arguments: arguments.to_vec() });
+        let mut source = RecipeSource { path: path.to_owned(), text, bases: Vec::new(), arguments: arguments.to_vec() };
+        let merged = base::read_merged(&mut source);
+        let source = Arc::new(source);
         let fail = |fault: Fault| RecipeError::new(source.clone(), vec![fault]);
-        let mut tree = node::parse(&source.text).map_err(|error| {
-            let location = error.at.map(|(line, column)| RecipeLocation::File { line, column, len: 1 });
-            fail(Fault::new(location, error.message))
-        })?;
-        if tree.value == RecipeValue::Null {
-            tree.value = RecipeValue::Map(Vec::new());
-        }
-        let mut old_names = rename_all(&mut tree).map_err(&fail)?;
+        let (mut tree, mut old_names) = merged.map_err(&fail)?;
         old_names.extend(overrides::apply_all(&mut tree, arguments).map_err(&fail)?);
         // The value of an argument may be a map that has deprecated keys.
         old_names.extend(rename_all(&mut tree).map_err(&fail)?);
-        if let Ok(home) = std::env::var("HOME") {
-            tilde::expand(&mut tree, &home);
-        }
+        tilde::expand_home(&mut tree);
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
         let notes = old_names.iter().map(|name| name.note(&source)).collect();
@@ -89,7 +90,8 @@ impl Loaded {
     /// Returns the origin of the first of these keys that is set.
     pub fn origin(&self, keys: &[&str]) -> Origin {
         match self.location(keys) {
-            Some(RecipeLocation::File { line, .. }) => Origin::Line(line),
+            Some(RecipeLocation::File { file: 0, line, .. }) => Origin::Line(line),
+            Some(RecipeLocation::File { file, line, .. }) => Origin::Base(self.source.file(file).0.to_owned(), line),
             Some(RecipeLocation::Argument(_)) => Origin::Argument,
             None => Origin::Default,
         }
@@ -135,6 +137,7 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Origin::Line(line) => write!(f, "line {line}"),
+            Origin::Base(path, line) => write!(f, "{}:{line}", path.display()),
             Origin::Argument => f.write_str("argument"),
             Origin::Default => f.write_str("default"),
             Origin::Derived => f.write_str("derived"),

@@ -3,6 +3,7 @@
 //! [`Plan::resolve`](crate::plan::Plan::resolve) validates a [`Recipe`], supplies the defaults and makes a plan of it.
 
 mod arctic_moe;
+mod base;
 mod data;
 mod ddp_backend;
 mod decode;
@@ -21,6 +22,7 @@ mod output;
 mod overrides;
 mod precision;
 mod schema;
+pub mod shipped;
 mod tilde;
 mod value_or_list;
 
@@ -31,7 +33,7 @@ pub use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
 pub use arctic_moe::ArcticMoe;
 pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOptions, SourceType, StringPairs};
 pub use ddp_backend::DdpBackend;
-pub use error::{Fault, RecipeError, RecipeSource};
+pub use error::{BaseRecipe, Fault, RecipeError, RecipeSource};
 pub use eval::EvalSection;
 pub(crate) use keys::{foreign_key_advice, of_option as key_of_option};
 pub use load::{Loaded, Origin};
@@ -70,6 +72,9 @@ pub struct Recipe {
     pub code: Option<String>,
     /// ArcticTraining's switch for its type checks. No effect.
     pub skip_validation: Option<bool>,
+    /// Another recipe, whose keys apply unless this file sets them: a path that starts at the folder of this file, or the
+    /// name of a shipped recipe. Maps are merged; lists and other values are replaced; null removes a key.
+    pub base: Option<String>,
     /// The model that is trained.
     pub model: ModelSection,
     /// The tokenizer and its chat template.

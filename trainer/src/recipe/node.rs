@@ -13,8 +13,10 @@ pub(crate) use candlewick_text::yaml::{YamlSyntaxError, quoted};
 /// The location of a key or value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecipeLocation {
-    /// In the recipe file.
+    /// In the recipe file or one of its bases.
     File {
+        /// The file: 0 is the recipe, 1 its base, 2 the base of that.
+        file: usize,
         /// The line, from 1.
         line: usize,
         /// The column in characters, from 1.
@@ -35,9 +37,9 @@ pub type RecipeValue = yaml::YamlValue<RecipeLocation>;
 /// One key of a map in a recipe.
 pub type RecipeEntry = yaml::YamlEntry<RecipeLocation>;
 
-/// Parses one YAML document of a recipe file. An empty document is `Null`.
-pub(crate) fn parse(text: &str) -> Result<RecipeNode, YamlSyntaxError> {
-    parse_at(text, |YamlSpan { line, column, len }| RecipeLocation::File { line, column, len })
+/// Parses one YAML document of a recipe file, whose number is `file`. An empty document is `Null`.
+pub(crate) fn parse(text: &str, file: usize) -> Result<RecipeNode, YamlSyntaxError> {
+    parse_at(text, |YamlSpan { line, column, len }| RecipeLocation::File { file, line, column, len })
 }
 
 /// Parses one YAML document. `location` maps its spans to locations.

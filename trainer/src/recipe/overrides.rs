@@ -44,6 +44,10 @@ impl<'a> Override<'a> {
         if path.iter().any(|segment| segment.is_empty()) {
             return Err(Fault::new(Some(location), "the key has an empty part; parts are separated by single dots"));
         }
+        if path[0] == "base" {
+            let fault = Fault::new(Some(location), "base: an argument cannot include a recipe");
+            return Err(fault.note("set `base` in the recipe file; arguments override keys of the base, too"));
+        }
         let old_name = rename_path(&mut path, location);
         if text.trim().is_empty() {
             let key = path.join(".");
@@ -198,8 +202,8 @@ fn child<'a>(
     &mut entry.node
 }
 
-/// Returns the alias of a key, which an argument replaces too.
-fn alias_of<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
+/// Returns the alias of a key, which an argument or an including recipe replaces too.
+pub(super) fn alias_of<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
     match (path[..depth].to_vec().as_slice(), path[depth]) {
         (["optimizer" | "scheduler"], "lr") => Some("learning_rate"),
         (["optimizer" | "scheduler"], "learning_rate") => Some("lr"),

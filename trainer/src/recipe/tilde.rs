@@ -3,8 +3,9 @@
 use super::node::{RecipeEntry, RecipeNode, RecipeValue};
 
 /// The keys whose strings, lists of strings or maps to strings are paths.
-const PATHS: [&str; 15] = [
+const PATHS: [&str; 16] = [
     "adapter_name_or_path",
+    "base",
     "cache_dir",
     "chat_template",
     "config",
@@ -21,8 +22,14 @@ const PATHS: [&str; 15] = [
     "train_log_metrics_path",
 ];
 
-/// Replaces `~` by the home folder in every path of a recipe.
-pub(super) fn expand(tree: &mut RecipeNode, home: &str) {
+/// Replaces `~` by the home folder in every path of a recipe, if `HOME` is set.
+pub(super) fn expand_home(tree: &mut RecipeNode) {
+    if let Ok(home) = std::env::var("HOME") {
+        expand(tree, &home);
+    }
+}
+
+fn expand(tree: &mut RecipeNode, home: &str) {
     match &mut tree.value {
         RecipeValue::Map(entries) => entries.iter_mut().for_each(|entry| expand_entry(entry, home)),
         RecipeValue::List(items) => items.iter_mut().for_each(|item| expand(item, home)),
@@ -64,7 +71,7 @@ mod tests {
     fn paths_are_expanded_and_other_strings_are_not() {
         let text = "output_dir: ~/runs\ndata:\n  sources: [~/a.jsonl, {name_or_path: ~/b}, c~/d]\neval:\n  data: {arc: ~/arc}\n\
                     generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\nmoe: {routing_replay: {replay: ~/r}}\n";
-        let mut tree = crate::recipe::node::parse(text).unwrap();
+        let mut tree = crate::recipe::node::parse(text, 0).unwrap();
         expand(&mut tree, "/users/me");
         let at = |key: &str| tree.at(key).unwrap().0.value.clone();
         for (key, want) in [

@@ -12,6 +12,7 @@ mod mtp;
 mod nonfinite;
 mod plan_rules;
 mod profile;
+mod recipe_base;
 mod recipe_errors;
 mod recipe_schema;
 mod recipe_values;

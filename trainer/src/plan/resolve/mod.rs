@@ -69,6 +69,9 @@ impl Plan {
         let logger = output::resolve_logger(&mut resolver);
         let generate = output::resolve_generate(&mut resolver);
         let recipe = &loaded.recipe;
+        if let Some(base) = &recipe.base {
+            resolver.record("base", base, loaded.origin(&["base"]));
+        }
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
