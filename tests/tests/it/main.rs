@@ -15,5 +15,6 @@ mod parity;
 mod prose;
 mod ranks;
 mod recipes;
+mod reference;
 mod traffic;
 mod use_model;
