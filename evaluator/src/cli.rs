@@ -17,16 +17,17 @@ mod unsupported_lm_eval_args;
 
 use std::io::{self, IsTerminal};
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
+use candlewick_command_line::{ManArgs, Shell, completions};
 use candlewick_text::hub::{Hub, HubSettings, LIBRARY_LOG_FILTER};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
 use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
 use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
-use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
+use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
 use candlewick_runtime::stdout::print_line;
 
 /// Evaluates language models on lm-evaluation-harness tasks.
@@ -81,8 +82,10 @@ enum Command {
     /// Print a shell completion script
     Completions {
         /// The shell
-        shell: clap_complete::Shell,
+        shell: Shell,
     },
+    /// Print the man page, or write the pages of all commands into a folder
+    Man(ManArgs),
 }
 
 #[derive(Debug, Args)]
@@ -101,6 +104,11 @@ struct GenerateCommandArgs {
     model: String,
     #[command(flatten)]
     options: GenerateArgs,
+}
+
+/// Returns the command line of the program.
+pub fn command() -> clap::Command {
+    Cli::command()
 }
 
 /// Runs the program with the process's arguments.
@@ -168,7 +176,8 @@ fn run(command: &Command) -> Result<()> {
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),
-        Command::Completions { shell } => print_line(completions::<Cli>(*shell).trim_end()),
+        Command::Completions { shell } => print_line(completions(Cli::command(), *shell).trim_end()),
+        Command::Man(args) => print_line(&args.run(Cli::command()).map_err(|error| anyhow!("failed to {error}"))?),
         Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => {
             if is_first_process() {

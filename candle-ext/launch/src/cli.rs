@@ -4,8 +4,9 @@
 
 use std::path::PathBuf;
 
+use candlewick_command_line::{ManArgs, Shell};
 use clap::builder::FalseyValueParser;
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::streams::StreamsPerRank;
 use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousBackend, RendezvousOptions, SignalSet};
@@ -13,7 +14,11 @@ use crate::values::{LineFilter, LocalRanks, NodeRange, NprocPerNode, RendezvousB
 /// Starts a program once per rank, as torchrun does, and stops all ranks when one fails.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "launch", version, override_usage = USAGE, after_long_help = EXAMPLES, args_override_self = true)]
+#[command(subcommand_negates_reqs = true, args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
 pub struct Cli {
+    /// A command of the launcher itself. `launch -- man` starts a program of that name.
+    #[command(subcommand)]
+    pub document: Option<DocumentCommand>,
     /// Print the environment and command of each worker, and start nothing
     #[arg(long)]
     pub dry_run: bool,
@@ -41,6 +46,18 @@ pub struct Cli {
     /// torchrun flags without effect.
     #[command(flatten)]
     pub torchrun_only: TorchrunOnlyArgs,
+}
+
+/// The launcher's own commands, which print documents of its command line.
+#[derive(Clone, Debug, Subcommand)]
+pub enum DocumentCommand {
+    /// Print a shell completion script
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+    /// Print the man page, or write it into a folder
+    Man(ManArgs),
 }
 
 const USAGE: &str = "launch [OPTIONS] [--] PROGRAM [ARGUMENTS]...";

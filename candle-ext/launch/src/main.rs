@@ -5,8 +5,9 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candlewick_comm::rank_env::{RankEnv, Variables};
+use candlewick_command_line::completions;
 use candlewick_launch::agent;
-use candlewick_launch::cli::Cli;
+use candlewick_launch::cli::{Cli, DocumentCommand};
 use candlewick_launch::console::{self, log};
 use candlewick_launch::exit::{FAILED, OK, USAGE};
 use candlewick_launch::node_resources::NodeResources;
@@ -14,7 +15,7 @@ use candlewick_launch::plan::LaunchPlan;
 use candlewick_launch::program;
 use candlewick_launch::streams::StdStream;
 use candlewick_launch::{child, dry_run};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
 fn main() -> ExitCode {
     let arguments: Vec<OsString> = env::args_os().skip(1).collect();
@@ -33,6 +34,9 @@ fn run() -> i32 {
             return error.exit_code();
         }
     };
+    if let Some(command) = &cli.document {
+        return print_document(command);
+    }
     let variables = variables();
     if cli.world { show_world(&variables) } else { launch(&cli, NodeResources::local(variables)) }
 }
@@ -52,6 +56,20 @@ fn launch(cli: &Cli, node_resources: NodeResources) -> i32 {
     }
     plan.notes.iter().for_each(|note| log(note));
     agent::run(&plan, &node_resources).unwrap_or_else(|error| failed(&error, error.code()))
+}
+
+fn print_document(command: &DocumentCommand) -> i32 {
+    let text = match command {
+        DocumentCommand::Completions { shell } => Ok(completions(Cli::command(), *shell)),
+        DocumentCommand::Man(args) => args.run(Cli::command()),
+    };
+    match text {
+        Ok(text) => {
+            console::write(StdStream::Out, format!("{}\n", text.trim_end()).as_bytes());
+            OK
+        }
+        Err(error) => failed(&error, FAILED),
+    }
 }
 
 fn show_world(variables: &Variables) -> i32 {

@@ -122,15 +122,6 @@ pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item =
     })
 }
 
-/// Returns the shell completion script of `C`.
-pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> String {
-    let mut command = C::command();
-    let name = command.get_name().to_owned();
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut command, name, &mut script);
-    String::from_utf8_lossy(&script).into_owned()
-}
-
 /// Formats an error and its causes, each once. Escapes control characters.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");

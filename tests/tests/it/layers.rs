@@ -12,15 +12,16 @@ use suite::{code_of, read, root, rust_files};
 const LAYERS: &[(&str, &[&str])] = &[
     ("candlewick-ops", &[]),
     ("candlewick-comm", &[]),
-    ("candlewick-launch", &["candlewick-comm"]),
+    ("candlewick-command-line", &[]),
+    ("candlewick-launch", &["candlewick-comm", "candlewick-command-line"]),
     ("candlewick-text", &[]),
     ("candlewick-model", &["candlewick-ops", "candlewick-text"]),
     ("candlewick-parallel", &["candlewick-comm", "candlewick-model"]),
     ("candlewick-runtime", &["candlewick-comm", "candlewick-model", "candlewick-text"]),
     ("candlewick-inference", &["candlewick-parallel", "candlewick-runtime"]),
-    ("evaluator", &["candlewick-inference"]),
+    ("evaluator", &["candlewick-inference", "candlewick-command-line"]),
     ("trainer", &["evaluator"]),
-    ("suite", &["trainer"]),
+    ("suite", &["trainer", "candlewick-launch"]),
 ];
 
 /// Returns the packages of the workspace that `layer` may use.

@@ -20,5 +20,6 @@ mod parity;
 mod prose;
 mod ranks;
 mod recipes;
+mod reference;
 mod traffic;
 mod use_model;

@@ -2,6 +2,7 @@
 
 mod chat;
 mod check;
+mod config;
 mod doctor;
 mod estimate;
 mod export;
@@ -22,10 +23,12 @@ mod verify_parallel;
 use std::io::Write;
 use std::sync::LazyLock;
 
+use anyhow::anyhow;
+use candlewick_command_line::{ManArgs, Shell, completions};
 use candlewick_runtime::error_file;
-use candlewick_runtime::exit::{backtrace, completions};
+use candlewick_runtime::exit::backtrace;
 use clap::error::{ContextKind, ContextValue};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Versions;
@@ -115,13 +118,20 @@ enum Command {
     /// List, print or copy the recipes inside the program
     #[command(subcommand, after_long_help = recipes::EXAMPLES)]
     Recipes(recipes::RecipesCommand),
+    /// Explain recipe keys and compare resolved settings
+    Config {
+        #[command(subcommand)]
+        command: config::ConfigCommand,
+    },
     /// Print the JSON schema of recipes, for editors
     Schema,
     /// Print a shell completion script
     Completions {
         /// The shell
-        shell: clap_complete::Shell,
+        shell: Shell,
     },
+    /// Print the man page, or write the pages of all commands into a folder
+    Man(ManArgs),
     /// Print the version
     Version,
 }
@@ -130,6 +140,11 @@ const MERGE_EXAMPLES: &str = "\
 Examples:
   trainer merge runs/lora --output merged
   trainer merge runs/lora/adapter/global_step_40 --output merged --base base --dtype f32";
+
+/// Returns the command line of the program.
+pub fn command() -> clap::Command {
+    Cli::command()
+}
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
@@ -223,8 +238,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),
         Command::Recipes(command) => recipes::run(command, &ui),
+        Command::Config { command } => config::run(command, cli.verbosity, &ui),
         Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
-        Command::Completions { shell } => ui.print(completions::<Cli>(*shell).trim_end()),
+        Command::Completions { shell } => ui.print(completions(Cli::command(), *shell).trim_end()),
+        Command::Man(args) => ui.print(&args.run(Cli::command()).map_err(|error| anyhow!("failed to {error}"))?),
         Command::Version => ui.print(&format!("trainer {}", *VERSION)),
     }
 }
@@ -232,7 +249,6 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent() {
@@ -244,7 +260,8 @@ mod tests {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
-        let examples = [examples.join("\n"), others.join("\n"), folders.join("\n")].join("\n");
+        let config = config::EXAMPLES.join("\n");
+        let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");
         }

@@ -133,6 +133,7 @@ pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of processes, at least 1".into())
 }
 
-fn key_value(text: &str) -> Result<String, String> {
+/// Parses an override of a recipe key.
+pub(super) fn key_value(text: &str) -> Result<String, String> {
     if text.contains('=') { Ok(text.to_owned()) } else { Err("expected KEY=VALUE, such as optimizer.lr=1e-4".into()) }
 }

@@ -26,4 +26,5 @@ pub(crate) use resolve::{conversation, is_path};
 pub use router::{RouterLossTerm, RouterPlan, RoutingReplayPlan};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
 pub use setting::ResolvedSetting;
+pub(crate) use setting::value_in_words;
 pub use table::SettingsFilter;

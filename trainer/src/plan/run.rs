@@ -76,6 +76,8 @@ pub struct Plan {
     pub logger: LoggerPlan,
     /// Every setting with its origin.
     pub settings: Vec<ResolvedSetting>,
+    /// The keys of the recipe that `settings` summarizes, as written: `checkpoint.0.save_every_n_steps`.
+    pub written: Vec<ResolvedSetting>,
     /// Notes for the user, such as keys that are accepted and have no effect, with the reason.
     pub notes: Vec<String>,
 }

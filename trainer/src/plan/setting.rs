@@ -24,15 +24,20 @@ impl ResolvedSetting {
 
     pub(super) fn shown(&self) -> String {
         const WIDEST: usize = 72;
-        let text = match &self.value {
-            serde_json::Value::String(text) if !text.is_empty() && !text.contains('\n') => text.clone(),
-            serde_json::Value::Null => "none".into(),
-            other => other.to_string(),
-        };
+        let text = value_in_words(&self.value);
         if text.chars().count() <= WIDEST {
             return text;
         }
         text.chars().take(WIDEST - 1).chain(['…']).collect()
+    }
+}
+
+/// Returns a value as a recipe has it: text without quotes, `none` for null.
+pub(crate) fn value_in_words(value: &serde_json::Value) -> String {
+    match value {
+        serde_json::Value::String(text) if !text.is_empty() && !text.contains('\n') => text.clone(),
+        serde_json::Value::Null => "none".into(),
+        other => other.to_string(),
     }
 }
 

@@ -32,9 +32,9 @@ pub struct DataSection {
     pub train_eval_split: Option<(HumanFloat, HumanFloat)>,
     /// The maximum length of a row in tokens. Default: the model config's `max_position_embeddings`.
     pub max_length: Option<HumanInt>,
-    /// The handling of samples longer than `max_length`: `error` (fails and reports the three longest; default of
-    /// `sft`), `truncate`, `drop` or `split` (into samples of `max_length`; default of `causal`). Packed causal data
-    /// are always split.
+    /// The handling of samples longer than `max_length`: `error` (fails and reports the three longest),
+    /// `truncate`, `drop` or `split` (into samples of `max_length`). Packed causal data are always split. Default `error` for
+    /// `sft`, `split` for `causal`.
     pub truncation: Option<Truncation>,
     /// ArcticTraining's name of `truncation: drop`: `true` drops samples longer than `max_length`.
     pub filter_samples: Option<bool>,
@@ -162,8 +162,8 @@ enum DataSourcesSchema {
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SourceOptions {
-    /// The source type, for local files and the Hub: `huggingface`, `huggingface_instruct` (default of `sft`) or
-    /// `huggingface_causal` (default of `causal`). `snowflake` is not available.
+    /// The source type, for local files and the Hub: `huggingface`, `huggingface_instruct` or `huggingface_causal`.
+    /// `snowflake` is not available. Default `huggingface_instruct` for `sft`, `huggingface_causal` for `causal`.
     #[serde(rename = "type")]
     pub kind: Option<SourceType>,
     /// A json, jsonl, parquet, csv or txt file, a folder of these, or a Hub id. The suffix `:split` or `:split[10:20]`

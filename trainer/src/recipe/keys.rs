@@ -3,7 +3,7 @@
 use candlewick_text::suggestion::nearest;
 use serde_json::{Map, Value};
 
-use super::foreign_keys::FOREIGN_KEYS;
+use super::foreign_keys::{FOREIGN_KEYS, ForeignKey};
 use super::json_schema;
 
 /// A key of the schema: `data.max_length`, `checkpoint.N.save_total_limit`.
@@ -23,34 +23,51 @@ impl SchemaKey {
 
 /// Lists every key of the schema.
 pub(crate) fn schema_keys() -> Vec<SchemaKey> {
-    let schema = json_schema();
     let mut keys = Vec::new();
-    walk(&schema, &schema["$defs"], "", &mut keys);
+    visit_keys(&json_schema(), &mut |property| {
+        let description = property.schema["description"].as_str().unwrap_or_default();
+        let is_dead = ["Not implemented", "Moved", "A key of `"].iter().any(|start| description.starts_with(start));
+        let is_dead = is_dead || description.contains("Not implemented yet") || description.contains("Not supported");
+        keys.push(SchemaKey { path: property.path.to_owned(), is_live: !is_dead });
+    });
     keys
 }
 
-fn walk(schema: &Value, definitions: &Value, prefix: &str, keys: &mut Vec<SchemaKey>) {
+/// A key of the schema with its own schema.
+pub(super) struct SchemaProperty<'a> {
+    /// The path, with `N` for an index of a list.
+    pub(super) path: &'a str,
+    /// The schema of the value.
+    pub(super) schema: &'a Value,
+    /// True if the section requires the key.
+    pub(super) is_required: bool,
+}
+
+/// Calls `visit` for every key of the schema, a section before its keys.
+pub(super) fn visit_keys(schema: &Value, visit: &mut dyn FnMut(SchemaProperty)) {
+    walk(schema, &schema["$defs"], "", visit);
+}
+
+fn walk(schema: &Value, definitions: &Value, prefix: &str, visit: &mut dyn FnMut(SchemaProperty)) {
     if let Some(name) = schema["$ref"].as_str().and_then(|at| at.strip_prefix("#/$defs/")) {
-        return walk(&definitions[name], definitions, prefix, keys);
+        return walk(&definitions[name], definitions, prefix, visit);
     }
     let forms = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|form| schema[form].as_array()).flatten();
     let forms: Vec<&Value> = forms.collect();
     // A key of the form "a list or one item" has the keys of the list.
     let list = forms.iter().position(|form| form.get("items").is_some());
     forms.iter().enumerate().filter(|(idx, _)| list.is_none_or(|list| list == *idx)).for_each(|(_, form)| {
-        walk(form, definitions, prefix, keys);
+        walk(form, definitions, prefix, visit);
     });
     if schema["items"].is_object() {
-        walk(&schema["items"], definitions, &format!("{prefix}N."), keys);
+        walk(&schema["items"], definitions, &format!("{prefix}N."), visit);
     }
     let none = Map::new();
     for (key, property) in schema["properties"].as_object().unwrap_or(&none) {
         let path = format!("{prefix}{key}");
-        let description = property["description"].as_str().unwrap_or_default();
-        let is_dead = ["Not implemented", "Moved", "A key of `"].iter().any(|start| description.starts_with(start));
-        let is_dead = is_dead || description.contains("Not implemented yet") || description.contains("Not supported");
-        walk(property, definitions, &format!("{path}."), keys);
-        keys.push(SchemaKey { path, is_live: !is_dead });
+        let is_required = schema["required"].as_array().is_some_and(|keys| keys.iter().any(|name| name == key));
+        visit(SchemaProperty { path: &path, schema: property, is_required });
+        walk(property, definitions, &format!("{path}."), visit);
     }
 }
 
@@ -58,11 +75,34 @@ fn walk(schema: &Value, definitions: &Value, prefix: &str, keys: &mut Vec<Schema
 pub(crate) fn is_key(path: &str) -> bool {
     const FREE: [&str; 6] =
         ["deepspeed", "model.config", "model.hf_config_kwargs", "model.peft_config", "eval.gen_kwargs", "eval.data"];
-    let numbered = |part: &str| part.parse::<usize>().map_or_else(|_| part.to_owned(), |_| "N".to_owned());
-    let path = path.split('.').map(numbered).collect::<Vec<_>>().join(".");
-    let single = path.replacen("checkpoint.", "checkpoint.N.", 1);
-    FREE.iter().any(|free| path.starts_with(&format!("{free}.")))
-        || schema_keys().iter().any(|key| key.path == path || key.path == single)
+    let path = numbered(path);
+    FREE.iter().any(|free| path.starts_with(&format!("{free}."))) || schema_keys().iter().any(|key| key.path == path)
+}
+
+/// Returns the schema's form of a path: `N` for each index, and `checkpoint.N.` for a key of a single checkpoint.
+pub(crate) fn numbered(path: &str) -> String {
+    let part = |part: &str| part.parse::<usize>().map_or_else(|_| part.to_owned(), |_| "N".to_owned());
+    let path = path.split('.').map(part).collect::<Vec<_>>().join(".");
+    match path.strip_prefix("checkpoint.") {
+        Some(key) if key != "N" && !key.starts_with("N.") => format!("checkpoint.N.{key}"),
+        _ => path,
+    }
+}
+
+/// Returns the names of a key in other toolkits.
+pub(super) fn foreign_names(path: &str) -> impl Iterator<Item = &'static ForeignKey> {
+    FOREIGN_KEYS.iter().filter(move |foreign| foreign.recipe_key == path)
+}
+
+/// Returns the counterpart of a key of another toolkit, if there is one.
+pub(crate) fn counterpart(path: &str) -> Option<&'static str> {
+    foreign_key(path).map(|foreign| foreign.recipe_key).filter(|key| !key.is_empty())
+}
+
+fn foreign_key(path: &str) -> Option<&'static ForeignKey> {
+    let name = path.rsplit('.').next().unwrap_or(path);
+    let find = |name: &str| FOREIGN_KEYS.iter().find(|foreign| foreign.name == name);
+    find(path).or_else(|| find(name)).filter(|foreign| foreign.recipe_key != path)
 }
 
 /// Returns advice for an unknown key. `siblings` are the keys of the same map.
@@ -91,9 +131,7 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
 
 /// Returns advice for a key of another toolkit.
 pub(crate) fn foreign_key_advice(path: &str) -> Option<String> {
-    let name = path.rsplit('.').next().unwrap_or(path);
-    let find = |name: &str| FOREIGN_KEYS.iter().find(|foreign| foreign.name == name);
-    let foreign = find(path).or_else(|| find(name)).filter(|foreign| foreign.recipe_key != path)?;
+    let foreign = foreign_key(path)?;
     Some(match (foreign.recipe_key, foreign.remark) {
         ("", remark) => remark.to_owned(),
         (key, "") => format!("use `{key}`"),
@@ -119,7 +157,6 @@ fn meant(keys: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::foreign_keys::ForeignKey;
     use std::collections::BTreeSet;
 
     #[test]

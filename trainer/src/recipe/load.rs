@@ -37,6 +37,8 @@ pub enum Origin {
     Derived,
     /// The free memory, by `memory: auto`.
     Memory,
+    /// An environment variable.
+    Variable(&'static str),
 }
 
 impl Loaded {
@@ -89,17 +91,30 @@ impl Loaded {
 
     /// Returns the origin of the first of these keys that is set.
     pub fn origin(&self, keys: &[&str]) -> Origin {
-        match self.location(keys) {
-            Some(RecipeLocation::File { file: 0, line, .. }) => Origin::Line(line),
-            Some(RecipeLocation::File { file, line, .. }) => Origin::Base(self.source.file(file).0.to_owned(), line),
-            Some(RecipeLocation::Argument(_)) => Origin::Argument,
-            None => Origin::Default,
+        self.location(keys).map_or(Origin::Default, |location| self.origin_at(location))
+    }
+
+    fn origin_at(&self, location: RecipeLocation) -> Origin {
+        match location {
+            RecipeLocation::File { file: 0, line, .. } => Origin::Line(line),
+            RecipeLocation::File { file, line, .. } => Origin::Base(self.source.file(file).0.to_owned(), line),
+            RecipeLocation::Argument(_) => Origin::Argument,
         }
     }
 
     /// Returns true if a key is set, even to its default value.
     pub fn is_set(&self, key: &str) -> bool {
         self.tree.at(key).is_some()
+    }
+
+    /// Returns every key that is set, with its value as written and its origin. Names are canonical: an alias is replaced,
+    /// and a single checkpoint has an index.
+    pub(crate) fn written_keys(&self) -> Vec<(String, serde_json::Value, Origin)> {
+        let mut keys = Vec::new();
+        leaves(&self.tree, self.tree.place, "", &mut keys);
+        let canonical = |path: &String| overrides::canonical(&path.split('.').collect::<Vec<_>>()).join(".");
+        let value = |node: &RecipeNode| decode(node).unwrap_or(serde_json::Value::Null);
+        keys.iter().map(|(path, node, location)| (canonical(path), value(node), self.origin_at(*location))).collect()
     }
 
     /// Returns the value of a key as text, if it is a short scalar.
@@ -142,7 +157,26 @@ impl fmt::Display for Origin {
             Origin::Default => f.write_str("default"),
             Origin::Derived => f.write_str("derived"),
             Origin::Memory => f.write_str("memory: auto"),
+            Origin::Variable(name) => write!(f, "environment variable {name}"),
         }
+    }
+}
+
+/// A value with its path and the location of its key.
+type Leaf<'a> = (String, &'a RecipeNode, RecipeLocation);
+
+/// Collects the values that are no maps and contain none.
+fn leaves<'a>(node: &'a RecipeNode, location: RecipeLocation, path: &str, keys: &mut Vec<Leaf<'a>>) {
+    let at = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+    match &node.value {
+        RecipeValue::Map(entries) if !entries.is_empty() => {
+            entries.iter().for_each(|entry| leaves(&entry.node, entry.place, &at(&entry.key), keys));
+        }
+        RecipeValue::List(items) if items.iter().any(|item| matches!(item.value, RecipeValue::Map(_))) => {
+            items.iter().enumerate().for_each(|(idx, item)| leaves(item, item.place, &at(&idx.to_string()), keys));
+        }
+        RecipeValue::Map(_) | RecipeValue::Null => {}
+        _ => keys.push((path.to_owned(), node, location)),
     }
 }
 

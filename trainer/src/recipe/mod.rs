@@ -11,6 +11,7 @@ mod deprecated;
 mod error;
 mod eval;
 mod foreign_keys;
+mod key_docs;
 mod keys;
 mod load;
 mod model;
@@ -21,6 +22,7 @@ mod optimizer;
 mod output;
 mod overrides;
 mod precision;
+mod reference;
 mod schema;
 pub mod shipped;
 mod tilde;
@@ -35,7 +37,8 @@ pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOpti
 pub use ddp_backend::DdpBackend;
 pub use error::{BaseRecipe, Fault, RecipeError, RecipeSource};
 pub use eval::EvalSection;
-pub(crate) use keys::{foreign_key_advice, of_option as key_of_option};
+pub use key_docs::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
+pub(crate) use keys::{foreign_key_advice, numbered, of_option as key_of_option};
 pub use load::{Loaded, Origin};
 pub use model::{
     ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, JsonMap,
@@ -55,6 +58,7 @@ pub use output::{
     Prompt, RankList, TrackerName, WandbSection,
 };
 pub use precision::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, PrecisionRecipe, PrecisionSection};
+pub use reference::key_reference;
 pub use schema::json_schema;
 pub use value_or_list::ValueOrList;
 

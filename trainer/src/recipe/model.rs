@@ -283,19 +283,22 @@ impl JsonSchema for ActivationCheckpoint {
         "ActivationCheckpoint".into()
     }
     fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let every = "Recomputes every k-th block only, and saves all activations of the others.";
+        let mut offload = generator.subschema_for::<HumanFloat>();
+        offload.insert("description".into(), "The fraction of the blocks whose inputs are offloaded.".into());
         json_schema!({
             "description": "The activations that blocks save for backward.",
             "anyOf": [
                 { "enum": ["none", "full", "selective", "offload"] },
                 {
                     "type": "object",
-                    "properties": { "every": { "type": "integer", "minimum": 1 } },
+                    "properties": { "every": { "type": "integer", "minimum": 1, "description": every } },
                     "required": ["every"],
                     "additionalProperties": false
                 },
                 {
                     "type": "object",
-                    "properties": { "offload": generator.subschema_for::<HumanFloat>() },
+                    "properties": { "offload": offload },
                     "required": ["offload"],
                     "additionalProperties": false
                 }

@@ -25,8 +25,8 @@ pub struct MoeSection {
     /// The most tokens of an expert in a micro-batch of a rank, over those of a balanced load. Tokens beyond it lose the
     /// expert. Default: no limit.
     pub expert_capacity_factor: Option<HumanFloat>,
-    /// The tokens that an expert beyond its capacity keeps: those with the highest weights (`probs`, default), or the first
-    /// (`position`).
+    /// The tokens that an expert beyond its capacity keeps: those with the highest weights (`probs`), or the first
+    /// (`position`). Default `probs`.
     pub token_drop_policy: Option<TokenDropPolicy>,
     /// Pads the input of each expert to its capacity, so that no numbers of rows are exchanged. Results change by rounding only. It
     /// needs `expert_capacity_factor`. Default false.

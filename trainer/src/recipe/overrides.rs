@@ -84,7 +84,7 @@ impl<'a> Override<'a> {
 }
 
 /// Returns the path without aliases, and with the index of a single checkpoint.
-fn canonical(path: &[&str]) -> Vec<String> {
+pub(super) fn canonical(path: &[&str]) -> Vec<String> {
     let name = |depth: usize| match (&path[..depth], path[depth]) {
         (["optimizer" | "scheduler"], "lr") => "learning_rate",
         (["scheduler"], "num_warmup_steps") => "warmup_steps",

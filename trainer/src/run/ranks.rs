@@ -131,6 +131,7 @@ fn settings_of_all_ranks(plan: &Plan) -> Result<Value> {
         "log",
         "logger",
         "settings",
+        "written",
         "notes",
         "data.num_proc",
         "model.activation_offload_dir",

@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod cli;
+mod config;
 mod data;
 mod flops;
 mod fp8;

@@ -99,3 +99,21 @@ fn node_0_logs_a_master_addr_of_another_machine() {
     let arguments = ["--nnodes", "2", "--master-addr", "192.0.2.1", "--rdzv-conf", "timeout=0", "true"];
     launch(&arguments).stderr_contains(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
 }
+
+#[test]
+fn the_launcher_prints_documents_of_its_command_line() {
+    let script = launch(&["completions", "bash"]);
+    assert!(script.exit_code == Some(0) && script.stdout.contains("--nproc-per-node"), "{script:?}");
+    let page = launch(&["man"]);
+    assert!(page.exit_code == Some(0) && page.stdout.contains(".TH launch 1"), "{page:?}");
+    let unknown = launch(&["completions", "none"]);
+    assert!(unknown.exit_code == Some(2) && unknown.stderr.contains("possible values"), "{unknown:?}");
+}
+
+#[test]
+fn a_program_may_have_the_name_of_a_command() {
+    for arguments in [&["--dry-run", "--", "man", "ls"][..], &["--dry-run", "--nproc-per-node", "1", "man", "ls"]] {
+        let output = launch(arguments);
+        assert!(output.exit_code == Some(0) && output.stdout.contains("man ls"), "{arguments:?}: {output:?}");
+    }
+}

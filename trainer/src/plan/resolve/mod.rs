@@ -27,7 +27,7 @@ mod tracking_env;
 
 use candlewick_ops::DeviceChoice;
 
-use crate::plan::Plan;
+use crate::plan::{Plan, ResolvedSetting};
 use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError};
 
 pub(crate) use environment::is_path;
@@ -77,6 +77,7 @@ impl Plan {
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
         let memory = resolver.pick("memory", recipe.memory, MemoryMode::Manual);
         let (settings, notes) = resolver.finish()?;
+        let written = summarized_keys(loaded, &settings);
         let plan = Self {
             recipe: loaded.source().path.clone(),
             seed,
@@ -104,6 +105,7 @@ impl Plan {
             generate,
             logger,
             settings,
+            written,
             notes,
         };
         match memory {
@@ -111,6 +113,21 @@ impl Plan {
             MemoryMode::Auto => memory::resolve(plan, loaded, env),
         }
     }
+}
+
+/// Returns the keys that the recipe sets and no setting has, as written.
+fn summarized_keys(loaded: &Loaded, settings: &[ResolvedSetting]) -> Vec<ResolvedSetting> {
+    let written = loaded.written_keys().into_iter().map(|(key, value, origin)| ResolvedSetting { key, value, origin });
+    let is_recorded = |written: &ResolvedSetting| {
+        let parent = written.key.rsplit_once('.').map_or("", |(parent, _)| parent);
+        let below = format!("{}.", written.key);
+        settings.iter().any(|setting| {
+            // A source's setting is its name.
+            let is_name = setting.key == parent && setting.value == written.value;
+            setting.key == written.key || is_name || setting.key.starts_with(&below)
+        })
+    };
+    written.filter(|written| !is_recorded(written)).collect()
 }
 
 fn device(resolver: &mut Resolver) -> DeviceChoice {

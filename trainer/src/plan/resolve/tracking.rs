@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::TrackingEnv;
 use super::resolver::Resolver;
 use crate::metrics::{Credentials, MlflowPlan, Secret, TrackingPlan, WandbMode, WandbPlan};
-use crate::recipe::{TrackerName, ValueOrList};
+use crate::recipe::{Origin, TrackerName, ValueOrList};
 
 const WANDB_URL: &str = "https://api.wandb.ai";
 
@@ -72,8 +72,8 @@ fn wandb(resolver: &mut Resolver, run_name: Option<&String>, output_dir: Option<
     Some(WandbPlan {
         mode,
         base_url,
-        entity: text(resolver, "wandb.entity", &section.entity, env.get("WANDB_ENTITY")),
-        project: text(resolver, "wandb.project", &section.project, env.get("WANDB_PROJECT"))
+        entity: text(resolver, "wandb.entity", &section.entity, Some("WANDB_ENTITY")),
+        project: text(resolver, "wandb.project", &section.project, Some("WANDB_PROJECT"))
             .unwrap_or_else(|| "candlewick".to_owned()),
         name: name.or_else(|| own("WANDB_NAME")),
         run_id: own("WANDB_RUN_ID"),
@@ -110,7 +110,10 @@ fn mlflow(resolver: &mut Resolver) -> Option<MlflowPlan> {
         let problem = format!("mlflow.tracking_uri: expected an http:// or https:// URL, found {tracking_uri}");
         resolver.report_with_advice(&KEYS, problem, advice);
     }
-    let experiment = env.get("MLFLOW_EXPERIMENT_NAME");
+    if section.tracking_uri.is_none() {
+        resolver.record(KEYS[0], tracking_uri.clone(), Origin::Variable("MLFLOW_TRACKING_URI"));
+    }
+    let experiment = Some("MLFLOW_EXPERIMENT_NAME");
     Some(MlflowPlan {
         tracking_uri,
         experiment_name: text(resolver, "mlflow.experiment_name", &section.experiment_name, experiment)
@@ -147,11 +150,13 @@ fn note_without_effect(resolver: &mut Resolver, is_wandb_on: bool, is_mlflow_on:
     }
 }
 
-/// Returns the value of a key, else that of an environment variable. Records a set key in the table of settings.
-fn text(resolver: &mut Resolver, key: &str, given: &Option<String>, variable: Option<&str>) -> Option<String> {
-    match given {
-        Some(value) => Some(resolver.pick(key, Some(value.clone()), String::new())),
-        None => variable.map(str::to_owned),
+/// Returns the value of a key, else that of an environment variable. Records it in the table of settings.
+fn text(resolver: &mut Resolver, key: &str, given: &Option<String>, variable: Option<&'static str>) -> Option<String> {
+    let of_variable = variable.and_then(|name| Some((name, resolver.env.tracking.get(name)?.to_owned())));
+    match (given, of_variable) {
+        (Some(value), _) => Some(resolver.pick(key, Some(value.clone()), String::new())),
+        (None, Some((name, value))) => Some(resolver.record(key, value, Origin::Variable(name))),
+        (None, None) => None,
     }
 }
 

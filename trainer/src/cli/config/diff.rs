@@ -1,0 +1,119 @@
+//! `trainer config diff`: the resolved settings that differ between two recipes or runs.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::settings::{ResolvedSettings, WordedSetting};
+use crate::cli::Ui;
+use crate::cli::options::{OutputFormat, Verbosity, key_value};
+use crate::exit::ExitCode;
+use crate::plan::value_in_words;
+
+#[derive(Debug, Args)]
+pub(in crate::cli) struct DiffArgs {
+    /// Recipe, or output folder of a run
+    #[arg(value_name = "A")]
+    first: PathBuf,
+    /// Recipe, or output folder of a run
+    #[arg(value_name = "B")]
+    second: PathBuf,
+    /// Overrides of keys of the recipe B
+    #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
+    overrides: Vec<String>,
+    /// Output format
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    output_format: OutputFormat,
+}
+
+/// Examples for the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer config diff a.yaml b.yaml
+  trainer config diff runs/first runs/second --output-format json
+  trainer config diff recipe.yaml recipe.yaml optimizer.lr=1e-4 memory=auto
+  trainer config diff runs/first recipe.yaml
+
+Exit codes:
+  0      the settings are equal
+  1      settings differ
+  2      a recipe is invalid, or a folder has no run.json";
+
+/// A key with its setting in each of the two; `None` if it is not set.
+type Difference<'a> = (&'a str, [Option<&'a WordedSetting>; 2]);
+
+pub(super) fn run(args: &DiffArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let settings = [read(&args.first, &[], verbosity)?, read(&args.second, &args.overrides, verbosity)?];
+    let differences = differences(&settings);
+    let text = match args.output_format {
+        OutputFormat::Text => text(&settings, &differences),
+        OutputFormat::Json => serde_json::to_string_pretty(&as_json(&settings, &differences))
+            .context("failed to write the differences as JSON")?,
+    };
+    ui.print(text.trim_end())?;
+    Ok(if differences.is_empty() { ExitCode::Ok } else { ExitCode::Failed })
+}
+
+fn read(path: &Path, overrides: &[String], verbosity: Verbosity) -> Result<ResolvedSettings> {
+    let is_run = path.is_dir() || path.extension().is_some_and(|extension| extension == "json");
+    if !is_run {
+        return ResolvedSettings::of_recipe(path, overrides, verbosity);
+    }
+    if let Some(argument) = overrides.first() {
+        let problem = format!("{argument}: an override needs a recipe, and {} is a run", path.display());
+        return Err(anyhow!("failed to compare: {problem}").context(ExitCode::Usage));
+    }
+    ResolvedSettings::of_run(path)
+}
+
+/// Returns the keys whose values differ, in the order of the plan. A summary is left out if one of its keys differs.
+fn differences(settings: &[ResolvedSettings; 2]) -> Vec<Difference<'_>> {
+    let has_written = settings.iter().all(|of| of.written.is_some());
+    let lists = settings.each_ref().map(|of| -> Vec<&WordedSetting> {
+        if has_written { of.all().collect() } else { of.settings.iter().collect() }
+    });
+    let [first, second] = &lists;
+    let only_second = second.iter().filter(|setting| first.iter().all(|other| other.key != setting.key));
+    let mut found: Vec<Difference> = Vec::new();
+    for key in first.iter().chain(only_second).map(|setting| setting.key.as_str()) {
+        let of = |list: &[&'_ WordedSetting]| list.iter().position(|setting| setting.key == key);
+        let pair = [of(first).map(|idx| first[idx]), of(second).map(|idx| second[idx])];
+        if pair[0].map(|setting| &setting.value) != pair[1].map(|setting| &setting.value) {
+            found.push((key, pair));
+        }
+    }
+    let keys: Vec<String> = found.iter().map(|(key, _)| (*key).to_owned()).collect();
+    found.retain(|(key, _)| !keys.iter().any(|other| other.starts_with(&format!("{key}."))));
+    found
+}
+
+fn text(settings: &[ResolvedSettings; 2], differences: &[Difference]) -> String {
+    if differences.is_empty() {
+        return format!("the {} settings are equal", settings[0].settings.len());
+    }
+    let [first, second] = settings.each_ref().map(|of| of.path.display());
+    let mut text = format!("- {first}\n+ {second}\n");
+    let in_words = |setting: Option<&WordedSetting>| {
+        setting.map_or_else(|| ("not set".to_owned(), String::new()), |s| (value_in_words(&s.value), s.origin.clone()))
+    };
+    let pairs = differences.iter().flat_map(|(_, pair)| pair.map(in_words));
+    let width = pairs.map(|(value, _)| value.chars().count()).max().unwrap_or(0).min(40);
+    for (key, pair) in differences {
+        text += &format!("\n{key}\n");
+        for (sign, setting) in ["-", "+"].into_iter().zip(pair) {
+            let (value, origin) = in_words(*setting);
+            text += format!("  {sign} {value:width$}  {origin}").trim_end();
+            text.push('\n');
+        }
+    }
+    text
+}
+
+fn as_json(settings: &[ResolvedSettings; 2], differences: &[Difference]) -> Value {
+    let one = |setting: Option<&WordedSetting>| setting.map(|s| json!({ "value": s.value, "origin": s.origin }));
+    let entry = |(key, [a, b]): &Difference| json!({ "key": key, "a": one(*a), "b": one(*b) });
+    let differences: Vec<Value> = differences.iter().map(entry).collect();
+    json!({ "a": settings[0].path, "b": settings[1].path, "differences": differences })
+}
