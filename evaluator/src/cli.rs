@@ -23,7 +23,7 @@ use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
-use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
+use candlewick_inference::command::{ChatOptions, GenerateArgs, ServeOptions, chat, generate, serve};
 use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
@@ -76,6 +76,8 @@ enum Command {
     Ls(ls::LsArgs),
     /// Print a task's requests for one document: prompts, targets, and the tokens if --model is given
     Show(show::ShowArgs),
+    /// Serve a model over HTTP, with OpenAI's endpoints for chats and completions
+    Serve(ServeCommandArgs),
     /// Compare the results of two runs, sample by sample
     Compare(compare::CompareArgs),
     /// Print a shell completion script
@@ -101,6 +103,15 @@ struct GenerateCommandArgs {
     model: String,
     #[command(flatten)]
     options: GenerateArgs,
+}
+
+#[derive(Debug, Args)]
+struct ServeCommandArgs {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    options: ServeOptions,
 }
 
 /// Runs the program with the process's arguments.
@@ -167,6 +178,7 @@ fn run(command: &Command) -> Result<()> {
         Command::Perplexity(args) => score::run_deprecated_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
+        Command::Serve(args) => serve(&args.model, &args.options, &hub),
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
