@@ -24,7 +24,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
-use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
+use candlewick_inference::command::{ChatOptions, GenerateArgs, ServeOptions, chat, generate, serve};
 use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
@@ -77,6 +77,8 @@ enum Command {
     Ls(ls::LsArgs),
     /// Print a task's requests for one document: prompts, targets, and the tokens if --model is given
     Show(show::ShowArgs),
+    /// Serve a model over HTTP, with OpenAI's endpoints for chats and completions
+    Serve(ServeCommandArgs),
     /// Compare the results of two runs, sample by sample
     Compare(compare::CompareArgs),
     /// Print a shell completion script
@@ -104,6 +106,15 @@ struct GenerateCommandArgs {
     model: String,
     #[command(flatten)]
     options: GenerateArgs,
+}
+
+#[derive(Debug, Args)]
+struct ServeCommandArgs {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder (its best export, else its newest)
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    options: ServeOptions,
 }
 
 /// Returns the command line of the program.
@@ -175,6 +186,7 @@ fn run(command: &Command) -> Result<()> {
         Command::Perplexity(args) => score::run_deprecated_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
+        Command::Serve(args) => serve(&args.model, &args.options, &hub),
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions(Cli::command(), *shell).trim_end()),
         Command::Man(args) => print_line(&args.run(Cli::command()).map_err(|error| anyhow!("failed to {error}"))?),

@@ -9,8 +9,8 @@ use crate::lm::{GeneratedText, Lm, OnText};
 use candlewick_runtime::exit::ExitCode;
 
 /// A multi-turn conversation with a model.
-pub struct ChatSession<'m> {
-    lm: &'m Lm,
+pub struct ChatSession {
+    lm: Lm,
     options: GenerateOptions,
     system: Option<Message>,
     /// User and assistant messages.
@@ -26,9 +26,9 @@ pub struct ChatReply {
     pub n_dropped: usize,
 }
 
-impl<'m> ChatSession<'m> {
+impl ChatSession {
     /// Starts a conversation. The model must have a chat template.
-    pub fn new(lm: &'m Lm, options: GenerateOptions) -> Result<Self> {
+    pub fn new(lm: Lm, options: GenerateOptions) -> Result<Self> {
         lm.chat_template()?;
         Ok(Self { lm, options, system: None, messages: Vec::new() })
     }
@@ -36,6 +36,27 @@ impl<'m> ChatSession<'m> {
     /// Sets the system message, or removes it if `text` is empty.
     pub fn set_system(&mut self, text: &str) {
         self.system = (!text.is_empty()).then(|| Message::new("system", text));
+    }
+
+    /// Continues the conversation with another model, which must have a chat template.
+    pub fn set_model(&mut self, lm: Lm) -> Result<()> {
+        lm.chat_template()?;
+        self.lm = lm;
+        Ok(())
+    }
+
+    /// Removes the last turn and returns the user's message, or `None` if there is no turn.
+    pub fn undo(&mut self) -> Option<String> {
+        let at = self.messages.iter().rposition(|message| message.role() == "user")?;
+        let removed = self.messages.split_off(at);
+        removed.first().and_then(Message::text).map(str::to_owned)
+    }
+
+    /// Generates another reply to the user's last message, with the next seed. Returns `None` if there is no turn.
+    pub fn retry(&mut self, on_text: &mut OnText) -> Result<Option<ChatReply>> {
+        let Some(text) = self.undo() else { return Ok(None) };
+        self.options.seed = self.options.seed.wrapping_add(1);
+        self.reply(&text, on_text).map(Some)
     }
 
     /// Clears the history except the system message.

@@ -1,33 +1,34 @@
 //! Generation of one completion, token by token, with a KV cache.
 
+use std::fmt;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candle_core::Tensor;
-use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candle_core::{D, Tensor};
 use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, KvCache};
 use serde::Serialize;
 
+use crate::sampler::{SamplingParamError, SamplingParams, TokenSampler, seed_of};
 use candlewick_runtime::exit::ExitCode;
 
-/// Sampling and length options of a generation.
+/// Sampling, length and stop options of a generation.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
     /// Maximum number of new tokens. The context length may end the generation earlier.
     pub max_new_tokens: usize,
-    /// Sampling temperature: logits are divided by it. 0 is greedy decoding.
-    pub temperature: f64,
-    /// Nucleus sampling: samples from the most probable tokens whose probabilities add up to `top_p`. 1 disables it.
-    pub top_p: f64,
+    /// Sampling parameters.
+    pub sampling: SamplingParams,
     /// Seed of sampling.
     pub seed: u64,
+    /// Stop strings, which the text excludes. EOS always ends a generation.
+    pub stop: Vec<String>,
 }
 
 impl Default for GenerateOptions {
     fn default() -> Self {
-        Self { max_new_tokens: 64, temperature: 0.0, top_p: 1.0, seed: 42 }
+        Self { max_new_tokens: 64, sampling: SamplingParams::GREEDY, seed: 42, stop: Vec::new() }
     }
 }
 
@@ -44,6 +45,16 @@ pub struct Timings {
     pub decode_time: f64,
     /// New tokens divided by prefill and decode time.
     pub tokens_per_second: f64,
+}
+
+impl fmt::Display for Timings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { prompt_tokens, prompt_time, new_tokens, tokens_per_second, .. } = self;
+        write!(
+            f,
+            "{new_tokens} tokens, {tokens_per_second:.1} tokens/s (prompt: {prompt_tokens} tokens, {prompt_time:.2} s)"
+        )
+    }
 }
 
 /// Reason why a generation ended.
@@ -83,7 +94,8 @@ pub fn generate(
     let n_left = context - prompt.len();
     let n_max = options.max_new_tokens.min(n_left);
     let at_most = if n_max < options.max_new_tokens { FinishReason::Context } else { FinishReason::Length };
-    let mut sampler = LogitsProcessor::from_sampling(options.seed, options.sampling());
+    let mut sampler = TokenSampler::new(options.sampling, seed_of(options.seed, 0));
+    sampler.observe(prompt);
     let cache = KvCache::new(engine.model().n_blocks(), prompt.len() + n_max);
     let (mut tokens, mut fresh, mut finish_reason) = (Vec::new(), prompt.to_vec(), at_most);
     let began = Instant::now();
@@ -91,7 +103,7 @@ pub fn generate(
     while tokens.len() < n_max {
         let logits = engine.next_logits(&fresh, cache.n_tokens(), &cache).context("failed to compute logits")?;
         check_finite(&logits)?;
-        let token = sampler.sample(&logits).context("failed to choose the next token")?;
+        let token = next_token(&mut sampler, &logits).context("failed to choose the next token")?;
         prompt_time.get_or_insert_with(|| began.elapsed().as_secs_f64());
         if stop.contains(&token) {
             finish_reason = FinishReason::Stop;
@@ -106,6 +118,13 @@ pub fn generate(
     }
     let timings = timings(prompt.len(), tokens.len(), prompt_time.unwrap_or(0.0), began);
     Ok(GeneratedTokens { tokens, finish_reason, timings })
+}
+
+fn next_token(sampler: &mut TokenSampler, logits_v: &Tensor) -> Result<u32> {
+    Ok(match sampler.is_argmax() {
+        true => to_host(&logits_v.argmax(D::Minus1)?)?.to_scalar()?,
+        false => sampler.sample(&mut to_host(logits_v)?.to_vec1()?),
+    })
 }
 
 /// Rejects an empty prompt, and one that fills the context of `context` tokens.
@@ -155,13 +174,13 @@ impl GenerateOptions {
     /// # Errors
     /// If a value is out of range, or `max_new_tokens` exceeds the context.
     pub fn check(&self, context: usize) -> Result<()> {
-        let Self { max_new_tokens, temperature, top_p, .. } = self;
+        let Self { max_new_tokens, sampling, stop, .. } = self;
         let refuse = |problem: String| Err(anyhow!("failed to start: {problem}").context(ExitCode::Usage));
-        if !(0.0..=f64::MAX).contains(temperature) {
-            return refuse(format!("--temperature {temperature}: expected a number of at least 0"));
+        if let Err(SamplingParamError { name, value, expected }) = sampling.check() {
+            return refuse(format!("--{} {value}: expected {expected}", name.replace('_', "-")));
         }
-        if !(*top_p > 0.0 && *top_p <= 1.0) {
-            return refuse(format!("--top-p {top_p}: expected a number above 0 and at most 1"));
+        if stop.iter().any(String::is_empty) {
+            return refuse("--stop '': expected a text that is not empty".to_owned());
         }
         if *max_new_tokens >= context {
             return refuse(format!(
@@ -170,14 +189,6 @@ impl GenerateOptions {
             ));
         }
         Ok(())
-    }
-
-    fn sampling(&self) -> Sampling {
-        match (self.temperature, self.top_p) {
-            (temperature, _) if temperature <= 0.0 => Sampling::ArgMax,
-            (temperature, p) if p >= 1.0 => Sampling::All { temperature },
-            (temperature, p) => Sampling::TopP { p, temperature },
-        }
     }
 }
 
@@ -201,11 +212,15 @@ mod tests {
     fn numbers_that_cannot_be_sampled_with_are_refused() {
         let good = GenerateOptions::default();
         assert!(good.check(100).is_ok());
+        let sampling = |sampling| GenerateOptions { sampling, ..good.clone() };
+        let greedy = SamplingParams::GREEDY;
         for (options, want) in [
-            (GenerateOptions { temperature: f64::NAN, ..good.clone() }, "--temperature NaN"),
-            (GenerateOptions { temperature: -1.0, ..good.clone() }, "--temperature -1"),
-            (GenerateOptions { top_p: 0.0, ..good.clone() }, "--top-p 0"),
-            (GenerateOptions { top_p: f64::NAN, ..good.clone() }, "--top-p NaN"),
+            (sampling(SamplingParams { temperature: f64::NAN, ..greedy }), "--temperature NaN"),
+            (sampling(SamplingParams { temperature: -1.0, ..greedy }), "--temperature -1"),
+            (sampling(SamplingParams { top_p: 0.0, ..greedy }), "--top-p 0"),
+            (sampling(SamplingParams { min_p: 2.0, ..greedy }), "--min-p 2"),
+            (sampling(SamplingParams { repetition_penalty: 0.0, ..greedy }), "--repetition-penalty 0"),
+            (GenerateOptions { stop: vec![String::new()], ..good.clone() }, "--stop ''"),
             (GenerateOptions { max_new_tokens: 99_999_999_999, ..good.clone() }, "context has 100 tokens"),
         ] {
             let error = options.check(100).unwrap_err();

@@ -2,8 +2,8 @@
 //! several.
 //!
 //! [`lm::Lm`] is a model with its tokenizer. [`answer`] runs batches of requests, [`generate`] and [`chat_session`] one
-//! generation at a time. [`command`] has the command-line options and loops of `chat` and `generate`. This crate reads
-//! neither environment nor command line.
+//! generation at a time. [`serve`] is an HTTP server. [`command`] has the command-line options and loops of `chat`,
+//! `generate` and `serve`. This crate reads neither environment nor command line.
 
 pub mod answer;
 pub mod chat_session;
@@ -16,5 +16,7 @@ pub mod messages;
 pub mod parallel_config;
 pub mod ranks;
 pub mod request;
+pub mod sampler;
+pub mod serve;
 pub mod text_stream;
 pub mod weights;

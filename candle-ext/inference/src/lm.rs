@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -14,19 +15,20 @@ use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt}
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde::Serialize;
+use serde_json::{Map, Value as Json};
 
 use crate::eval_loss::{EvalLoss, EvalLossSum};
 use crate::generate::{FinishReason, GenerateOptions, GeneratedTokens, Timings, generate};
 use crate::parallel_config::ParallelConfig;
-use crate::text_stream::TextStream;
+use crate::text_stream::StoppableText;
 use crate::weights::{WeightSource, load_weights};
 use candlewick_runtime::exit::ExitCode;
 
 /// A language model with its tokenizer and chat template.
 pub struct Lm {
     engine: Engine,
-    tokenizer: Tokenizer,
-    template: Option<ChatTemplate>,
+    tokenizer: Arc<Tokenizer>,
+    template: Option<Arc<ChatTemplate>>,
     /// Model folder, then the adapter folder if there is one.
     folders: Vec<PathBuf>,
     dtype: DType,
@@ -114,6 +116,7 @@ impl Lm {
         let notes =
             load_weights(&engine, base, adapter.as_ref().map_or(base, |a| WeightSource::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
+        let (tokenizer, template) = (Arc::new(tokenizer), template.map(Arc::new));
         Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }
 
@@ -181,11 +184,28 @@ impl Lm {
 
     /// Returns the chat template, if the model has one.
     pub fn template(&self) -> Option<&ChatTemplate> {
-        self.template.as_ref()
+        self.template.as_deref()
+    }
+
+    /// Returns a shared reference to the chat template, if the model has one.
+    pub fn shared_template(&self) -> Option<Arc<ChatTemplate>> {
+        self.template.clone()
+    }
+
+    /// Sets variables of the chat template, such as `enable_thinking`.
+    ///
+    /// # Errors
+    /// If the model has no chat template.
+    pub fn with_template_variables(self, variables: &Map<String, Json>) -> Result<Self> {
+        if variables.is_empty() {
+            return Ok(self);
+        }
+        let template = with_variables(self.chat_template()?.clone(), variables);
+        Ok(Self { template: Some(Arc::new(template)), ..self })
     }
 
     /// Returns the tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }
 
@@ -210,7 +230,7 @@ impl Lm {
     /// # Errors
     /// If the model has none.
     pub fn chat_template(&self) -> Result<&ChatTemplate> {
-        self.template.as_ref().with_context(|| {
+        self.template.as_deref().with_context(|| {
             let folder = self.tokenizer.directory().display();
             format!(
                 "failed to chat: {folder} has no chat template; use the chat version of the model, put a \
@@ -331,25 +351,40 @@ fn answer(
     options: &GenerateOptions,
     on_text: &mut OnText,
 ) -> Result<GeneratedText> {
-    let mut stream = TextStream::new(tokenizer);
-    let mut on_token = |token| match stream.push(token)? {
-        text if text.is_empty() => Ok(ControlFlow::Continue(())),
-        text => on_text(&text),
+    let stop: Vec<u32> = stop.iter().copied().chain(special_stops(tokenizer, &options.stop)).collect();
+    let mut stream = StoppableText::new(tokenizer, &options.stop);
+    let mut whole = String::new();
+    let mut emit = |text: String| {
+        whole += &text;
+        if text.is_empty() { Ok(ControlFlow::Continue(())) } else { on_text(&text) }
     };
-    let GeneratedTokens { tokens, finish_reason, timings } = generate(engine, prompt, stop, options, &mut on_token)?;
-    let rest = stream.finish()?;
-    if !rest.is_empty() {
-        let _ = on_text(&rest)?;
-    }
-    Ok(GeneratedText { text: tokenizer.decode(&tokens, SpecialTokens::Exclude)?, finish_reason, timings })
+    let mut on_token = |token| {
+        let flow = emit(stream.push(token)?)?;
+        Ok(if stream.has_stopped() { ControlFlow::Break(()) } else { flow })
+    };
+    let GeneratedTokens { finish_reason, timings, .. } = generate(engine, prompt, &stop, options, &mut on_token)?;
+    let _ = emit(stream.finish()?)?;
+    let finish_reason = if stream.has_stopped() { FinishReason::Stop } else { finish_reason };
+    Ok(GeneratedText { text: whole, finish_reason, timings })
+}
+
+/// Returns the special tokens among stop strings. A text without special tokens does not contain them.
+pub(crate) fn special_stops(tokenizer: &Tokenizer, stop: &[String]) -> impl Iterator<Item = u32> {
+    stop.iter().filter_map(|stop| tokenizer.token_to_id(stop)).filter(|id| tokenizer.is_special(*id))
 }
 
 fn stops(tokenizer: &Tokenizer) -> Vec<u32> {
     tokenizer.eos_ids().iter().copied().collect()
 }
 
+/// Sets variables of a chat template.
+pub(crate) fn with_variables(template: ChatTemplate, variables: &Map<String, Json>) -> ChatTemplate {
+    let set = |template: ChatTemplate, (name, value): (&String, &Json)| template.with_variable(name, value.clone());
+    variables.iter().fold(template, set)
+}
+
 /// Returns the template's end-of-turn token, if it has one. It may differ from the tokenizer's EOS.
-fn end_of_turn(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<u32> {
+pub(crate) fn end_of_turn(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<u32> {
     let chat = Conversation::new([Message::new("user", "a"), Message::new("assistant", "b")]);
     let sample = render_chat(tokenizer, template, &chat, RenderOptions::default()).ok()?;
     let last = sample.is_target.iter().rposition(|is_target| *is_target)?;

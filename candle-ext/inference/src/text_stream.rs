@@ -1,6 +1,16 @@
-//! Incremental detokenization: a character is emitted once all of its bytes are decoded.
+//! Incremental detokenization: a character is emitted once all of its bytes are decoded, and text that may begin a stop
+//! string once it does not.
 
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
+
+/// Incremental decoder of a generation, which ends before the first stop string.
+pub struct StoppableText<'t> {
+    stream: TextStream<'t>,
+    stop: Vec<String>,
+    /// Decoded text that may be the beginning of a stop string.
+    held: String,
+    has_stopped: bool,
+}
 
 /// Incremental decoder of a growing token list.
 pub struct TextStream<'t> {
@@ -10,6 +20,47 @@ pub struct TextStream<'t> {
     window: usize,
     /// End of the tokens whose text was emitted.
     given: usize,
+}
+
+impl<'t> StoppableText<'t> {
+    /// Creates an empty text. The stop strings must not be empty.
+    pub fn new(tokenizer: &'t Tokenizer, stop: &[String]) -> Self {
+        Self { stream: TextStream::new(tokenizer), stop: stop.to_vec(), held: String::new(), has_stopped: false }
+    }
+
+    /// Adds a token and returns the text that is certain to precede a stop string. It may be empty.
+    pub fn push(&mut self, token: u32) -> Result<String, TokenizerError> {
+        let text = self.stream.push(token)?;
+        Ok(self.advance(&text))
+    }
+
+    /// Returns the remaining text, including incomplete characters.
+    pub fn finish(&mut self) -> Result<String, TokenizerError> {
+        let text = self.stream.finish()?;
+        let text = self.advance(&text);
+        Ok(text + &std::mem::take(&mut self.held))
+    }
+
+    /// Returns true if the text has reached a stop string.
+    pub fn has_stopped(&self) -> bool {
+        self.has_stopped
+    }
+
+    fn advance(&mut self, text: &str) -> String {
+        if self.has_stopped {
+            return String::new();
+        }
+        self.held.push_str(text);
+        if let Some(at) = self.stop.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
+            self.has_stopped = true;
+            self.held.truncate(at);
+            return std::mem::take(&mut self.held);
+        }
+        let may_begin_a_stop = |at: &usize| self.stop.iter().any(|stop| stop.starts_with(&self.held[*at..]));
+        let at = self.held.char_indices().map(|(at, _)| at).find(may_begin_a_stop).unwrap_or(self.held.len());
+        let rest = self.held.split_off(at);
+        std::mem::replace(&mut self.held, rest)
+    }
 }
 
 impl<'t> TextStream<'t> {
@@ -25,7 +76,7 @@ impl<'t> TextStream<'t> {
     }
 
     /// Returns the remaining text, including incomplete characters.
-    pub fn finish(mut self) -> Result<String, TokenizerError> {
+    pub fn finish(&mut self) -> Result<String, TokenizerError> {
         self.advance(|_| true)
     }
 
@@ -62,6 +113,40 @@ mod tests {
             assert!(pieces.iter().all(|piece| !piece.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
             pieces.push(stream.finish().unwrap());
             assert_eq!(pieces.concat(), tokenizer.decode(&ids, SpecialTokens::Exclude).unwrap());
+        }
+    }
+
+    /// Streams a text token by token; returns the pieces joined by `|`.
+    fn streamed(text: &str, stop: &[&str]) -> (String, bool) {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
+        let tokenizer = Tokenizer::from_directory(folder).unwrap();
+        let stop: Vec<String> = stop.iter().map(|stop| (*stop).to_owned()).collect();
+        let mut stream = StoppableText::new(&tokenizer, &stop);
+        let mut found = String::new();
+        for id in tokenizer.encode(text, SpecialTokens::Exclude).unwrap() {
+            let piece = stream.push(id).unwrap();
+            assert!(!stop.iter().any(|stop| stop.starts_with(&piece) && !piece.is_empty()), "{piece:?}");
+            found += &piece;
+            if stream.has_stopped() {
+                break;
+            }
+        }
+        found += &stream.finish().unwrap();
+        (found, stream.has_stopped())
+    }
+
+    #[test]
+    fn a_text_ends_before_its_first_stop_string() {
+        for (text, stop, want) in [
+            ("one\n\ntwo", &["\n\n"][..], ("one", true)),
+            ("one\ntwo\n", &["\n\n"], ("one\ntwo\n", false)),
+            ("a wolf and a sheep", &["sheep", "and a"], ("a wolf ", true)),
+            ("aab aaab", &["aaab"], ("aab ", true)),
+            ("naïve 🙂 end", &["🙂"], ("naïve ", true)),
+            ("whole", &[], ("whole", false)),
+            ("stop", &["stop"], ("", true)),
+        ] {
+            assert_eq!(streamed(text, stop), (want.0.to_owned(), want.1), "{text:?} {stop:?}");
         }
     }
 

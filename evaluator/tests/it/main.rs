@@ -7,6 +7,7 @@ mod lm_eval;
 mod report;
 mod run;
 mod scoring;
+mod serve;
 mod support;
 mod tasks_cli;
 mod timings;

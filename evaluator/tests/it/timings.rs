@@ -15,8 +15,10 @@ fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
     let plain = evaluator(&model, &generate);
     let timed = evaluator(&model, &[&generate[..], &["--timings"]].concat());
     assert_eq!(plain.stdout, timed.stdout);
-    let note = "note: `evaluator generate` is now `trainer generate`\n";
-    assert_eq!(String::from_utf8(plain.stderr).unwrap(), note);
+    let plain = String::from_utf8(plain.stderr).unwrap();
+    let (note, speed) = plain.split_once('\n').unwrap();
+    assert_eq!(note, "note: `evaluator generate` is now `trainer generate`");
+    assert!(speed.contains(" tokens/s (prompt: ") && speed.lines().count() == 1, "{speed}");
 
     let timings = parse(&timed.stderr);
     let scored = parse(&evaluator(&model, &["score", "--text", PROMPT]).stdout);

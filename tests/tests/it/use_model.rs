@@ -145,7 +145,8 @@ fn a_runs_folder_names_its_newest_export() {
     for (model, note) in [("full", "newest of 2"), ("full/model", "newest of 2")] {
         let found = at(model);
         assert_eq!(found.stdout, newest.stdout);
-        assert_eq!(text(&found.stderr), format!("model: full/model/global_step_24 ({note})\n"));
+        let note = format!("model: full/model/global_step_24 ({note})\n");
+        assert!(text(&found.stderr).starts_with(&note), "{}", text(&found.stderr));
     }
     assert_eq!(at("full/model/latest").stdout, newest.stdout);
     assert_eq!(fs::read_link(runs.path("full/model/latest")).unwrap(), Path::new("global_step_24"));
@@ -436,6 +437,85 @@ fn a_chat_remembers_until_it_is_reset() {
         let output = ok(runs.run(program, &[model, &arguments, &options].concat(), lines));
         assert_eq!(text(&output.stdout), format!("{first}{second}{first}"), "{program}");
     }
+}
+
+/// Every command leads to the conversation that another way of typing it has.
+#[test]
+fn a_chat_edits_its_last_turn() {
+    let runs = TrainedRuns::shared();
+    let chat = |options: &[&str], lines: &str| {
+        let output = ok(runs.run("trainer", &[&["chat", "full", "--device", "cpu"], options].concat(), lines));
+        (text(&output.stdout), text(&output.stderr))
+    };
+    // The penalty makes answers depend on the history.
+    let options = ["--max-new-tokens", "20", "--repetition-penalty", "1.5"];
+    let says = |lines: &str| chat(&options, lines).0;
+    let (first, both) = (says("Hi\n"), says("Hi\nWhat comes after 3?\n"));
+    let second = both.strip_prefix(&first).unwrap();
+    assert_ne!(second, says("What comes after 3?\n"), "the test sees the history");
+    assert_eq!(says("Hi\nHo\n/undo\nWhat comes after 3?\n"), says("Hi\nHo\n/edit What comes after 3?\n"));
+    assert!(says("Hi\nHo\n/edit What comes after 3?\n").ends_with(second));
+    assert_eq!(says("Hi\n/retry\nWhat comes after 3?\n"), format!("{first}{both}"));
+    assert_eq!(says("Hi\n/undo\nHi\n"), format!("{first}{first}"));
+    let (said, notes) = chat(&options, "/undo\n/retry\n/edit\n/edit Hi\n");
+    assert_eq!((said.as_str(), notes.matches("note: the conversation has no message yet").count()), ("", 3));
+    assert!(notes.contains("note: /edit needs the new text"), "{notes}");
+    let sampled = [&options[..], &["--temperature", "3"]].concat();
+    let (tries, notes) = chat(&sampled, "Hi\n/retry\n/retry\n");
+    let lines: Vec<&str> = tries.lines().collect();
+    assert!(lines.len() >= 3 && lines[..lines.len() / 3] != lines[lines.len() / 3..lines.len() / 3 * 2], "{tries}");
+    assert_eq!(notes.matches(" tokens/s (prompt: ").count(), 3, "{notes}");
+}
+
+#[test]
+fn a_chat_switches_adapters() {
+    let runs = TrainedRuns::shared();
+    let says = |model: &[&str], lines: &str| {
+        let options = ["--max-new-tokens", "20", "--device", "cpu"];
+        let output = ok(runs.run("trainer", &[&["chat"], model, &options].concat(), lines));
+        (text(&output.stdout), text(&output.stderr))
+    };
+    let (base, adapted) = (says(&["full"], "Hi\n").0, says(&["full", "--adapter", "lora"], "Hi\n").0);
+    let lines = "Hi\n/reset\n/adapter lora\nHi\n/reset\n/adapter\nHi\n/reset\n/adapter missing/one\nHi\n";
+    let (said, notes) = says(&["full"], lines);
+    assert_eq!(said, [base.as_str(), &adapted, &base, &base].concat());
+    assert!(notes.contains("the chat continues with the loaded model"), "{notes}");
+}
+
+#[test]
+fn variables_reach_the_chat_template() {
+    let runs = TrainedRuns::shared();
+    let folder = runs.path("with-mood");
+    fs::create_dir_all(&folder).unwrap();
+    for entry in fs::read_dir(runs.path("full/model/global_step_24")).unwrap().map(|entry| entry.unwrap().path()) {
+        fs::copy(&entry, folder.join(entry.file_name().unwrap())).unwrap();
+    }
+    fs::write(folder.join("chat_template.jinja"), "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
+        .unwrap();
+    let generate = |arguments: &[&str]| {
+        // The penalty makes answers depend on the prompt.
+        let options = ["generate", "with-mood", "--device", "cpu", "--repetition-penalty", "1.5"];
+        let arguments = [&options, arguments].concat();
+        text(&ok(runs.run("trainer", &arguments, "")).stdout)
+    };
+    let plain = generate(&["--raw", "--prompt", "wolf What comes after 3?"]);
+    let mood = ["--chat-template-kwargs", "{\"mood\": \"wolf \"}"];
+    assert_eq!(generate(&[&["--prompt", "What comes after 3?"], &mood[..]].concat()), plain);
+    assert_ne!(generate(&["--prompt", "What comes after 3?"]), plain);
+}
+
+#[test]
+fn a_generation_ends_before_a_stop_text() {
+    let runs = TrainedRuns::shared();
+    let generate = |stop: &[&str]| runs.says(&[&["generate", "--model", "full", "--prompt", "Hi"], stop].concat(), "");
+    let whole = generate(&[]);
+    let stop: String = whole.chars().skip(2).take(2).collect();
+    assert_eq!(
+        generate(&["--stop", "never in there", "--stop", &stop]).trim_end_matches('\n'),
+        &whole[..whole.find(&stop).unwrap()]
+    );
+    let refused = runs.evaluator(&["generate", "--model", "full", "--prompt", "a", "--stop", ""], "");
+    runs.refuses(&refused, 2, &["--stop '': expected a text that is not empty"]);
 }
 
 /// The context holds two turns, not many.

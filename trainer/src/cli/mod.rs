@@ -15,6 +15,7 @@ mod options;
 mod preprocess;
 mod profile;
 mod recipes;
+mod serve;
 mod train;
 mod ui;
 mod upcycle;
@@ -100,6 +101,9 @@ enum Command {
     /// Generate replies to prompts or conversations
     #[command(after_long_help = generate::EXAMPLES)]
     Generate(generate::GenerateCommand),
+    /// Serve a model over HTTP, with OpenAI's endpoints for chats and completions
+    #[command(after_long_help = serve::EXAMPLES)]
+    Serve(serve::ServeCommand),
     /// Merge a LoRA adapter into its base model, and save a Hugging Face folder
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
@@ -223,6 +227,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Generate(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             generate::run(args, &hub(&ui)?)
+        }
+        Command::Serve(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            serve::run(args, &hub(&ui)?)
         }
         Command::Merge(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;

@@ -6,6 +6,7 @@ use std::ops::ControlFlow;
 use anyhow::{Context, Result};
 use candlewick_inference::generate::GenerateOptions;
 use candlewick_inference::lm;
+use candlewick_inference::sampler::SamplingParams;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::tokenizer::SpecialTokens;
@@ -87,9 +88,9 @@ fn log_saved(session: &Session) {
 fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
     let options = GenerateOptions {
         max_new_tokens: plan.max_new_tokens,
-        temperature: plan.temperature,
-        top_p: plan.top_p,
+        sampling: SamplingParams { temperature: plan.temperature, top_p: plan.top_p, ..SamplingParams::GREEDY },
         seed: plan.seed,
+        stop: Vec::new(),
     };
     let TrainingRun { plan: run_plan, assets, engine, ranks, .. } = session.run;
     let template = assets.template()?;

@@ -1,5 +1,7 @@
 //! Batch limits of one forward.
 
+use candlewick_parallel::Engine;
+
 /// Batch limits of one forward. A longer single sequence gets a forward of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLimits {
@@ -30,6 +32,13 @@ impl BatchLimits {
         let (n_tokens, n_texts, pool_bytes) = if is_cpu { (1 << 10, 64, 2 << 30) } else { (1 << 14, 256, 8 << 30) };
         let pool_rows = pool_bytes / row_bytes.max(1);
         Self { n_tokens, n_keys: 16 * n_tokens, n_runs: usize::MAX, n_texts, pool_rows }
+    }
+
+    /// Returns default limits for an engine.
+    pub fn of_engine(engine: &Engine) -> Self {
+        let heads = engine.model().config().attention_heads();
+        let row_bytes = 2 * engine.model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
+        Self::auto(engine.device().is_cpu(), row_bytes)
     }
 
     /// Limits the number of sequences to `n`.

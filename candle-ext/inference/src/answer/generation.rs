@@ -1,6 +1,6 @@
 //! Continuous batching: a finished sequence is replaced by the next prompt.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::mem::take;
 
 use anyhow::{Context, Result};
@@ -11,9 +11,9 @@ use candlewick_text::tokenizer::Tokenizer;
 
 use super::batch::BatchLimits;
 use super::prefix_tree::{PrefixNode, PrefixTree};
-use super::sample::TokenSampler;
 use super::stop::StopCriteria;
 use crate::generate::check_finite;
+use crate::sampler::TokenSampler;
 
 /// A generation request as tokens.
 pub struct GenerationRequest {
@@ -132,8 +132,6 @@ struct Text {
     fresh: Vec<u32>,
     generated: Vec<u32>,
     sampler: TokenSampler,
-    /// Tokens of prompt and completion, if the sampler has a repetition penalty.
-    seen: BTreeSet<u32>,
     has_ended: bool,
 }
 
@@ -189,9 +187,9 @@ impl State<'_, '_> {
         }
         let n_seen = shared.last().map_or(0, |node| self.plan.tree.nodes[*node].end);
         let Some(start) = self.place(ids.len() + n_max, n_seen)? else { return Ok(false) };
-        let (fresh, sampler) = (ids[n_seen..].to_vec(), sampler.clone());
-        let seen = if sampler.is_greedy() { BTreeSet::new() } else { ids.iter().copied().collect() };
-        self.texts.push(Text { prompt, start, n_seen, fresh, generated: Vec::new(), sampler, seen, has_ended: false });
+        let (fresh, mut sampler) = (ids[n_seen..].to_vec(), sampler.clone());
+        sampler.observe(ids);
+        self.texts.push(Text { prompt, start, n_seen, fresh, generated: Vec::new(), sampler, has_ended: false });
         Ok(true)
     }
 
@@ -242,14 +240,10 @@ impl State<'_, '_> {
 
 /// Samples the next token of each sequence from the first rows of the logits.
 fn choose(texts: &mut [Text], logits: &Tensor) -> Result<Vec<u32>> {
-    if texts.iter().all(|text| text.sampler.is_greedy()) {
+    if texts.iter().all(|text| text.sampler.is_argmax()) {
         return Ok(to_host(&logits.argmax(D::Minus1)?)?.to_vec1()?);
     }
     let rows = to_host(logits)?.to_vec2::<f32>()?;
-    let choose = |(text, mut logits): (&mut Text, Vec<f32>)| {
-        let token = text.sampler.sample(&mut logits, &text.seen);
-        text.seen.insert(token);
-        token
-    };
+    let choose = |(text, mut logits): (&mut Text, Vec<f32>)| text.sampler.sample(&mut logits);
     Ok(texts.iter_mut().zip(rows).map(choose).collect())
 }

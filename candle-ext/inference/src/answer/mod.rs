@@ -41,7 +41,7 @@ use score::{ScoringPlan, SequenceScore};
 pub use settings::BackendSettings;
 
 /// Version of the response cache. Increment it with every change that alters responses.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// A source of responses to requests, as lm-eval's `LM`.
 pub trait LmBackend {
@@ -99,11 +99,9 @@ impl<'a> EngineBackend<'a> {
     /// Creates a backend for a model in training, without a response cache.
     pub fn for_training(handle: LmHandle<'a>, settings: BackendSettings, group: InferenceGroup) -> Result<Self> {
         let LmHandle { engine, tokenizer, generation_config } = handle;
-        let heads = engine.model().config().attention_heads();
-        let row_bytes = 2 * engine.model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
         let limits = match settings.batch_size {
             Some(n) => BatchLimits::sequences(n),
-            None => BatchLimits::auto(engine.device().is_cpu(), row_bytes).at_most(settings.max_batch_size),
+            None => BatchLimits::of_engine(engine).at_most(settings.max_batch_size),
         };
         Ok(Self {
             handle,

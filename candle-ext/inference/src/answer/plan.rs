@@ -9,11 +9,12 @@ use super::encode::{EmptyContinuation, RequestEncoder, UnscorableRequests};
 use super::generation::GenerationRequest;
 use super::response_cache::key;
 use super::rolling::{ScoredSequence, rolling_windows};
-use super::sample::{SamplingDefaults, TokenSampler};
+use super::sample::SamplingDefaults;
 use super::score::SequenceScore;
 use super::settings::BackendSettings;
 use super::stop::StopCriteria;
 use crate::request::{GenerationSettings, Request, Response};
+use crate::sampler::TokenSampler;
 use candlewick_runtime::exit::ExitCode;
 
 /// Deduplicated requests of one call.
@@ -197,7 +198,7 @@ impl Reader<'_> {
         let n_truncated = ids.len().saturating_sub(self.max_length - n_max);
         ids.drain(..n_truncated);
         let stop = StopCriteria::new(&settings.until, self.settings.think_end.clone(), self.encoder.tokenizer());
-        let sampler = TokenSampler::new(settings, self.defaults, seed)?;
+        let sampler = TokenSampler::new(self.defaults.params(settings)?, seed);
         Ok(Tokens::GenerationRequest(Box::new(GenerationRequest { ids, n_max, stop, sampler }), n_truncated))
     }
 }

@@ -10,7 +10,7 @@ use candlewick_text::hub::Hub;
 use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
 use clap::{ArgGroup, Args};
 
-use super::model::ComputeOptions;
+use super::model::{ComputeOptions, TemplateOptions};
 use super::sampling::SamplingOptions;
 use crate::generate::FinishReason;
 use crate::lm::GeneratedText;
@@ -38,6 +38,8 @@ pub struct GenerateArgs {
     #[arg(long)]
     raw: bool,
     #[command(flatten)]
+    template: TemplateOptions,
+    #[command(flatten)]
     sampling: SamplingOptions,
     /// Print prefill and decode times as JSON to stderr, without model loading
     #[arg(long)]
@@ -51,7 +53,7 @@ const MAX_NEW_TOKENS: usize = 64;
 pub fn generate(model: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
     let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
     let chats = args.chats(&prompts)?;
-    let lm = args.compute.load(model, hub)?;
+    let lm = args.template.apply(args.compute.load(model, hub)?)?;
     let options = args.sampling.options(&lm, MAX_NEW_TOKENS)?;
     let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
     if args.raw {
@@ -104,8 +106,9 @@ impl GenerateArgs {
         if said.finish_reason == FinishReason::Context {
             eprintln!("note: the answer ends where the model's context is full");
         }
-        if self.timings {
-            eprintln!("{}", serde_json::to_string(&said.timings)?);
+        match self.timings {
+            true => eprintln!("{}", serde_json::to_string(&said.timings)?),
+            false => eprintln!("{}", said.timings),
         }
         match n_answers {
             1 => print_line(&said.text),

@@ -9,7 +9,9 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
 use candlewick_parallel::ParallelGroups;
 use candlewick_text::hub::{Hub, HubError, ModelAndAdapter, ModelFiles};
+use candlewick_text::template::check_variable;
 use clap::{Args, ValueEnum};
+use serde_json::{Map, Value as Json};
 
 use crate::lm::Lm;
 use crate::parallel_config::ParallelConfig;
@@ -28,7 +30,7 @@ pub struct ModelOptions {
 }
 
 /// Compute options of a model.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct ComputeOptions {
     /// The branch, tag or commit of a Hub id
     #[arg(long)]
@@ -97,6 +99,34 @@ impl QuantizationOption {
         match self {
             Self::None => None,
             Self::Fp8 => Some("fp8"),
+        }
+    }
+}
+
+/// Options of the chat template.
+#[derive(Clone, Debug, Args)]
+pub(super) struct TemplateOptions {
+    /// Variables of the chat template, as JSON: '{"enable_thinking": false}'
+    #[arg(long, value_name = "JSON", value_parser = parse_variables)]
+    chat_template_kwargs: Option<TemplateVariables>,
+}
+
+#[derive(Clone, Debug)]
+struct TemplateVariables(Map<String, Json>);
+
+fn parse_variables(text: &str) -> Result<TemplateVariables, String> {
+    let variables: Map<String, Json> =
+        serde_json::from_str(text).map_err(|error| format!("expected a JSON object such as {{\"a\": 1}}: {error}"))?;
+    variables.keys().try_for_each(|name| check_variable(name))?;
+    Ok(TemplateVariables(variables))
+}
+
+impl TemplateOptions {
+    /// Sets the variables of the model's chat template.
+    pub(super) fn apply(&self, lm: Lm) -> Result<Lm> {
+        match &self.chat_template_kwargs {
+            Some(TemplateVariables(variables)) => lm.with_template_variables(variables),
+            None => Ok(lm),
         }
     }
 }

@@ -44,6 +44,7 @@ pub use turns::TurnError;
 pub use unrendered::UnrenderedParts;
 
 /// Compiled chat template with its variables.
+#[derive(Clone)]
 pub struct ChatTemplate {
     name: String,
     source: String,

@@ -1,0 +1,102 @@
+//! Requests of `POST /v1/chat/completions`.
+
+use axum::http::StatusCode;
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::format::message_from_fields;
+use candlewick_text::render::render_prompt;
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, check_variable};
+use serde_json::{Map, Value as Json};
+
+use super::api_error::ApiError;
+use super::fields::{Fields, shown};
+use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top, object_of};
+use super::job::LogprobOptions;
+use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
+use super::server_state::ServerState;
+use crate::lm::with_variables;
+
+/// Parses a request and renders its prompt.
+pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedRequest, ApiError> {
+    let generation = GenerationFields::take(&mut fields, state)?;
+    let template = template(&mut fields, state)?;
+    let chat = conversation(&mut fields, &template)?;
+    let logprobs = logprobs(&mut fields)?;
+    let max_tokens = fields.count("max_tokens")?;
+    let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
+    let chat = template.with_parsed_tool_arguments(&chat);
+    let ids = render_prompt(&state.tokenizer, &template, &chat)
+        .map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
+    if ids.is_empty() {
+        return Err(ApiError::field("messages", "the chat template renders the messages as an empty prompt"));
+    }
+    let (n_prompt, n_max) = (ids.len(), state.n_max(ids.len(), max_tokens)?);
+    let prompts = vec![TokenizedPrompt { ids, n_max }];
+    let (jobs, events) = generation.jobs(prompts, logprobs, &state.chat_stop_ids, state);
+    let format = ResponseFormat::new(ResponseKind::Chat, state, logprobs.is_some());
+    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new() })
+}
+
+/// Returns the chat template with the request's variables.
+fn template(fields: &mut Fields, state: &ServerState) -> Result<ChatTemplate, ApiError> {
+    let variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    let Some(template) = &state.template else {
+        let problem = "the model has no chat template; use /v1/completions, or serve the chat version of the model";
+        return Err(ApiError::new(StatusCode::BAD_REQUEST, problem));
+    };
+    if let Some(problem) = variables.keys().find_map(|name| check_variable(name).err()) {
+        return Err(ApiError::field("chat_template_kwargs", problem));
+    }
+    // A template that has exceeded a limit fails from then on, so each request has its own.
+    Ok(with_variables(ChatTemplate::clone(template), &variables))
+}
+
+fn conversation(fields: &mut Fields, template: &ChatTemplate) -> Result<Conversation, ApiError> {
+    let messages = fields.array("messages")?.unwrap_or_default();
+    if messages.is_empty() {
+        return Err(ApiError::field("messages", "messages is missing or empty, expected an array of messages"));
+    }
+    let messages = messages.into_iter().enumerate().map(|(i, value)| message(i, value));
+    let chat = Conversation::new(messages.collect::<Result<Vec<_>, _>>()?);
+    if chat.messages.last().is_some_and(Message::is_assistant) {
+        let problem = "messages end with the assistant's message, so there is nothing to answer; remove that message";
+        return Err(ApiError::field("messages", problem));
+    }
+    let tools = fields.array("tools")?.filter(|tools| !tools.is_empty());
+    let choice = fields.take("tool_choice");
+    match (tools, choice.as_ref().map(|choice| choice.as_str().unwrap_or_default())) {
+        (None, _) | (_, Some("none")) => Ok(chat),
+        (Some(tools), None | Some("auto")) => with_tools(chat, tools, template),
+        (Some(_), Some(_)) => {
+            let shown = shown(&choice.unwrap_or_default());
+            let problem = format!("tool_choice is {shown}, which is not supported; \"auto\" and \"none\" are");
+            Err(ApiError::field("tool_choice", problem))
+        }
+    }
+}
+
+fn message(i: usize, value: Json) -> Result<Message, ApiError> {
+    let fields: Map<String, Json> = object_of("messages", i, value)?;
+    message_from_fields(fields).map_err(|problem| ApiError::field("messages", format!("messages[{i}]: {problem}")))
+}
+
+/// Adds tools, if the template renders them.
+fn with_tools(chat: Conversation, tools: Vec<Json>, template: &ChatTemplate) -> Result<Conversation, ApiError> {
+    let without = template.render(&chat, AddGenerationPrompt::Yes).ok();
+    let chat = chat.with_tools(Json::Array(tools));
+    match without.is_some() && without == template.render(&chat, AddGenerationPrompt::Yes).ok() {
+        true => Err(ApiError::field("tools", "the model's chat template does not render tools; remove them")),
+        false => Ok(chat),
+    }
+}
+
+fn logprobs(fields: &mut Fields) -> Result<Option<LogprobOptions>, ApiError> {
+    let n_top = fields.count("top_logprobs")?;
+    match (fields.boolean("logprobs")?.unwrap_or(false), n_top) {
+        (false, Some(1..)) => Err(ApiError::field("top_logprobs", "top_logprobs needs logprobs: true")),
+        (false, _) => Ok(None),
+        (true, n_top) => {
+            let n_top = checked_top("top_logprobs", n_top.unwrap_or(0))?;
+            Ok(Some(LogprobOptions { n_top, of_prompt: false }))
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Requests of `POST /v1/completions`.
+
+use candlewick_text::tokenizer::{SpecialTokens, TokenizerError};
+use serde_json::Value as Json;
+
+use super::api_error::ApiError;
+use super::fields::{Fields, shown};
+use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top};
+use super::job::LogprobOptions;
+use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
+use super::server_state::ServerState;
+
+/// OpenAI's default of `max_tokens`.
+const MAX_TOKENS: usize = 16;
+
+/// Parses a request and tokenizes its prompts.
+pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedRequest, ApiError> {
+    let generation = GenerationFields::take(&mut fields, state)?;
+    let echo = fields.boolean("echo")?.unwrap_or(false);
+    let n_top = fields.count("logprobs")?.map(|n| checked_top("logprobs", n)).transpose()?;
+    let logprobs = n_top.map(|n_top| LogprobOptions { n_top, of_prompt: echo });
+    let max_tokens = fields.count("max_tokens")?.unwrap_or(MAX_TOKENS);
+    let specials = match fields.boolean("add_special_tokens")?.unwrap_or(true) {
+        true => SpecialTokens::Include,
+        false => SpecialTokens::Exclude,
+    };
+    let written = written(&mut fields)?;
+    let (mut prompts, mut echoes) = (Vec::new(), Vec::new());
+    for written in written {
+        let ids = written.ids(state, specials)?;
+        let n_max = state.n_max(ids.len(), Some(max_tokens))?;
+        if echo {
+            let text = written.text(state).map_err(|error| ApiError::internal(&error.into()))?;
+            echoes.extend(std::iter::repeat_n(text, generation.n));
+        }
+        prompts.push(TokenizedPrompt { ids, n_max });
+    }
+    let n_prompt = prompts.iter().map(|prompt| prompt.ids.len()).sum();
+    let (jobs, events) = generation.jobs(prompts, logprobs, &state.stop_ids, state);
+    let format = ResponseFormat::new(ResponseKind::Completion, state, logprobs.is_some());
+    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes })
+}
+
+/// A prompt as the request has it.
+enum WrittenPrompt {
+    Text(String),
+    Ids(Vec<u64>),
+}
+
+/// Takes the prompts: a string, an array of strings, an array of token ids, or an array of such arrays.
+fn written(fields: &mut Fields) -> Result<Vec<WrittenPrompt>, ApiError> {
+    let wrong = |value: &Json| {
+        let shown = shown(value);
+        let problem =
+            format!("prompt is {shown}, expected a string, token ids, or an array of strings or of token ids");
+        ApiError::field("prompt", problem)
+    };
+    let value = fields.take("prompt").unwrap_or_default();
+    let ids = |items: &[Json]| items.iter().map(Json::as_u64).collect::<Option<Vec<_>>>().map(WrittenPrompt::Ids);
+    let item = |item: &Json| match item {
+        Json::String(text) => Some(WrittenPrompt::Text(text.clone())),
+        Json::Array(items) => ids(items),
+        _ => None,
+    };
+    match &value {
+        Json::String(text) => Ok(vec![WrittenPrompt::Text(text.clone())]),
+        Json::Array(items) if items.is_empty() => Err(wrong(&value)),
+        Json::Array(items) if items[0].is_number() => ids(items).map(|ids| vec![ids]).ok_or_else(|| wrong(&value)),
+        Json::Array(items) => items.iter().map(item).collect::<Option<_>>().ok_or_else(|| wrong(&value)),
+        _ => Err(wrong(&value)),
+    }
+}
+
+impl WrittenPrompt {
+    /// Returns the token ids, at least one.
+    fn ids(&self, state: &ServerState, specials: SpecialTokens) -> Result<Vec<u32>, ApiError> {
+        let ids = match self {
+            Self::Text(text) => {
+                let refused = |error: TokenizerError| ApiError::field("prompt", format!("failed to {error}"));
+                state.tokenizer.encode(text, specials).map_err(refused)?
+            }
+            Self::Ids(ids) => ids.iter().map(|id| checked_id(*id, state.n_vocab)).collect::<Result<_, _>>()?,
+        };
+        match ids.is_empty() {
+            true => Err(ApiError::field("prompt", "a prompt has no tokens")),
+            false => Ok(ids),
+        }
+    }
+
+    /// Returns the prompt as text. Its ids have been checked.
+    fn text(&self, state: &ServerState) -> Result<String, TokenizerError> {
+        match self {
+            Self::Text(text) => Ok(text.clone()),
+            Self::Ids(ids) => {
+                let ids: Vec<u32> = ids.iter().map(|id| *id as u32).collect();
+                state.tokenizer.decode(&ids, SpecialTokens::Include)
+            }
+        }
+    }
+}
+
+fn checked_id(id: u64, n_vocab: usize) -> Result<u32, ApiError> {
+    let outside = || ApiError::field("prompt", format!("prompt has the token {id}, but the vocabulary has {n_vocab}"));
+    u32::try_from(id).ok().filter(|id| (*id as usize) < n_vocab).ok_or_else(outside)
+}

@@ -1,0 +1,111 @@
+//! Typed fields of a JSON request. A null field is an absent one, and unknown fields are ignored.
+
+use axum::http::StatusCode;
+use serde_json::{Map, Value as Json};
+
+use super::api_error::ApiError;
+
+/// Fields of a request's JSON object.
+pub(super) struct Fields(Map<String, Json>);
+
+impl Fields {
+    /// Parses a request's body.
+    pub(super) fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let refused = |problem: String| Err(ApiError::new(StatusCode::BAD_REQUEST, problem));
+        match serde_json::from_slice(body) {
+            Ok(Json::Object(fields)) => Ok(Self(fields)),
+            Ok(other) => refused(format!("the body is {}, expected a JSON object", shown(&other))),
+            Err(error) => refused(format!("the body is not JSON: {error}")),
+        }
+    }
+
+    /// Creates the fields of a nested object.
+    pub(super) fn nested(fields: Map<String, Json>) -> Self {
+        Self(fields)
+    }
+
+    /// Takes a field of any type.
+    pub(super) fn take(&mut self, name: &str) -> Option<Json> {
+        self.0.remove(name).filter(|value| !value.is_null())
+    }
+
+    /// Takes a number.
+    pub(super) fn number(&mut self, name: &'static str) -> Result<Option<f64>, ApiError> {
+        self.typed(name, "a number", |value| value.as_f64())
+    }
+
+    /// Takes an integer.
+    pub(super) fn integer(&mut self, name: &'static str) -> Result<Option<i64>, ApiError> {
+        self.typed(name, "an integer", |value| value.as_i64())
+    }
+
+    /// Takes an integer of at least 0.
+    pub(super) fn count(&mut self, name: &'static str) -> Result<Option<usize>, ApiError> {
+        self.typed(name, "an integer of at least 0", |value| value.as_u64()?.try_into().ok())
+    }
+
+    /// Takes a boolean.
+    pub(super) fn boolean(&mut self, name: &'static str) -> Result<Option<bool>, ApiError> {
+        self.typed(name, "true or false", |value| value.as_bool())
+    }
+
+    /// Takes a string.
+    pub(super) fn text(&mut self, name: &'static str) -> Result<Option<String>, ApiError> {
+        self.typed(name, "a string", |value| value.as_str().map(str::to_owned))
+    }
+
+    /// Takes an object.
+    pub(super) fn object(&mut self, name: &'static str) -> Result<Option<Map<String, Json>>, ApiError> {
+        self.typed(name, "an object", |value| value.as_object().cloned())
+    }
+
+    /// Takes an array.
+    pub(super) fn array(&mut self, name: &'static str) -> Result<Option<Vec<Json>>, ApiError> {
+        self.typed(name, "an array", |value| value.as_array().cloned())
+    }
+
+    /// Takes a string, or an array of strings.
+    pub(super) fn texts(&mut self, name: &'static str) -> Result<Option<Vec<String>>, ApiError> {
+        let text = |value: &Json| value.as_str().map(str::to_owned);
+        self.typed(name, "a string or an array of strings", |value| match value {
+            Json::Array(items) => items.iter().map(text).collect(),
+            value => text(value).map(|text| vec![text]),
+        })
+    }
+
+    /// Rejects a field that has another value than its default, because it is not implemented.
+    pub(super) fn refuse(&mut self, name: &'static str, default: &Json, remedy: &str) -> Result<(), ApiError> {
+        match self.take(name) {
+            Some(value) if !is_equal(&value, default) => {
+                Err(ApiError::field(name, format!("{name} is {}, which is not supported; {remedy}", shown(&value))))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn typed<T>(
+        &mut self,
+        name: &'static str,
+        expected: &str,
+        read: impl FnOnce(&Json) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        let wrong = || ApiError::field(name, format!("{name} is {}, expected {expected}", shown(&value)));
+        read(&value).map(Some).ok_or_else(wrong)
+    }
+}
+
+/// Compares values; 0 equals 0.0.
+fn is_equal(a: &Json, b: &Json) -> bool {
+    a == b || a.as_f64().is_some_and(|a| Some(a) == b.as_f64())
+}
+
+/// Returns the beginning of a value's JSON text.
+pub(super) fn shown(value: &Json) -> String {
+    const MAX: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(MAX) {
+        Some((at, _)) => format!("{}...", &text[..at]),
+        None => text,
+    }
+}

@@ -1,0 +1,162 @@
+//! Fields that requests for chats and completions share.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::api_error::ApiError;
+use super::fields::{Fields, shown};
+use super::job::{GenerationEvent, GenerationJob, LogprobOptions};
+use super::server_state::ServerState;
+use crate::lm::special_stops;
+use crate::sampler::{SamplingParams, seed_of};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+/// Fields of a generation.
+pub(super) struct GenerationFields {
+    /// Choices for each prompt.
+    pub(super) n: usize,
+    /// Options of a streamed response.
+    pub(super) stream: Option<StreamOptions>,
+    sampling: SamplingParams,
+    seed: u64,
+    stop: Arc<[String]>,
+}
+
+/// Options of a streamed response.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StreamOptions {
+    /// Sends token counts at the end.
+    pub(super) include_usage: bool,
+}
+
+/// TokenizedPrompt of a request.
+pub(super) struct TokenizedPrompt {
+    /// Tokens, at least one.
+    pub(super) ids: Vec<u32>,
+    /// Maximum number of new tokens.
+    pub(super) n_max: usize,
+}
+
+/// Largest number of stop strings.
+const MAX_STOPS: usize = 64;
+
+/// Largest number of most probable tokens at a position.
+pub(super) const MAX_TOP_LOGPROBS: usize = 20;
+
+impl GenerationFields {
+    /// Takes the fields of a request, and checks that it is for this server's model.
+    pub(super) fn take(fields: &mut Fields, state: &ServerState) -> Result<Self, ApiError> {
+        state.check_model(fields.text("model")?.as_deref())?;
+        refuse_unsupported(fields)?;
+        let n = fields.count("n")?.unwrap_or(1);
+        if n == 0 {
+            return Err(ApiError::field("n", "n is 0, expected at least 1"));
+        }
+        let seed = fields.integer("seed")?.map_or_else(rand::random, i64::cast_unsigned);
+        Ok(Self { n, stream: stream(fields)?, sampling: sampling(fields)?, seed, stop: stop(fields)? })
+    }
+
+    /// Creates the jobs of a request, all choices of the first prompt first, and the receiver of their events.
+    pub(super) fn jobs(
+        &self,
+        prompts: Vec<TokenizedPrompt>,
+        logprobs: Option<LogprobOptions>,
+        stop_ids: &[u32],
+        state: &ServerState,
+    ) -> (Vec<GenerationJob>, UnboundedReceiver<(usize, GenerationEvent)>) {
+        let (events, receiver) = unbounded_channel();
+        let stop_ids: Arc<[u32]> =
+            stop_ids.iter().copied().chain(special_stops(&state.tokenizer, &self.stop)).collect();
+        let mut jobs = Vec::new();
+        for TokenizedPrompt { ids, n_max } in prompts {
+            let prompt: Arc<[u32]> = ids.into();
+            for index in 0..self.n {
+                jobs.push(GenerationJob {
+                    prompt: Arc::clone(&prompt),
+                    n_max,
+                    sampling: self.sampling,
+                    seed: seed_of(self.seed, index as u64),
+                    stop: Arc::clone(&self.stop),
+                    stop_ids: Arc::clone(&stop_ids),
+                    logprobs,
+                    choice: jobs.len(),
+                    events: events.clone(),
+                });
+            }
+        }
+        (jobs, receiver)
+    }
+}
+
+/// Rejects fields of OpenAI that would change the response and are not implemented.
+fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
+    let penalty = "use repetition_penalty";
+    fields.refuse("presence_penalty", &json!(0), penalty)?;
+    fields.refuse("frequency_penalty", &json!(0), penalty)?;
+    fields.refuse("logit_bias", &json!({}), "remove it")?;
+    fields.refuse("best_of", &json!(1), "use n")?;
+    fields.refuse("suffix", &json!(""), "remove it")?;
+    let format = fields.object("response_format")?.unwrap_or_default();
+    match format.get("type") {
+        None => Ok(()),
+        Some(kind) if kind == "text" => Ok(()),
+        Some(kind) => Err(ApiError::field(
+            "response_format",
+            format!("response_format has the type {}, which is not supported; only \"text\" is", shown(kind)),
+        )),
+    }
+}
+
+fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
+    let mut options = Fields::nested(fields.object("stream_options")?.unwrap_or_default());
+    let include_usage = options.boolean("include_usage")?.unwrap_or(false);
+    Ok(fields.boolean("stream")?.filter(|stream| *stream).map(|_| StreamOptions { include_usage }))
+}
+
+/// Takes the sampling parameters. The defaults are OpenAI's.
+fn sampling(fields: &mut Fields) -> Result<SamplingParams, ApiError> {
+    let top_k = match fields.integer("top_k")?.unwrap_or(0) {
+        // vLLM and SGLang write -1 for all tokens.
+        -1 => 0,
+        top_k => usize::try_from(top_k)
+            .map_err(|_| ApiError::field("top_k", format!("top_k is {top_k}, expected at least 0; 0 is all tokens")))?,
+    };
+    let params = SamplingParams {
+        temperature: fields.number("temperature")?.unwrap_or(1.0),
+        top_k,
+        top_p: fields.number("top_p")?.unwrap_or(1.0),
+        min_p: fields.number("min_p")?.unwrap_or(0.0),
+        repetition_penalty: fields.number("repetition_penalty")?.unwrap_or(1.0),
+    };
+    params.check().map_err(|error| ApiError::field(error.name, error.to_string()))?;
+    Ok(params)
+}
+
+fn stop(fields: &mut Fields) -> Result<Arc<[String]>, ApiError> {
+    let stop = fields.texts("stop")?.unwrap_or_default();
+    if stop.len() > MAX_STOPS {
+        let problem = format!("stop has {} strings, at most {MAX_STOPS} are possible", stop.len());
+        return Err(ApiError::field("stop", problem));
+    }
+    if stop.iter().any(String::is_empty) {
+        return Err(ApiError::field("stop", "stop has an empty string; remove it"));
+    }
+    Ok(stop.into())
+}
+
+/// Checks a number of most probable tokens.
+pub(super) fn checked_top(name: &'static str, n: usize) -> Result<usize, ApiError> {
+    match n <= MAX_TOP_LOGPROBS {
+        true => Ok(n),
+        false => Err(ApiError::field(name, format!("{name} is {n}, at most {MAX_TOP_LOGPROBS} are possible"))),
+    }
+}
+
+/// Returns the object of an array's item.
+pub(super) fn object_of(name: &'static str, item: usize, value: Json) -> Result<Map<String, Json>, ApiError> {
+    match value {
+        Json::Object(fields) => Ok(fields),
+        other => Err(ApiError::field(name, format!("{name}[{item}] is {}, expected an object", shown(&other)))),
+    }
+}

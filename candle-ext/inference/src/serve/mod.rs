@@ -1,0 +1,55 @@
+//! An HTTP server with OpenAI's endpoints for chats and completions.
+//!
+//! [`http`] runs on a thread of its own. It parses requests, and sends jobs to the model's [`worker`] through a bounded
+//! queue. The worker sends tokens back, and a dropped request cancels its jobs.
+
+mod api_error;
+mod chat;
+mod completions;
+mod fields;
+mod generation_fields;
+mod http;
+mod job;
+mod logprobs;
+mod prefix_rows;
+mod response;
+mod server_state;
+mod settings;
+mod worker;
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::thread;
+
+use anyhow::{Context, Result, anyhow};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tokio::sync::{mpsc, watch};
+
+use crate::lm::Lm;
+use server_state::{ServerState, limits};
+pub use settings::ServeSettings;
+use worker::Worker;
+
+/// Serves a model on `listener` until SIGINT or SIGTERM. Running requests are completed; a second signal cancels them.
+///
+/// The model runs on the calling thread.
+pub fn serve(lm: &Lm, listener: TcpListener, settings: &ServeSettings) -> Result<()> {
+    let (limits, max_model_len) = limits(lm, settings)?;
+    let (queue, jobs) = mpsc::channel(settings.max_queue);
+    let state = Arc::new(ServerState::new(lm, settings, max_model_len, queue));
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to watch for signals")?;
+    let handle = signals.handle();
+    let (count, counted) = watch::channel(0);
+    thread::scope(|scope| {
+        scope.spawn(move || signals.forever().for_each(|_| count.send_modify(|n| *n += 1)));
+        let server = scope.spawn(move || {
+            let served = http::run(listener, state, counted);
+            handle.close();
+            served
+        });
+        // Ends when the server has dropped the queue.
+        Worker::new(lm, limits).run(jobs);
+        server.join().map_err(|_| anyhow!("failed to serve: the HTTP server panicked"))?
+    })
+}

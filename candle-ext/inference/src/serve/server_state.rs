@@ -1,0 +1,132 @@
+//! State of the server that all requests read.
+
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use axum::http::StatusCode;
+use candlewick_runtime::exit::ExitCode;
+use candlewick_text::template::ChatTemplate;
+use candlewick_text::tokenizer::Tokenizer;
+use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
+
+use super::api_error::ApiError;
+use super::job::GenerationJob;
+use super::settings::ServeSettings;
+use super::worker::WorkerLimits;
+use crate::answer::batch::BatchLimits;
+use crate::lm::{Lm, end_of_turn};
+
+/// State of the server.
+pub(super) struct ServerState {
+    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) template: Option<Arc<ChatTemplate>>,
+    /// Tokens that end a completion.
+    pub(super) stop_ids: Arc<[u32]>,
+    /// Tokens that end a reply in a chat.
+    pub(super) chat_stop_ids: Arc<[u32]>,
+    pub(super) model_name: String,
+    pub(super) api_key: Option<String>,
+    pub(super) max_model_len: usize,
+    /// Rows of the model's embedding.
+    pub(super) n_vocab: usize,
+    /// Start of the server, in seconds since 1970.
+    pub(super) created: u64,
+    queue: mpsc::Sender<GenerationJob>,
+}
+
+impl ServerState {
+    /// Creates the state of a server. Jobs are sent to `queue`.
+    pub(super) fn new(
+        lm: &Lm,
+        settings: &ServeSettings,
+        max_model_len: usize,
+        queue: mpsc::Sender<GenerationJob>,
+    ) -> Self {
+        let tokenizer = Arc::clone(lm.tokenizer());
+        let stop_ids: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
+        let end_of_turn = lm.template().and_then(|template| end_of_turn(&tokenizer, template));
+        Self {
+            template: lm.shared_template(),
+            chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
+            stop_ids,
+            model_name: settings.model_name.clone(),
+            api_key: settings.api_key.clone(),
+            max_model_len,
+            n_vocab: lm.engine().model().config().vocab_size(),
+            created: seconds_since_1970(),
+            tokenizer,
+            queue,
+        }
+    }
+
+    /// Rejects a request for another model.
+    pub(super) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
+        match name.filter(|name| *name != self.model_name) {
+            None => Ok(()),
+            Some(other) => {
+                let problem = format!("model is {other:?}, but this server has {:?}", self.model_name);
+                Err(ApiError::new(StatusCode::NOT_FOUND, problem).with_code("model_not_found"))
+            }
+        }
+    }
+
+    /// Returns the number of tokens that a request may generate after a prompt of `n_prompt` tokens.
+    pub(super) fn n_max(&self, n_prompt: usize, requested: Option<usize>) -> Result<usize, ApiError> {
+        if n_prompt > self.max_model_len {
+            let problem = format!(
+                "the prompt has {n_prompt} tokens, but the server's limit for prompt and completion is {}; shorten the \
+                 prompt",
+                self.max_model_len
+            );
+            return Err(ApiError::new(StatusCode::BAD_REQUEST, problem).with_code("context_length_exceeded"));
+        }
+        // The last token is only generated, and needs no position.
+        let n_left = self.max_model_len + 1 - n_prompt;
+        Ok(requested.map_or(n_left, |requested| requested.min(n_left)))
+    }
+
+    /// Appends the jobs of a request to the queue, all or none.
+    pub(super) fn submit(&self, jobs: Vec<GenerationJob>) -> Result<(), ApiError> {
+        let max = self.queue.max_capacity();
+        if jobs.len() > max {
+            let problem = format!("the request has {} prompts or choices, at most {max} are possible", jobs.len());
+            return Err(ApiError::new(StatusCode::BAD_REQUEST, problem));
+        }
+        match self.queue.try_reserve_many(jobs.len()) {
+            Ok(permits) => {
+                permits.zip(jobs).for_each(|(permit, job)| permit.send(job));
+                Ok(())
+            }
+            Err(TrySendError::Full(())) => {
+                let problem = "too many requests are waiting; send the request again later";
+                Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, problem).with_code("queue_full"))
+            }
+            Err(TrySendError::Closed(())) => Err(ApiError::stopping()),
+        }
+    }
+}
+
+/// Returns the limits of the worker, and the maximum length of prompt and completion.
+pub(super) fn limits(lm: &Lm, settings: &ServeSettings) -> Result<(WorkerLimits, usize)> {
+    let BatchLimits { n_tokens, n_texts, pool_rows, .. } = BatchLimits::of_engine(lm.engine());
+    let max_model_len = settings.max_model_len.unwrap_or(lm.context().min(pool_rows));
+    ensure!(
+        max_model_len > 0 && max_model_len <= lm.context(),
+        anyhow::anyhow!(
+            "failed to start: --max-model-len {max_model_len}: the model's context has {} tokens",
+            lm.context()
+        )
+        .context(ExitCode::Usage)
+    );
+    let n_sequences = settings.max_num_seqs.unwrap_or(n_texts);
+    let most = n_sequences.saturating_mul(max_model_len + 1);
+    let pool_rows = pool_rows.clamp(max_model_len + 1, most.max(max_model_len + 1));
+    Ok((WorkerLimits { n_sequences, n_tokens, pool_rows }, max_model_len))
+}
+
+/// Returns the current time in seconds since 1970.
+pub(super) fn seconds_since_1970() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |time| time.as_secs())
+}
