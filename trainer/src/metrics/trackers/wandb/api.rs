@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use candlewick_runtime::exit::ExitCode;
 use serde_json::{Value, json};
 
-use super::files::{Fields, WandbFolder, step_of};
+use super::files::{FileFields, WandbFolder, step_of};
 use crate::metrics::trackers::http::{HttpClient, UploadError};
 use crate::metrics::trackers::uploader::{RemoteRun, UploadRow};
 
@@ -31,7 +31,7 @@ pub(super) struct WandbRun {
     pub(super) description: Value,
     pub(super) run_id: String,
     /// The last value of each metric.
-    pub(super) summary: Fields,
+    pub(super) summary: FileFields,
     /// The run folder, whose rows up to a step earlier processes have written.
     pub(super) earlier: Option<(WandbFolder, i64)>,
     /// The position of the run on the server, once it is open.
@@ -85,7 +85,7 @@ impl RemoteRun for WandbRun {
     }
 
     fn send(&mut self, rows: &[WandbRow]) -> Result<(), UploadError> {
-        let rows: Vec<Fields> = rows.iter().filter_map(|row| serde_json::from_str(&row.0).ok()).collect();
+        let rows: Vec<FileFields> = rows.iter().filter_map(|row| serde_json::from_str(&row.0).ok()).collect();
         self.stream(&rows)
     }
 
@@ -107,7 +107,7 @@ impl WandbRun {
         let n_lines = bucket["historyLineCount"].as_u64().unwrap_or(0);
         let tail: Vec<String> =
             bucket["historyTail"].as_str().and_then(|tail| serde_json::from_str(tail).ok()).unwrap_or_default();
-        let last: Option<Fields> = tail.last().and_then(|line| serde_json::from_str(line).ok());
+        let last: Option<FileFields> = tail.last().and_then(|line| serde_json::from_str(line).ok());
         Ok((n_lines, last.as_ref().and_then(step_of).unwrap_or(-1)))
     }
 
@@ -122,10 +122,10 @@ impl WandbRun {
     }
 
     /// Appends rows to the server's history, except those of steps that it has, and updates its summary.
-    fn stream(&mut self, rows: &[Fields]) -> Result<(), UploadError> {
+    fn stream(&mut self, rows: &[FileFields]) -> Result<(), UploadError> {
         let Some(OpenedWandbRun { n_lines, last_step, sent, .. }) = &self.opened else { return Ok(()) };
-        let is_new = |row: &&Fields| step_of(row).is_some_and(|step| step > *last_step);
-        let new: Vec<&Fields> = rows.iter().filter(is_new).collect();
+        let is_new = |row: &&FileFields| step_of(row).is_some_and(|step| step > *last_step);
+        let new: Vec<&FileFields> = rows.iter().filter(is_new).collect();
         if new.is_empty() && sent.elapsed() < HEARTBEAT_INTERVAL {
             return Ok(());
         }

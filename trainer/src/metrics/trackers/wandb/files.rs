@@ -19,7 +19,7 @@ use super::records::{
 use super::transaction_log::{FILE_HEADER, decode, encode};
 
 /// The metrics of a step, `_step`, `_timestamp` and `_runtime` included.
-pub(super) type Fields = Map<String, Value>;
+pub(super) type FileFields = Map<String, Value>;
 
 /// A run folder: `run-DATE_TIME-ID`, or `offline-run-DATE_TIME-ID`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl WandbFolder {
     }
 
     /// Returns the rows of the `.wandb` file with steps up to `last_step`; none if there is no file.
-    pub(super) fn rows(&self, last_step: i64) -> Vec<Fields> {
+    pub(super) fn rows(&self, last_step: i64) -> Vec<FileFields> {
         let bytes = fs::read(self.file()).unwrap_or_default();
         let records = decode(&bytes).into_iter().filter_map(|record| WandbRecord::decode(&record[..]).ok());
         let rows = records.filter_map(|record| Some(fields(&record.history?)));
@@ -59,7 +59,7 @@ impl WandbFolder {
 }
 
 /// Returns the step of a row.
-pub(super) fn step_of(row: &Fields) -> Option<i64> {
+pub(super) fn step_of(row: &FileFields) -> Option<i64> {
     row.get("_step")?.as_i64()
 }
 
@@ -76,7 +76,7 @@ pub(super) struct WandbFile {
 
 impl WandbFile {
     /// Creates or replaces the file of `folder`, with the description of the run and the rows of earlier processes.
-    pub(super) fn create(folder: &WandbFolder, run: &WandbRunRecord, rows: &[Fields]) -> io::Result<Self> {
+    pub(super) fn create(folder: &WandbFolder, run: &WandbRunRecord, rows: &[FileFields]) -> io::Result<Self> {
         fs::create_dir_all(folder.path.join("files"))?;
         let path = folder.file();
         // The marker of `wandb sync`, which would skip the folder.
@@ -103,17 +103,17 @@ impl WandbFile {
     }
 
     /// Appends the metrics of a step, and at intervals the summary of the run. The summary of a killed run is as old.
-    pub(super) fn append_row(&mut self, row: &Fields, summary: &Fields) -> io::Result<()> {
+    pub(super) fn append_row(&mut self, row: &FileFields, summary: &FileFields) -> io::Result<()> {
         self.append(history(row))?;
         if self.n_records % SUMMARY_INTERVAL == 0 { self.append_summary(summary) } else { Ok(()) }
     }
 
-    fn append_summary(&mut self, summary: &Fields) -> io::Result<()> {
+    fn append_summary(&mut self, summary: &FileFields) -> io::Result<()> {
         self.append(WandbRecord { summary: Some(items(summary)), ..WandbRecord::default() })
     }
 
     /// Appends the summary and the end of the run, and syncs the file.
-    pub(super) fn finish(&mut self, code: ExitCode, runtime: f64, summary: &Fields) -> io::Result<()> {
+    pub(super) fn finish(&mut self, code: ExitCode, runtime: f64, summary: &FileFields) -> io::Result<()> {
         self.append_summary(summary)?;
         if code == ExitCode::Preempted {
             self.append(WandbRecord { preempting: Some(WandbPreempting {}), ..WandbRecord::default() })?;
@@ -133,7 +133,7 @@ impl WandbFile {
 }
 
 /// Returns the items of a map.
-pub(super) fn items(fields: &Fields) -> WandbItems {
+pub(super) fn items(fields: &FileFields) -> WandbItems {
     WandbItems { update: fields.iter().map(item).collect() }
 }
 
@@ -141,13 +141,13 @@ fn item((key, value): (&String, &Value)) -> WandbItem {
     WandbItem { key: key.clone(), value_json: value.to_string() }
 }
 
-fn history(row: &Fields) -> WandbRecord {
+fn history(row: &FileFields) -> WandbRecord {
     let step = step_of(row).map(|num| WandbStep { num });
     let history = WandbHistory { item: row.iter().map(item).collect(), step };
     WandbRecord { history: Some(history), ..WandbRecord::default() }
 }
 
-fn fields(history: &WandbHistory) -> Fields {
+fn fields(history: &WandbHistory) -> FileFields {
     let parsed = |item: &WandbItem| Some((item.key.clone(), serde_json::from_str(&item.value_json).ok()?));
     history.item.iter().filter_map(parsed).collect()
 }
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn row(step: i64) -> Fields {
+    fn row(step: i64) -> FileFields {
         Map::from_iter([("loss".to_owned(), json!(0.5)), ("_step".to_owned(), json!(step))])
     }
 

@@ -18,7 +18,7 @@ use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
 use self::api::{WandbRow, WandbRun};
-use self::files::{Fields, WandbFile, WandbFolder, items};
+use self::files::{FileFields, WandbFile, WandbFolder, items};
 use self::records::{WandbRunRecord, WandbTimestamp};
 use super::http::HttpClient;
 use super::uploader::Uploader;
@@ -42,9 +42,9 @@ pub(super) struct Wandb {
     /// True if the row of that step is written. Later records of the step join the next row.
     is_written: bool,
     /// The metrics of that step.
-    row: Fields,
+    row: FileFields,
     /// The last value of each metric.
-    summary: Fields,
+    summary: FileFields,
     started: Instant,
     /// The running time of earlier processes.
     before: Duration,
@@ -108,7 +108,7 @@ impl Wandb {
         &self,
         run_id: &str,
         record: &WandbRunRecord,
-        config: &Fields,
+        config: &FileFields,
         earlier: Option<(WandbFolder, i64)>,
     ) -> Option<Uploader<WandbRow>> {
         let api_key = self.plan.api_key.clone().filter(|_| self.plan.mode == WandbMode::Online)?;
@@ -119,7 +119,7 @@ impl Wandb {
         // W&B's clients regard a run without the telemetry `t` as not started.
         let internal = json!({"value": {"t": {}}});
         let values = config.iter().map(|(key, value)| (key.clone(), json!({"desc": null, "value": value})));
-        let config: Fields = values.chain([("_wandb".to_owned(), internal)]).collect();
+        let config: FileFields = values.chain([("_wandb".to_owned(), internal)]).collect();
         let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
         let description = json!({
             "displayName": text(&record.display_name),
@@ -239,7 +239,7 @@ impl Tracker for Wandb {
     }
 }
 
-fn run_record(plan: &WandbPlan, run_id: &str, run: &RunDescription, config: &Fields) -> WandbRunRecord {
+fn run_record(plan: &WandbPlan, run_id: &str, run: &RunDescription, config: &FileFields) -> WandbRunRecord {
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
     let started = Duration::from_millis(run.run_id);
     WandbRunRecord {
