@@ -54,16 +54,19 @@ impl Fp8Linear {
         self.round_groups(operand, x, groups, contraction, Fp8Rounding::Nearest)
     }
 
-    /// Returns the values of the codes of the gradient of the output, for dx = dy w and for dw = dy^T x.
-    pub(crate) fn grad_group_values(&self, dy: &Tensor, groups: Groups<'_>) -> Result<[Tensor; 2]> {
+    /// Returns the values of the codes of the gradient of the output, for dx = dy w and for dw = dy^T x. Without `wants_dw`, as
+    /// for a frozen weight, the second is not computed if its blocks differ.
+    pub(crate) fn grad_group_values(&self, dy: &Tensor, groups: Groups<'_>, wants_dw: bool) -> Result<[Tensor; 2]> {
         let operand = Fp8Operand::GradOutput;
-        let values = |contraction| self.round_groups(operand, dy, groups, contraction, self.next_gradient_rounding());
-        let for_dx = values(Contraction::Columns)?;
+        let values = |contraction, rounding| self.round_groups(operand, dy, groups, contraction, rounding);
+        let for_dx = values(Contraction::Columns, self.next_gradient_rounding())?;
         let block = |contraction| self.block(operand, contraction);
-        let for_dw = match block(Contraction::Columns) == block(Contraction::Rows) {
-            true => for_dx.clone(),
-            false => values(Contraction::Rows)?,
-        };
+        if block(Contraction::Columns) == block(Contraction::Rows) {
+            return Ok([for_dx.clone(), for_dx]);
+        }
+        // The key is drawn in any case, so that later gradients have the same ones.
+        let rounding = self.next_gradient_rounding();
+        let for_dw = if wants_dw { values(Contraction::Rows, rounding)? } else { dy.clone() };
         Ok([for_dx, for_dw])
     }
 

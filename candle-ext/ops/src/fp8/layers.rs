@@ -260,7 +260,12 @@ impl Fp8Layers {
     /// Returns true if the scales of weights follow from their amaxes in this step: with current scaling, and in the first
     /// step of delayed scaling.
     pub fn weight_scales_need_amaxes(&self) -> bool {
-        self.delayed().is_none() || self.lock().as_ref().is_some_and(|active| active.is_first_step)
+        self.delayed().is_none() || self.is_in_first_step()
+    }
+
+    /// Returns true in the first step of delayed scaling.
+    fn is_in_first_step(&self) -> bool {
+        self.lock().as_ref().is_some_and(|active| active.is_first_step)
     }
 
     /// Returns true while FP8 is on.
@@ -427,16 +432,12 @@ impl Fp8Linear {
             Scaling::Blockwise(rule) => f(ScaleSource::Blockwise(*rule, operand)),
             Scaling::Delayed(_, state) => {
                 let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
-                match self.is_first_step() {
+                match self.layers.is_in_first_step() {
                     true => f(ScaleSource::First { rule: FIRST_SCALES, slot }),
                     false => f(ScaleSource::Delayed { scale, slot }),
                 }
             }
         }
-    }
-
-    fn is_first_step(&self) -> bool {
-        self.layers.lock().as_ref().is_some_and(|active| active.is_first_step)
     }
 
     /// Adds the statistics of a tensor that is quantized, if they are collected.

@@ -318,6 +318,19 @@ fn sums(test_device: &TestDevice) -> f64 {
     }
 }
 
+/// Returns y, dx, dw and db of a layer with this input, weight, bias and gradient of the output.
+fn step_of_linear(layers: &Arc<Fp8Layers>, [x, w, bias, dy]: [&Tensor; 4], test_device: &TestDevice) -> [Tensor; 4] {
+    let w = trainable(&test_device.put(w)).with_fp8(layers.layer("a").unwrap());
+    let (x, bias) = (test_device.put(x), trainable(&test_device.put(bias)));
+    test_device.run(|| {
+        let _on = layers.enable(0).unwrap();
+        let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, Some(&bias), OutputDtype::SameAsInput));
+        let y = tape.output().clone();
+        let dx = tape.backward(&test_device.put(dy)).unwrap().remove(&x).unwrap();
+        [y, dx, grad_of(&w), grad_of(&bias)]
+    })
+}
+
 /// Output and all gradients equal f64 matmuls of the quantized operands, in which nothing else is rounded.
 #[test]
 fn a_linear_layer_multiplies_the_quantized_operands() {
@@ -344,16 +357,7 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
         let dw = dy_rows.t().unwrap().matmul(&x_rows).unwrap();
         for test_device in devices_for([n, k], recipe) {
             let layers = layers(recipe, &test_device);
-            let w = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
-            let bias = trainable(&test_device.put(&bias));
-            let x = test_device.put(&x);
-            let got = test_device.run(|| {
-                let _on = layers.enable(0).unwrap();
-                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, Some(&bias), OutputDtype::SameAsInput));
-                let y = tape.output().clone();
-                let dx = tape.backward(&test_device.put(&dy)).unwrap().remove(&x).unwrap();
-                [y, dx, grad_of(&w), grad_of(&bias)]
-            });
+            let got = step_of_linear(&layers, [&x, &w, &bias, &dy], &test_device);
             let db = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
             for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
                 assert_close(&format!("{what} {recipe:?} {t} {k} {n} {test_device:?}"), got, want, sums(&test_device));
@@ -384,15 +388,7 @@ fn a_fake_quantized_layer_multiplies_rounded_operands() {
         for test_device in devices() {
             let config = Fp8Config { fake_quantize: true, ..config(recipe) };
             let layers = Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("a")], &test_device.device()).unwrap());
-            let w = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
-            let (x, bias) = (test_device.put(&x), trainable(&test_device.put(&bias)));
-            let got = test_device.run(|| {
-                let _on = layers.enable(0).unwrap();
-                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, Some(&bias), OutputDtype::SameAsInput));
-                let y = tape.output().clone();
-                let dx = tape.backward(&test_device.put(&dy)).unwrap().remove(&x).unwrap();
-                [y, dx, grad_of(&w), grad_of(&bias)]
-            });
+            let got = step_of_linear(&layers, [&x, &w, &bias, &dy], &test_device);
             for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
                 assert_close(&format!("{what} {recipe:?} {test_device:?}"), got, want, SUMS);
             }

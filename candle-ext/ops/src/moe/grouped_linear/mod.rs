@@ -107,7 +107,7 @@ impl Layer {
         context: &mut BackwardContext<'_>,
     ) -> Result<Option<Tensor>> {
         let [for_dx, for_dw] = match &self.fp8 {
-            Some(fp8) => fp8.grad_group_values(dy, Groups::Offsets(&self.offsets))?,
+            Some(fp8) => fp8.grad_group_values(dy, Groups::Offsets(&self.offsets), x.is_some())?,
             None => [dy.clone(), dy.clone()],
         };
         if !context.defers() {
