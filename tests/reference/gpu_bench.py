@@ -41,7 +41,15 @@ LLAMA_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_s
 QWEN_7B = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=3584, intermediate_size=18944,
                num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
                max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False)
+# Six layers of Qwen3-30B-A3B, and a dense model with equal FLOPs per token: its MLPs are as wide as a token's eight experts.
+QWEN_MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
+                num_hidden_layers=6, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+                max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False,
+                num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
+DENSE_TWIN = {**{key: QWEN_MOE[key] for key in SHAPES["Qwen3-4B"]}, "architectures": ["Qwen3ForCausalLM"],
+              "model_type": "qwen3"}
 BF16_STATE = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
+FP8_RECIPES = ("delayed", "current", "blockwise")
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": "all-linear"}
 # Larger models, by name only: the config, the recipe's keys, and a published throughput in tokens/s on one H100 with its source.
 LARGE = {
@@ -49,22 +57,34 @@ LARGE = {
     "8B-LoRA": (LLAMA_8B, {"model": {"peft_config": LORA}}, 12473, "NeMo Automodel, LoRA of rank 16"),
     "7B-LoRA": (QWEN_7B, {"model": {"peft_config": LORA}}, 14110, "NeMo Automodel, LoRA of rank 16"),
 }
+# By name only, too: models in FP8, each after the same model in bf16, and a mixture of experts after its dense twin.
+BASES = {"4B": (SHAPES["Qwen3-4B"], {}), "8B": (LLAMA_8B, BF16_STATE)}
+NAMED = {f"{name}-{precision}": (config, keys if precision == "bf16" else {**keys, "precision": {"recipe": precision}},
+                                 None, None)
+         for name, (config, keys) in BASES.items() for precision in ("bf16", *FP8_RECIPES)}
+NAMED |= {"MoE-dense-twin": (DENSE_TWIN, {}, None, None), "MoE": (QWEN_MOE, {}, None, None),
+          "MoE-delayed": (QWEN_MOE, {"precision": {"recipe": "delayed"}}, None, None)}
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, vocab_size=600)
+TINY_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 
 
-def n_weights(c: dict) -> int:
-    """Returns the number of weights in matmuls, the head included: with tied embeddings, nearly all."""
+def n_weights(c: dict, n_experts: int | None = None) -> int:
+    """Returns the number of weights in matmuls, the head included: with tied embeddings, nearly all. Of a mixture of experts,
+    n_experts counts; default: all."""
     d, heads = c["hidden_size"], c["num_attention_heads"]
     head_dim = c.get("head_dim", d // heads)
     attention = d * head_dim * (2 * heads + 2 * c["num_key_value_heads"])
-    return c["num_hidden_layers"] * (attention + 3 * d * c["intermediate_size"]) + c["vocab_size"] * d
+    mlp = 3 * d * c["intermediate_size"]
+    if "num_experts" in c:
+        mlp = 3 * d * c["moe_intermediate_size"] * (n_experts or c["num_experts"]) + d * c["num_experts"]
+    return c["num_hidden_layers"] * (attention + mlp) + c["vocab_size"] * d
 
 
 def flops_per_token(c: dict, length: int, per_weight: int) -> float:
     heads = c["num_attention_heads"]
     head_dim = c.get("head_dim", c["hidden_size"] // heads)
-    return per_weight * n_weights(c) + 6 * c["num_hidden_layers"] * heads * head_dim * length
+    return per_weight * n_weights(c, c.get("num_experts_per_tok")) + 6 * c["num_hidden_layers"] * heads * head_dim * length
 
 
 def widths(c: dict) -> tuple:
@@ -232,7 +252,7 @@ def line(row: dict, side: str) -> str:
 def main() -> int:
     parser = argument_parser(350)
     parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run, in this order")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="which models; also " + ", ".join(LARGE))
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="which models; also " + ", ".join([*LARGE, *NAMED]))
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     # Its children end with it.
@@ -240,12 +260,15 @@ def main() -> int:
     sizes = dict(length=64, rows=2, steps=4, warm=1) if args.quick else dict(length=4096, rows=4, steps=8, warm=3)
     memory = memory_of(args.trainer)
     old = {row["name"]: row for row in json.loads(args.out.read_text())} if args.out.is_file() else {}
-    table = []
-    cases = {name: (config, {}, None, None) for name, config in SHAPES.items()} | LARGE
-    for name in args.shapes.split(","):
+    shapes = args.shapes.split(",")
+    # Rows of other calls stay in the file.
+    table, kept = [], [row for name, row in old.items() if name not in shapes]
+    cases = {name: (config, {}, None, None) for name, config in SHAPES.items()} | LARGE | NAMED
+    for name in shapes:
         config, keys, mark, mark_source = cases[name]
         mark = None if args.quick else mark
-        config = {**config, **(TINY if args.quick else {})}
+        if args.quick:
+            config = {**config, **TINY, **(TINY_EXPERTS if "num_experts" in config else {})}
         job = {**sizes, "config": config, "keys": keys, "device": args.device, "trainer": args.trainer}
         job["recompute"], job["modes"] = torch_recomputes(config, job, memory), modes(config, job, memory)
         done = {side: old[name][side] for side in SIDES if side in old.get(name, {})}
@@ -267,7 +290,7 @@ def main() -> int:
                 row[side] = {"error": f"{type(error).__name__}: {error}"[:2000]}
                 failed |= side == "ours"
             print(line(row, side), flush=True)
-            args.out.write_text(json.dumps(table, indent=1))
+            args.out.write_text(json.dumps([*kept, *table], indent=1))
     return 1 if failed else 0
 
 

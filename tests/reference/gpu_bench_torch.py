@@ -28,7 +28,10 @@ def build(config: dict, recompute: bool):
     model = transformers.AutoModel.from_config(made, attn_implementation="sdpa")
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Hidden(model), model.layers, f"transformers {transformers.__version__}, torch {torch.__version__}"
+    name = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    if "num_experts" in config:
+        name += f", experts by {getattr(model.config, '_experts_implementation', 'a loop')}"
+    return Hidden(model), model.layers, name
 
 
 class Hidden(torch.nn.Module):

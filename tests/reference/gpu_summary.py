@@ -25,7 +25,7 @@ def read(path):
 def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
-        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "long")}
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-steps", "moe-steps", "long")}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     for part in of["parts"] or []:
@@ -36,7 +36,7 @@ def main():
         print_ops(of["ops-bench"])
     if of["fp8"]:
         print_ops(of["fp8"])
-    for title in ("bench", "tune", "large"):
+    for title in ("bench", "tune", "large", "fp8-steps", "moe-steps"):
         rows = of[title] or []
         if rows:
             print(f"\n{title}:")

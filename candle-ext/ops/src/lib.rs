@@ -130,5 +130,5 @@ pub use swiglu::{swiglu, swiglu_cost, swiglu_joined};
 pub use tape::{Grads, Tape};
 pub use threads::{SpinGuard, join_rayon_pool, spin_workers};
 pub use tiled::{TiledCost, tile_rows, tiled};
-pub use transfer::{DeviceReadback, HostBuffer, to_host, to_host_contiguous, upload, upload_into};
+pub use transfer::{DeviceReadback, DeviceTimestamp, HostBuffer, to_host, to_host_contiguous, upload, upload_into};
 pub use weight::{BufferView, FlatBuffer, GradSink, TensorOrView, Weight};

@@ -1,5 +1,7 @@
 //! Copies between host and device that do not wait for the device.
 
+use std::time::{Duration, Instant};
+
 use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
 
 use crate::span::span;
@@ -82,6 +84,37 @@ impl DeviceReadback {
             ReadbackState::Done(values) => Ok(values),
             #[cfg(feature = "cuda")]
             ReadbackState::InFlight(readback) => readback.wait(),
+        }
+    }
+}
+
+/// A moment in a device's work: the end of all work submitted so far. On the CPU, the present.
+pub struct DeviceTimestamp(Moment);
+
+enum Moment {
+    Host(Instant),
+    #[cfg(feature = "cuda")]
+    OnGpu(crate::cuda::transfer::StreamEvent),
+}
+
+impl DeviceTimestamp {
+    /// Marks the end of the work submitted to `device` so far. Does not wait for it.
+    pub fn now(device: &Device) -> Result<Self> {
+        Ok(Self(match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Moment::OnGpu(crate::cuda::transfer::StreamEvent::record(device)?),
+            _ => Moment::Host(Instant::now()),
+        }))
+    }
+
+    /// Returns the time from `earlier`, a moment of the same device. Waits for both.
+    pub fn since(&self, earlier: &Self) -> Result<Duration> {
+        match (&self.0, &earlier.0) {
+            (Moment::Host(end), Moment::Host(start)) => Ok(end.saturating_duration_since(*start)),
+            #[cfg(feature = "cuda")]
+            (Moment::OnGpu(end), Moment::OnGpu(start)) => end.since(start),
+            #[cfg(feature = "cuda")]
+            _ => bail!("device timestamps: of two devices"),
         }
     }
 }

@@ -38,11 +38,12 @@ pub struct StepRecord {
     pub loss_scale: Option<f64>,
     /// Mean tokens of a micro-batch, with padding.
     pub seqlen: f64,
-    /// Mean seconds of a micro-batch's forward and backward.
+    /// `step_time` per micro-batch.
     pub iter_time: f64,
     /// TFLOPS during `iter_time`, with recomputation.
     pub iter_tflops: f64,
-    /// Seconds from the end of the step before to the end of this one, without evaluation and checkpoints.
+    /// Seconds from the start of the step to its end, with the wait for its data, without evaluation and checkpoints. A GPU
+    /// starts a step when the step before is done.
     pub step_time: f64,
     /// TFLOPS during `step_time`, with recomputation.
     pub step_tflops: f64,

@@ -23,12 +23,10 @@ mod step;
 mod step_experts;
 mod tasks;
 
-use std::time::Instant;
-
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candlewick_comm::World;
-use candlewick_ops::span;
+use candlewick_ops::{DeviceTimestamp, span};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
@@ -180,7 +178,7 @@ fn steps(session: &mut Session) -> Result<EndReason> {
         if exit.iteration.is_some_and(|n| done >= n) {
             return Ok(EndReason::Exit("exit_iteration"));
         }
-        let started = Instant::now();
+        let started = DeviceTimestamp::now(session.run.engine.device())?;
         let next = {
             let _span = span("data", "");
             session.stream.next_step()

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::TiledMlp;
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
+use candlewick_ops::{DeviceTimestamp, GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
 use candlewick_parallel::{ActivationCheckpointing, MasterRounding, ZeroGradCount};
 use serde_json::json;
 
@@ -44,8 +44,6 @@ pub(super) struct Session<'a> {
     routing: Option<RoutingFiles>,
     /// Steps on the device whose results were not read yet, oldest first.
     in_flight: VecDeque<PendingStep>,
-    /// The time at which the last drained step was done.
-    last_step_done: Instant,
     monitor: Option<GpuMonitor>,
     /// Peak FLOPs per second of the device, if known.
     peak: Option<f64>,
@@ -108,7 +106,6 @@ impl<'a> Session<'a> {
             scaler,
             routing,
             in_flight: VecDeque::new(),
-            last_step_done: Instant::now(),
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
@@ -161,7 +158,7 @@ impl<'a> Session<'a> {
 
     /// Computes one step. On a GPU, starts the step and reads the results of the step before, so that the device is
     /// never idle. Reports are one step late.
-    pub(super) fn train_step(&mut self, step: GlobalBatch, started: Instant) -> Result<()> {
+    pub(super) fn train_step(&mut self, step: GlobalBatch, started: DeviceTimestamp) -> Result<()> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
         let config = StepConfig {
@@ -194,9 +191,7 @@ impl<'a> Session<'a> {
         let TrainingRun { plan, prepared, .. } = self.run;
         while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(PendingStep::is_done) {
             let Some(in_flight) = self.in_flight.pop_front() else { break };
-            let (step, outcome) =
-                in_flight.outcome(&prepared.train, plan.on_nonfinite, self.last_step_done, self.routing.as_ref())?;
-            self.last_step_done = Instant::now();
+            let (step, outcome) = in_flight.outcome(&prepared.train, plan.on_nonfinite, self.routing.as_ref())?;
             self.progress.n_skipped += usize::from(outcome.decision.outcome != UpdateOutcome::Applied);
             self.progress.scaler = Some(outcome.decision.next);
             self.report(&step, &outcome);
@@ -214,7 +209,7 @@ impl<'a> Session<'a> {
         let data_world = self.run.ranks.rank_info.data_world;
         let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(data_world) as f64);
         let n_ranks = self.run.plan.ranks.n_ranks();
-        let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
+        let step_time = outcome.elapsed.as_secs_f64();
         let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
         let useful_flops = self.flops(step, Work::Useful) / n_ranks as f64;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
@@ -229,8 +224,8 @@ impl<'a> Session<'a> {
             num_zeros: outcome.grad_zeros,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),
             seqlen: padded as f64 / n_micros,
-            iter_time: compute / n_rounds,
-            iter_tflops: tera_flops / compute,
+            iter_time: step_time / n_rounds,
+            iter_tflops: tera_flops / step_time,
             step_time,
             step_tflops: tera_flops / step_time,
             tokens: step.n_tokens() as u64,

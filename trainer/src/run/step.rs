@@ -1,12 +1,14 @@
 //! One optimizer step: forward and backward over its micro-batches, gradient clipping, AdamW.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_model::RouterLoss;
-use candlewick_ops::{AdamW, CuSeqlens, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
+use candlewick_ops::{
+    AdamW, CuSeqlens, DeviceTimestamp, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload,
+};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Engine, InFlightStep, MasterRounding, Micro, OptimizerStep, StepResult, TrainBatch,
     ZeroGradCount, mtp_loss_name,
@@ -37,11 +39,8 @@ pub(super) struct StepOutcome {
     pub(super) grad_zeros: Option<u64>,
     /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
-    /// The time since the step started, or since the step before was done if that was later.
+    /// The time from the start of the step to its end, on the device. A GPU starts a step when the step before is done.
     pub(super) elapsed: Duration,
-    /// The time of forward, backward and update. On a GPU, the time of the full step, because the host does not wait
-    /// for its parts.
-    pub(super) compute: Duration,
 }
 
 /// A non-finite loss or gradient, and the samples that it came from.
@@ -98,10 +97,8 @@ pub(super) struct PendingStep {
     data_world: usize,
     number: usize,
     lr: f64,
-    /// The time at which the step started, and the time until all kernels were launched. On the CPU, the time until the
-    /// step was done.
-    started: Instant,
-    launch_time: Duration,
+    started: DeviceTimestamp,
+    done: DeviceTimestamp,
     in_flight: InFlightStep,
 }
 
@@ -114,7 +111,7 @@ pub(super) fn start(
     scaler: &GradScaler,
     step: GlobalBatch,
     config: &StepConfig,
-    started: Instant,
+    started: DeviceTimestamp,
 ) -> Result<PendingStep> {
     let _step = span("step", "");
     let own: Vec<usize> = step.of_rank((config.rank.data_rank, config.rank.data_world)).collect();
@@ -143,8 +140,8 @@ pub(super) fn start(
     let optimizer =
         OptimizerStep { adamw: config.hyper(), scaler, rounding: config.rounding, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
-    let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());
-    Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, launch_time, in_flight })
+    let (number, lr, done) = (config.number, config.lr, DeviceTimestamp::now(engine.device())?);
+    Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, done, in_flight })
 }
 
 /// Returns the losses of the MTP layers in a step.
@@ -163,7 +160,7 @@ impl PendingStep {
         self.in_flight.is_ready()
     }
 
-    /// Waits for the step and returns its result. `since` is the time at which the step before was done.
+    /// Waits for the step and returns its result.
     ///
     /// Writes the step's experts if `routing` is a record to write. A non-finite loss or gradient is an error if `on_nonfinite`
     /// is `stop`.
@@ -171,11 +168,9 @@ impl PendingStep {
         self,
         dataset: &Dataset,
         on_nonfinite: OnNonfinite,
-        since: Instant,
         routing: Option<&RoutingFiles>,
     ) -> Result<(GlobalBatch, StepOutcome)> {
-        let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
-        let was_done = in_flight.is_ready();
+        let Self { step, own, data_world, number, lr, started, done, in_flight } = self;
         let StepResult {
             own_losses,
             losses,
@@ -188,16 +183,15 @@ impl PendingStep {
         } = in_flight.wait()?;
         record_experts(routing, number, &step, own.iter().copied().zip(experts))?;
         auxiliary_layers.retain(|name, _| RouterLoss::ALL.iter().any(|loss| loss.name() == name));
-        let elapsed = started.max(since).elapsed();
+        let elapsed = done.since(&started)?;
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if decision.outcome == UpdateOutcome::NonFinite {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
             let rows = locate(dataset, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
             stop_or_warn(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
-        let compute = if was_done { launch_time } else { elapsed };
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, grad_zeros, decision, elapsed, compute }))
+        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, grad_zeros, decision, elapsed }))
     }
 }
 

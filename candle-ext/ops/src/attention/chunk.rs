@@ -154,6 +154,9 @@ pub fn attention_chunk_backward(
     if lse.dims() != [q.dim(0)?, heads.n_query_heads()] {
         bail!("{OP}: lse is {:?}, want [{}, {}]", lse.dims(), q.dim(0)?, heads.n_query_heads())
     }
+    if q.elem_count() == 0 || k.elem_count() == 0 {
+        return Ok(());
+    }
     let inputs = [q, k, v, out, lse, d_out].map(Tensor::contiguous);
     let [q, k, v, out, lse, d_out] = inputs;
     let inputs = [q?, k?, v?, out?, lse?, d_out?];

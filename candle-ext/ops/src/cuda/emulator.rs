@@ -151,6 +151,11 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
 /// As for [`Gemm::run`].
 pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let Gemm { m, n, k, a, b, .. } = *gemm;
+    if let GemmInputs::Floats(dtype) = gemm.inputs
+        && ![dtype, DType::F32].contains(&gemm.c_dtype)
+    {
+        bail!("emulator: cuBLASLt has no GEMM of {dtype:?} inputs with a {:?} output", gemm.c_dtype)
+    }
     let len = |[rows, columns, stride]: [usize; 3]| rows.checked_sub(1).map_or(0, |last| last * stride + columns);
     let (of_a, of_b, of_c) = (a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n]));
     // SAFETY: the caller guarantees valid addresses.

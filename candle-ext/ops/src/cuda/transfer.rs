@@ -4,8 +4,10 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::mem::ManuallyDrop;
 use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::Duration;
 
 use candle_core::cuda_backend::DeviceId;
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, PinnedHostSlice, result};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
@@ -133,6 +135,25 @@ fn send(bytes: &[u8], to: super::DeviceAddress, device: &CudaDevice) -> std::res
     staging.mark(&stream)?;
     staging.give_back();
     Ok(())
+}
+
+/// Event that keeps the time at which the stream reached it.
+pub(crate) struct StreamEvent(CudaEvent);
+
+impl StreamEvent {
+    pub(crate) fn record(device: &CudaDevice) -> Result<Self> {
+        let event = device.cuda_stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        Ok(Self(event.map_err(timing_failed)?))
+    }
+
+    pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
+        let milliseconds = earlier.0.elapsed_ms(&self.0).map_err(timing_failed)?;
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+    }
+}
+
+fn timing_failed(error: DriverError) -> Error {
+    Error::Msg(format!("device timestamp: CUDA failed: {error}"))
 }
 
 /// Copy from device to host in flight.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::cuda::gemm::{Gemm, Matrix};
+use crate::cuda::gemm::{Gemm, Matrix, with_output};
 use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
 use crate::gemm::Accumulate;
 use crate::weight_matmul::Dims;
@@ -53,16 +53,18 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
 /// Computes dw = [dw +] dy^T x for at least one token.
 pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumulate), dims: Dims) -> Result<()> {
     let dy = dy.to_dtype(x.dtype())?;
-    let gemm = Gemm {
-        a: Matrix::transposed(address(OP, &dy)?),
-        b: Matrix::plain(address(OP, x)?),
-        c: address(OP, dw)?,
-        c_dtype: dw.dtype(),
-        plus: (accumulate == Accumulate::Add).then(|| address(OP, dw)).transpose()?,
-        ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
-    };
-    // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].
-    unsafe { gemm.run(gpu(OP, x)?) }
+    with_output(x.dtype(), dw, |dw| {
+        let gemm = Gemm {
+            a: Matrix::transposed(address(OP, &dy)?),
+            b: Matrix::plain(address(OP, x)?),
+            c: address(OP, dw)?,
+            c_dtype: dw.dtype(),
+            plus: (accumulate == Accumulate::Add).then(|| address(OP, dw)).transpose()?,
+            ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
+        };
+        // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].
+        unsafe { gemm.run(gpu(OP, x)?) }
+    })
 }
 
 /// Adds the sum of dy over rows to db.

@@ -6,7 +6,7 @@ use super::args::{LabelSmoothing, Reduction, Sizes, Target, TokenScores};
 use super::chunk::rows_per_chunk;
 use super::vocab_shard::VocabShard;
 use crate::cost::DeviceKind;
-use crate::cuda::gemm::{Gemm, Matrix};
+use crate::cuda::gemm::{Gemm, Matrix, with_output};
 use crate::cuda::{Arg, DeviceAddress, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
 use crate::gemm::Accumulate;
 use crate::transfer::{to_host, upload};
@@ -328,15 +328,17 @@ impl<'a> CudaLmHead<'a> {
     /// Computes dw = [dw +] d_logits^T x. The first chunk overwrites a stale gradient.
     fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, accumulate): &(Tensor, Accumulate)) -> Result<()> {
         let adds = *accumulate == Accumulate::Add || chunk.start > 0;
-        let gemm = Gemm {
-            a: Matrix::transposed(d_logits.address).with_row_stride(self.stride()),
-            b: Matrix::plain(x.address),
-            c: address(OP, dw)?,
-            c_dtype: dw.dtype(),
-            plus: adds.then(|| address(OP, dw)).transpose()?,
-            ..Gemm::new([self.sizes.v, self.sizes.d, chunk.len], self.x.dtype())
-        };
-        // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d].
-        unsafe { gemm.run(self.gpu) }
+        with_output(self.x.dtype(), dw, |dw| {
+            let gemm = Gemm {
+                a: Matrix::transposed(d_logits.address).with_row_stride(self.stride()),
+                b: Matrix::plain(x.address),
+                c: address(OP, dw)?,
+                c_dtype: dw.dtype(),
+                plus: adds.then(|| address(OP, dw)).transpose()?,
+                ..Gemm::new([self.sizes.v, self.sizes.d, chunk.len], self.x.dtype())
+            };
+            // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d].
+            unsafe { gemm.run(self.gpu) }
+        })
     }
 }

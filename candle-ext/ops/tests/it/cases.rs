@@ -197,6 +197,15 @@ impl TestDevice {
         }
     }
 
+    /// Returns true if the bits of a GEMM's row do not depend on the number of rows.
+    pub(crate) fn has_row_invariant_gemm(&self) -> bool {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => false,
+            _ => true,
+        }
+    }
+
     pub(crate) fn put(&self, x: &Tensor) -> Tensor {
         match self {
             #[cfg(feature = "cuda")]

@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
 
-use crate::cases::{OpCase, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{
+    OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+};
 
 /// Computes a gated MLP of a transformer block: gate, up, and down with a bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
@@ -36,15 +38,20 @@ fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
 }
 
 /// Each row gives the same bits as without tiles, given at least two rows: a single row has its own kernel. Only the
-/// weight gradients sum over rows in another order.
+/// weight gradients sum over rows in another order. On a GPU the library selects an algorithm by the number of rows.
 #[test]
 fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
     check_each(TestDevice::all(), |test_device| {
         for (dtype, tile_rows) in [(DType::F32, 8), (DType::F32, 50), (DType::F32, 2), (DType::BF16, 16)] {
             let x = test_device.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
             let (whole, tiles) = test_device.run(|| (run(&x, None), run(&x, Some(tile_rows))));
-            assert_eq!(bits(&tiles[0]), bits(&whole[0]), "y of {tile_rows} in {test_device:?}");
-            assert_eq!(bits(&tiles[1]), bits(&whole[1]), "dx of {tile_rows} in {test_device:?}");
+            for (what, tiles, whole) in [("y", &tiles[0], &whole[0]), ("dx", &tiles[1], &whole[1])] {
+                let what = format!("{what} of {tile_rows} in {test_device:?}");
+                match test_device.has_row_invariant_gemm() {
+                    true => assert_eq!(bits(tiles), bits(whole), "{what}"),
+                    false => assert_close(&what, tiles, whole, bound(dtype)),
+                }
+            }
             for (tiles, whole) in tiles[2..].iter().zip(&whole[2..]) {
                 assert_close("dw", tiles, whole, 1e-6);
             }
