@@ -5,8 +5,11 @@ use serde_json::{Value, json};
 use super::hub_cache::copy;
 use super::reader::Reader;
 
+/// A function that creates files in the reader's folder.
+type FixtureFn = fn(&Reader);
+
 /// Names in pages, each with the function that creates the file or folder.
-const FIXTURES: &[(&str, fn(&Reader))] = &[
+const FIXTURES: &[(&str, FixtureFn)] = &[
     ("recipe.yaml", recipe),
     ("runs/my-run", my_run),
     ("runs/my-lora", my_lora),
