@@ -1,6 +1,7 @@
 //! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
 use suite::{read, tracked_files};
+use trainer::estimate::Category;
 
 /// Returns the fenced code blocks of one language in a Markdown text.
 fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
@@ -50,6 +51,15 @@ fn headings(page: &str) -> impl Iterator<Item = String> {
     headings.map(move |line| {
         line.trim_start_matches('#').trim().to_lowercase().chars().filter(is_kept).collect::<String>().replace(' ', "-")
     })
+}
+
+#[test]
+fn the_memory_page_explains_every_class_of_the_estimate() {
+    let page = read("docs/memory.md");
+    for category in Category::ALL {
+        let row = format!("\n| {} | ", category.name());
+        assert!(page.contains(&row), "docs/memory.md does not explain {}", category.name());
+    }
 }
 
 /// Committed files must not name paths of a private machine.
