@@ -1,6 +1,7 @@
 //! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
 use suite::{read, tracked_files};
+use trainer::estimate::Category;
 
 /// Returns the fenced code blocks of one language in a Markdown text.
 fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
@@ -31,14 +32,33 @@ fn links_between_documents_lead_somewhere() {
     for path in tracked_files().iter().filter(|path| path.extension().is_some_and(|e| e == "md")) {
         let folder = path.parent().unwrap();
         for link in read(path).split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
-            let target = link.split('#').next().unwrap();
-            let is_local = !target.is_empty() && !target.contains("://");
-            assert!(
-                !is_local || suite::root().join(folder).join(target).exists(),
-                "{} links to {link}, which does not exist",
-                path.display()
-            );
+            let (target, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let file = suite::root().join(if target.is_empty() { path.clone() } else { folder.join(target) });
+            let is_local = !target.contains("://");
+            assert!(!is_local || file.exists(), "{} links to {link}, which does not exist", path.display());
+            let is_heading = || headings(&std::fs::read_to_string(&file).unwrap()).any(|heading| heading == anchor);
+            let names_heading = is_local && !anchor.is_empty() && file.extension().is_some_and(|e| e == "md");
+            assert!(!names_heading || is_heading(), "{} links to {link}, which has no such heading", path.display());
         }
+    }
+}
+
+/// Returns the names of a page's headings in links, as GitHub makes them from different headings.
+fn headings(page: &str) -> impl Iterator<Item = String> {
+    let outside_of_code = page.split("```").step_by(2).flat_map(str::lines);
+    let headings = outside_of_code.filter(|line| line.starts_with('#'));
+    let is_kept = |c: &char| c.is_alphanumeric() || ['-', '_', ' '].contains(c);
+    headings.map(move |line| {
+        line.trim_start_matches('#').trim().to_lowercase().chars().filter(is_kept).collect::<String>().replace(' ', "-")
+    })
+}
+
+#[test]
+fn the_memory_page_explains_every_class_of_the_estimate() {
+    let page = read("docs/memory.md");
+    for category in Category::ALL {
+        let row = format!("\n| {} | ", category.name());
+        assert!(page.contains(&row), "docs/memory.md does not explain {}", category.name());
     }
 }
 

@@ -5,7 +5,6 @@
 mod documents;
 mod eval_tasks;
 mod export;
-mod getting_started;
 mod golden;
 mod gpu_scripts;
 mod hostile;
@@ -16,6 +15,7 @@ mod hub_server;
 mod layers;
 mod module_cycles;
 mod names;
+mod pages;
 mod parity;
 mod prose;
 mod ranks;

@@ -85,7 +85,8 @@ pub enum CheckpointError {
     },
     /// The adapter of a checkpoint was trained on other base weights.
     #[error(
-        "use the adapter in {}: it was trained on other weights than those in {} (hash {trained_on}, found {found}). Give the          base model that it was trained on with --base", dir.display(), base.display()
+        "use the adapter in {}: it was trained on other weights than those in {} (hash {trained_on}, found {found}). Give the \
+         base model that it was trained on with --base", dir.display(), base.display()
     )]
     OtherBase {
         /// The checkpoint folder.

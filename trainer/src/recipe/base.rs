@@ -7,7 +7,7 @@ use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_file_or_pipe};
 use super::deprecated::{OldName, rename_all};
 use super::error::{BaseRecipe, Fault, RecipeSource};
 use super::node::{self, RecipeLocation, RecipeNode, RecipeValue};
-use super::overrides::alias_of;
+use super::overrides::{alias_of, null_removes};
 use super::{shipped, tilde};
 
 /// Maps that are one value: the including recipe replaces them.
@@ -111,7 +111,7 @@ fn is_same(a: &Path, b: &Path) -> bool {
     }
 }
 
-/// Writes the keys of `own` over those of `base`. `path` is the path of both nodes.
+/// Writes the keys of `own` over those of `base`, or removes those that are null. `path` is the path of both nodes.
 fn merge(base: &mut RecipeNode, own: RecipeNode, path: &mut Vec<String>) {
     let is_replaced = REPLACED_MAPS.iter().any(|map| path.iter().eq(map.iter()));
     match (&mut base.value, own.value) {
@@ -120,8 +120,11 @@ fn merge(base: &mut RecipeNode, own: RecipeNode, path: &mut Vec<String>) {
                 path.push(entry.key.clone());
                 let segments: Vec<&str> = path.iter().map(String::as_str).collect();
                 let alias = alias_of(&segments, segments.len() - 1);
-                match entries.iter_mut().find(|it| it.key == entry.key || alias == Some(it.key.as_str())) {
-                    Some(found) => {
+                let removes = entry.node.value == RecipeValue::Null && null_removes(&path.join("."));
+                match entries.iter().position(|it| it.key == entry.key || alias == Some(it.key.as_str())) {
+                    Some(idx) if removes => drop(entries.remove(idx)),
+                    Some(idx) => {
+                        let found = &mut entries[idx];
                         (found.key, found.place) = (entry.key, entry.place);
                         merge(&mut found.node, entry.node, path);
                     }

@@ -9,6 +9,11 @@ use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue, parse_at
 const NULL_IS_A_VALUE: [&str; 4] =
     ["model.config", "model.hf_config_kwargs", "tokenizer.chat_template_kwargs", "eval.gen_kwargs"];
 
+/// Returns true if null removes the key, such as `data.max_length`. False in maps in which null is a value.
+pub(super) fn null_removes(key: &str) -> bool {
+    !NULL_IS_A_VALUE.iter().any(|map| key.starts_with(&format!("{map}.")))
+}
+
 /// One parsed argument.
 struct Override<'a> {
     path: Vec<&'a str>,
@@ -63,8 +68,7 @@ impl<'a> Override<'a> {
 
     fn apply(self, root: &mut RecipeNode) -> Result<(), Fault> {
         let key = self.path.join(".");
-        let has_null = NULL_IS_A_VALUE.iter().any(|map| key.starts_with(&format!("{map}.")));
-        let removes = self.value.value == RecipeValue::Null && !has_null;
+        let removes = self.value.value == RecipeValue::Null && null_removes(&key);
         // The decoder reports an unknown key.
         if removes && (remove(root, &self.path, 0) || is_key(&key)) {
             return Ok(());

@@ -82,6 +82,18 @@ fn the_including_recipe_overrides_its_base_key_by_key() {
 }
 
 #[test]
+fn null_removes_a_list_or_a_map_of_the_base() {
+    let base = "model: {name_or_path: org/base, hf_config_kwargs: {rope_scaling: {type: linear, factor: 2}}}\n\
+                data: {sources: [a.jsonl], eval_sources: [b.jsonl]}\ncheckpoint: [{output_dir: c}]\ngenerate: {prompts: [x]}\n";
+    let own = "base: base.yaml\nmodel: {hf_config_kwargs: {rope_scaling: null}}\ndata: {eval_sources: null}\n\
+               checkpoint: null\ngenerate: null\n";
+    let recipe = Folder::new(&[("base.yaml", base), ("r.yaml", own)]).load("r.yaml", &[]).unwrap().recipe;
+    assert!(recipe.data.eval_sources.is_empty() && recipe.checkpoint.is_empty() && recipe.generate.is_none());
+    let config = recipe.model.hf_config_kwargs;
+    assert!(config["rope_scaling"].is_null() && config.len() == 1, "null is a value in a model's config: {config:?}");
+}
+
+#[test]
 fn a_base_may_have_a_base_of_its_own() {
     let folder = Folder::new(&[
         ("r.yaml", "base: b/1.yaml\nseed: 1\n"),

@@ -63,6 +63,7 @@ pub(super) const ALLOWED: &[&str] = &[
     "scalar product",
     "wall time",
     "wall clock",
+    "memory wall",
     "speaker",
 ];
 
