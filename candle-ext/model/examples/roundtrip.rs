@@ -12,7 +12,8 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, Model, ParamSpec, RopeLengths, RouterContext, SingleDevice, TiledMlp, UnitWeights,
+    AdapterFolder, Config, ForwardContext, Model, ParamSpec, RopeLengths, RouterContext, SingleDevice, TiledMlp,
+    UnitWeights,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
 };
 use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};

@@ -91,7 +91,8 @@ impl LongRope {
         let factors = |key: &str| {
             let factors = keys.numbers(key)?.ok_or_else(|| keys.error(key, "missing"))?;
             if factors.len() != rotary_dim / 2 {
-                let problem = format!("expected {} factors, one a rotated pair, found {}", rotary_dim / 2, factors.len());
+                let problem =
+                    format!("expected {} factors, one a rotated pair, found {}", rotary_dim / 2, factors.len());
                 return Err(keys.error(key, problem));
             }
             match factors.iter().find(|factor| !(**factor > 0.0 && factor.is_finite())) {
@@ -185,7 +186,9 @@ pub(super) fn kind(keys: Keys, shape: RotationShape) -> Result<RopeKind, ModelEr
         }),
         "yarn" => Yarn::read(scaling()?).map(RopeKind::Yarn),
         "longrope" => LongRope::read(scaling()?, shape.rotary_dim).map(RopeKind::LongRope),
-        "dynamic" if shape.rotary_dim <= 2 => Err(nested.error("rope_type", "dynamic needs heads of more than 2 elements")),
+        "dynamic" if shape.rotary_dim <= 2 => {
+            Err(nested.error("rope_type", "dynamic needs heads of more than 2 elements"))
+        }
         "dynamic" => Ok(RopeKind::Dynamic { factor: number("factor")?, max_positions: max_positions as f64 }),
         other => {
             let known = TYPES.map(|(name, _)| name).join(", ");
@@ -311,7 +314,8 @@ pub(super) fn require_original(
     let nested = Keys::nested(map, &prefix);
     let needs_original = matches!(type_of(nested)?, "llama3" | "yarn" | "longrope");
     if needs_original && nested.get(ORIGINAL).is_none() && Keys::new(raw).get(ORIGINAL).is_none() {
-        let problem = "missing: the context that the model was trained on, which max_position_embeddings no longer gives";
+        let problem =
+            "missing: the context that the model was trained on, which max_position_embeddings no longer gives";
         return Err(nested.error(ORIGINAL, problem));
     }
     Ok(())

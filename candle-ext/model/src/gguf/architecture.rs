@@ -104,7 +104,9 @@ fn yarn_difference(yarn: &Yarn) -> Option<String> {
     let default = Yarn::default_attention_factor(yarn.factor);
     if (yarn.attention_factor - default).abs() > 1e-6 {
         let found = yarn.attention_factor;
-        return Some(format!("derives YaRN's attention factor from the factor, {default:.4}, but the model has {found:.4}"));
+        return Some(format!(
+            "derives YaRN's attention factor from the factor, {default:.4}, but the model has {found:.4}"
+        ));
     }
     if (yarn.beta_fast, yarn.beta_slow) != Yarn::DEFAULT_BETAS {
         let (fast, slow) = Yarn::DEFAULT_BETAS;

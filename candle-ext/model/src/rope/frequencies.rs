@@ -45,10 +45,9 @@ pub(super) fn rotation(typed: &Typed, class: LengthClass) -> Rotation {
         RopeKind::Default => plain(inverse(powers)),
         RopeKind::Linear { factor } => plain(inverse(powers).into_iter().map(|f| f / *factor as f32).collect()),
         RopeKind::Llama3 { .. } => plain(inverse(powers).into_iter().map(|f| llama3(&typed.rope, f)).collect()),
-        RopeKind::Yarn(scaling) => Rotation {
-            frequencies: yarn(scaling, typed, powers),
-            attention_factor: scaling.attention_factor as f32,
-        },
+        RopeKind::Yarn(scaling) => {
+            Rotation { frequencies: yarn(scaling, typed, powers), attention_factor: scaling.attention_factor as f32 }
+        }
         RopeKind::LongRope(scaling) => Rotation {
             frequencies: long_rope(scaling, class, &powers),
             attention_factor: scaling.attention_factor as f32,
@@ -149,7 +148,10 @@ mod tests {
                 let frequencies: Vec<f32> = serde_json::from_value(want["frequencies"].clone()).unwrap();
                 assert_eq!(ours.frequencies.len(), frequencies.len(), "{name}");
                 for (pair, (ours, want)) in ours.frequencies.iter().zip(&frequencies).enumerate() {
-                    assert!(((ours - want) / want).abs() < 1e-6, "{name}, {n_tokens}, pair {pair}: {ours}, want {want}");
+                    assert!(
+                        ((ours - want) / want).abs() < 1e-6,
+                        "{name}, {n_tokens}, pair {pair}: {ours}, want {want}"
+                    );
                 }
                 let want = want["attention_factor"].as_f64().unwrap() as f32;
                 assert!((ours.attention_factor - want).abs() < 1e-6, "{name}: {ours:?}");
@@ -170,8 +172,7 @@ mod tests {
     #[test]
     fn a_length_above_the_original_context_has_other_frequencies() {
         let scaling = LongRope { short: vec![], long: vec![], original_positions: 8.0, attention_factor: 1.0 };
-        let (long_rope, dynamic) =
-            (RopeKind::LongRope(scaling), RopeKind::Dynamic { factor: 2.0, max_positions: 8.0 });
+        let (long_rope, dynamic) = (RopeKind::LongRope(scaling), RopeKind::Dynamic { factor: 2.0, max_positions: 8.0 });
         assert_eq!(LengthClass::of(&long_rope, 8), LengthClass::Short);
         assert_eq!(LengthClass::of(&long_rope, 9), LengthClass::Long);
         assert_eq!(LengthClass::of(&dynamic, 8), LengthClass::Short);

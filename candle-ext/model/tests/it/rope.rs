@@ -117,9 +117,7 @@ fn a_wrong_scaling_is_refused_with_its_key() {
         &["rope_scaling.original_max_position_embeddings", "missing"],
     );
     refused(json!({"rope_scaling": {"rope_type": "yarn"}}), &["rope_scaling.factor", "missing"]);
-    let factors = |short: Value| {
-        json!({"rope_scaling": {"rope_type": "longrope", "short_factor": short, "long_factor": [1, 1, 1, 1], "factor": 4}})
-    };
+    let factors = |short: Value| json!({"rope_scaling": {"rope_type": "longrope", "short_factor": short, "long_factor": [1, 1, 1, 1], "factor": 4}});
     refused(factors(json!([1, 1, 1])), &["rope_scaling.short_factor", "expected 4 factors", "found 3"]);
     refused(factors(json!([1, 1, 1, 0])), &["rope_scaling.short_factor", "above 0"]);
     refused(json!({"rope_scaling": {"rope_type": "ntk"}}), &["rope_scaling.rope_type", "`ntk`", "yarn", "longrope"]);

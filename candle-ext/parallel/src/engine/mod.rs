@@ -20,8 +20,8 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{
-    ForwardContext, Model, ParallelOps, RopeLengths, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
-    sequence_lengths,
+    ForwardContext, Model, ParallelOps, RopeLengths, RouterContext, RouterSettings, SingleDevice, TiledMlp,
+    UnitWeights, sequence_lengths,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, RowRanges, Weight,

@@ -1,0 +1,135 @@
+//! axolotl's keys of LoRA.
+
+use serde_json::{Value as Json, json};
+
+use crate::convert::converter::{Converter, Rule, Rules};
+use crate::convert::item::Item;
+
+const KERNELS: &str = "fused kernels are always used";
+
+pub(super) const RULES: Rules = &[
+    ("adapter", Rule::By(adapter)),
+    ("load_in_8bit", Rule::By(quantized)),
+    ("load_in_4bit", Rule::By(quantized)),
+    ("bnb_config_kwargs", Rule::Nothing("frozen weights are FP8 codes without parameters")),
+    ("gptq", Rule::Unless("GPTQ checkpoints are not supported; use the original model")),
+    ("lora_model_dir", Rule::By(continued)),
+    ("lora_r", Rule::By(rank)),
+    ("lora_alpha", Rule::By(peft)),
+    ("lora_dropout", Rule::By(peft)),
+    ("lora_target_modules", Rule::By(targets)),
+    ("lora_target_linear", Rule::By(all_linear)),
+    ("lora_target_parameters", Rule::By(peft)),
+    ("lora_rank_pattern", Rule::By(peft)),
+    ("lora_alpha_pattern", Rule::By(peft)),
+    ("peft_layers_to_transform", Rule::By(peft)),
+    ("peft_layers_pattern", Rule::By(peft)),
+    ("peft_use_rslora", Rule::By(peft)),
+    ("peft_use_dora", Rule::Unless("DoRA is not supported; a plain LoRA adapter trains")),
+    ("peft_init_lora_weights", Rule::By(init)),
+    ("peft_autocast_adapter_dtype", Rule::BuiltIn("the adapter's master weights are f32")),
+    ("lora_modules_to_save", Rule::Nothing("training whole modules together with an adapter is not supported")),
+    ("lora_fan_in_fan_out", Rule::Unless("linear layers of these models store [outputs, inputs]")),
+    ("lora_on_cpu", Rule::BuiltIn("`trainer merge` merges on the CPU")),
+    ("loraplus_lr_ratio", Rule::Nothing("both factors of an adapter have one learning rate")),
+    ("loraplus_lr_embedding", Rule::Nothing("both factors of an adapter have one learning rate")),
+    ("lora_mlp_kernel", Rule::BuiltIn(KERNELS)),
+    ("lora_qkv_kernel", Rule::BuiltIn(KERNELS)),
+    ("lora_o_kernel", Rule::BuiltIn(KERNELS)),
+    ("lora_embedding_kernel", Rule::BuiltIn(KERNELS)),
+    ("qlora_sharded_model_loading", Rule::BuiltIn("each rank reads the weights of its shard")),
+    ("relora", Rule::Unless("ReLoRA is not supported")),
+    ("merge_lora", Rule::Nothing("`trainer merge` merges an adapter")),
+];
+
+/// Returns true if the file trains a new adapter.
+fn trains_new(converter: &Converter<'_>) -> bool {
+    let adapter = converter.get("adapter").and_then(|item| item.text().map(str::to_owned));
+    matches!(adapter.as_deref(), Some("lora" | "qlora")) && converter.get("lora_model_dir").is_none()
+}
+
+fn unused(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match converter.get("lora_model_dir") {
+        Some(_) => converter.built_in(item, "the folder of the adapter has it"),
+        None => converter.built_in(item, "has no effect without adapter: lora or qlora"),
+    }
+}
+
+fn adapter(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let Some(kind @ ("lora" | "qlora")) = item.text() else {
+        return match item.text() {
+            Some("") => converter.built_in(item, "all weights are trained"),
+            _ => converter.refuse(item, "LoRA is the only adapter: lora or qlora"),
+        };
+    };
+    let lora = ("model.peft_config.peft_type", Json::from("LORA"));
+    let is_quantized = kind == "qlora";
+    let fp8 = ("model.quantize_base", Json::from("fp8"));
+    match (converter.get("lora_model_dir").is_some(), is_quantized) {
+        (true, false) => converter.built_in(item, "the folder of the adapter has its config"),
+        (true, true) => converter.change(item, [fp8], FP8),
+        (false, true) => converter.change(item, [lora, fp8], FP8),
+        (false, false) => converter.map(item, [lora]),
+    }
+}
+
+const FP8: &str = "frozen weights are FP8 codes, a byte a weight, not NF4 of 4 bits; 4-bit weights are not supported";
+
+fn quantized(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let has_adapter = converter.get("adapter").is_some_and(|item| item.text() != Some(""));
+    match (item.flag(), has_adapter) {
+        (Some(true), true) => converter.change(item, [("model.quantize_base", "fp8".into())], FP8),
+        (Some(true), false) => converter.nothing(item, "weights that are trained are not quantized"),
+        _ => converter.built_in(item, "off"),
+    }
+}
+
+fn continued(converter: &mut Converter<'_>, item: &Item<'_>) {
+    converter.map(item, [("model.adapter_name_or_path", item.json())]);
+}
+
+fn rank(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match trains_new(converter) {
+        true => converter.map(item, [("model.peft_config.r", item.scalar())]),
+        false => unused(converter, item),
+    }
+}
+
+/// Converts a key that PEFT's config has without its prefix.
+fn peft(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let name = item.name().trim_start_matches("peft_").trim_start_matches("lora_");
+    let path = format!("model.peft_config.{name}");
+    match trains_new(converter) {
+        true => converter.map(item, [(&path, item.scalar())]),
+        false => unused(converter, item),
+    }
+}
+
+fn all_linear(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match (trains_new(converter), item.flag()) {
+        (false, _) => unused(converter, item),
+        (true, Some(true)) => converter.map(item, [("model.peft_config.target_modules", "all-linear".into())]),
+        (true, _) => converter.built_in(item, "off"),
+    }
+}
+
+fn targets(converter: &mut Converter<'_>, item: &Item<'_>) {
+    if !trains_new(converter) {
+        return unused(converter, item);
+    }
+    if converter.is_on("lora_target_linear") {
+        return converter.built_in(item, "lora_target_linear has all linear layers");
+    }
+    let targets = match item.text() {
+        Some(one) => Json::from(one),
+        None => json!(item.texts()),
+    };
+    converter.map(item, [("model.peft_config.target_modules", targets)]);
+}
+
+fn init(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(true) => converter.built_in(item, "PEFT's default initialization"),
+        _ => converter.nothing(item, "PEFT's default initialization is the only one"),
+    }
+}

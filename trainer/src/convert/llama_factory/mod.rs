@@ -1,0 +1,306 @@
+//! LLaMA-Factory's YAML. The keys are those of `llamafactory/hparams` at version 0.9.5.
+
+mod datasets;
+mod lora;
+
+use serde_json::{Value as Json, json};
+
+use super::converter::{Converter, Rule, Rules};
+use super::hugging_face::{self, BatchKeys};
+use super::item::Item;
+use super::saving::{self, Interval, SavingDefaults};
+
+const MEDIA: &str = "images, videos and audio are not supported";
+const SERVER: &str = "has no influence on training";
+const RESIZE: &str = "embeddings cannot be resized";
+const KERNELS: &str = "fused kernels are always used";
+
+const RULES: Rules = &[
+    // Model.
+    ("model_name_or_path", Rule::To("model.name_or_path")),
+    ("model_revision", Rule::To("model.revision")),
+    ("adapter_name_or_path", Rule::By(lora::continued)),
+    ("cache_dir", Rule::Nothing("set the environment variable HF_HOME")),
+    ("use_fast_tokenizer", Rule::BuiltIn("tokenizer.json is read")),
+    ("resize_vocab", Rule::Unless(RESIZE)),
+    ("add_tokens", Rule::Nothing(RESIZE)),
+    ("add_special_tokens", Rule::Nothing(RESIZE)),
+    ("split_special_tokens", Rule::Unless("special tokens in a text are always split by the chat template's rules")),
+    ("trust_remote_code", Rule::BuiltIn("a model's code is never executed")),
+    ("low_cpu_mem_usage", Rule::BuiltIn("weights are memory-mapped")),
+    ("rope_scaling", Rule::By(rope_scaling)),
+    ("flash_attn", Rule::By(attention)),
+    ("shift_attn", Rule::Unless("shifted sparse attention is not supported")),
+    ("mixture_of_depths", Rule::Nothing("mixtures of depths are not supported")),
+    ("use_unsloth", Rule::BuiltIn(KERNELS)),
+    ("use_unsloth_gc", Rule::BuiltIn("gradient checkpointing is model.activation_checkpoint")),
+    ("enable_liger_kernel", Rule::BuiltIn(KERNELS)),
+    ("moe_aux_loss_coef", Rule::By(aux_loss)),
+    ("disable_gradient_checkpointing", Rule::By(no_checkpointing)),
+    ("gradient_checkpointing", Rule::By(hugging_face::gradient_checkpointing)),
+    ("use_reentrant_gc", Rule::BuiltIn("blocks are always recomputed exactly")),
+    ("upcast_layernorm", Rule::Unless("norms compute in f32 and return model.dtype")),
+    ("upcast_lmhead_output", Rule::BuiltIn("logits are always f32")),
+    ("train_from_scratch", Rule::By(from_scratch)),
+    ("bf16", Rule::By(hugging_face::dtype)),
+    ("fp16", Rule::By(hugging_face::dtype)),
+    ("pure_bf16", Rule::By(pure_bf16)),
+    ("fp8", Rule::By(fp8)),
+    ("fp8_backend", Rule::BuiltIn("the own FP8 kernels, or cuBLASLt's")),
+    ("fp8_enable_fsdp_float8_all_gather", Rule::Unless("set precision.fp8_param_gather with ZeRO stage 3")),
+    ("print_param_status", Rule::BuiltIn("`trainer check` prints the number of parameters")),
+    ("use_kv_cache", Rule::BuiltIn(SERVER)),
+    ("infer_backend", Rule::BuiltIn(SERVER)),
+    ("infer_dtype", Rule::BuiltIn(SERVER)),
+    ("vllm_maxlen", Rule::BuiltIn(SERVER)),
+    ("hf_hub_token", Rule::Nothing("set the environment variable HF_TOKEN; a recipe has no secrets")),
+    ("ms_hub_token", Rule::Nothing("ModelScope is not supported")),
+    ("om_hub_token", Rule::Nothing("Modelers is not supported")),
+    ("image_max_pixels", Rule::Nothing(MEDIA)),
+    ("video_max_pixels", Rule::Nothing(MEDIA)),
+    ("media_dir", Rule::Nothing(MEDIA)),
+    ("freeze_vision_tower", Rule::BuiltIn("the models have no vision tower")),
+    ("freeze_multi_modal_projector", Rule::BuiltIn("the models have no vision tower")),
+    // Method.
+    ("stage", Rule::By(stage)),
+    ("finetuning_type", Rule::By(lora::method)),
+    ("use_galore", Rule::Unless("GaLore is not supported; AdamW trains")),
+    ("use_apollo", Rule::Unless("APOLLO is not supported; AdamW trains")),
+    ("use_badam", Rule::Unless("BAdam is not supported; AdamW trains")),
+    ("use_adam_mini", Rule::Unless("Adam-mini is not supported; AdamW trains")),
+    ("use_muon", Rule::Unless("Muon is not supported; AdamW trains")),
+    ("use_llama_pro", Rule::Unless("block expansion is not supported")),
+    ("use_dft_loss", Rule::Unless("cross entropy is the only loss")),
+    ("use_asft_loss", Rule::Unless("cross entropy is the only loss")),
+    ("use_eaft_loss", Rule::Unless("cross entropy is the only loss")),
+    // Data.
+    ("dataset", Rule::By(datasets::training)),
+    ("eval_dataset", Rule::By(datasets::evaluation)),
+    ("dataset_dir", Rule::Elsewhere),
+    ("max_samples", Rule::Elsewhere),
+    ("template", Rule::By(template)),
+    ("cutoff_len", Rule::To("data.max_length")),
+    ("model_max_length", Rule::BuiltIn("data.max_length limits the rows")),
+    ("train_on_prompt", Rule::By(train_on_prompt)),
+    ("mask_history", Rule::Unless("all answers are targets; `train: false` in a message masks it")),
+    ("packing", Rule::By(packing)),
+    ("neat_packing", Rule::By(neat_packing)),
+    ("val_size", Rule::By(val_size)),
+    ("eval_on_each_dataset", Rule::Unless("the evaluation data have one loss together")),
+    ("streaming", Rule::Unless("data are tokenized once and read from the cache")),
+    ("buffer_size", Rule::BuiltIn("data are tokenized once and read from the cache")),
+    ("mix_strategy", Rule::By(mix)),
+    ("interleave_probs", Rule::Nothing("data.sources.N.sample_ratio or sample_count set the parts of sources")),
+    ("preprocessing_num_workers", Rule::To("data.num_proc")),
+    ("preprocessing_batch_size", Rule::BuiltIn("rows are tokenized one by one, in parallel")),
+    ("overwrite_cache", Rule::BuiltIn("the token cache detects changed data")),
+    ("tokenized_path", Rule::To("data.cache_dir")),
+    ("data_shared_file_system", Rule::BuiltIn("ranks share the token cache by locks")),
+    ("ignore_pad_token_for_loss", Rule::BuiltIn("padding has no loss")),
+    ("disable_shuffling", Rule::By(no_shuffling)),
+    ("tool_format", Rule::Nothing("the tokenizer's chat template renders tools")),
+    ("default_system", Rule::Nothing("put the system message into the rows or the chat template")),
+    ("enable_thinking", Rule::By(thinking)),
+    ("preserve_thinking", Rule::By(preserve_thinking)),
+    // Batches, optimizer and logs.
+    ("per_device_train_batch_size", Rule::Elsewhere),
+    ("gradient_accumulation_steps", Rule::Elsewhere),
+    ("per_device_eval_batch_size", Rule::BuiltIn("evaluation uses micro_batch_size; the loss is the same")),
+    ("num_train_epochs", Rule::By(hugging_face::epochs)),
+    ("optim", Rule::By(hugging_face::optimizer)),
+    ("lr_scheduler_type", Rule::By(hugging_face::scheduler)),
+    ("early_stopping_steps", Rule::Unless("early stopping is not supported")),
+    ("plot_loss", Rule::BuiltIn("metrics.jsonl has every step, and report_to: tensorboard plots it")),
+    ("compute_accuracy", Rule::Unless("evaluation computes the loss; eval.tasks evaluates tasks")),
+    ("predict_with_generate", Rule::Unless("evaluation computes the loss; eval.tasks evaluates tasks")),
+    ("include_effective_tokens_per_second", Rule::BuiltIn("metrics.jsonl has tokens per second")),
+    ("use_swanlab", Rule::Unless("the trackers are tensorboard, wandb and mlflow")),
+    ("swanlab_project", Rule::Nothing("the trackers are tensorboard, wandb and mlflow")),
+    ("swanlab_run_name", Rule::Nothing("the trackers are tensorboard, wandb and mlflow")),
+    ("swanlab_api_key", Rule::Nothing("the trackers are tensorboard, wandb and mlflow")),
+];
+
+/// Converts a file.
+pub(super) fn convert(converter: &mut Converter<'_>) {
+    converter.apply(&[RULES, lora::RULES, hugging_face::RULES]);
+    lora::finish(converter);
+    let keys = BatchKeys {
+        micro: "per_device_train_batch_size",
+        accumulation: "gradient_accumulation_steps",
+        default_micro: 8,
+    };
+    let is_causal = converter.draft.get("type") == Some(&json!("causal"));
+    let packs = is_causal || converter.draft.get("data.pack_samples") == Some(&Json::Bool(true));
+    hugging_face::batch(converter, keys, packs);
+    saving::evaluation(converter);
+    saving::trackers(converter);
+    saving::checkpoints(
+        converter,
+        SavingDefaults { output_dir: "saves/llama-factory", interval: Interval::Steps(500.into()) },
+    );
+    defaults(converter, is_causal);
+}
+
+/// Sets the defaults of LLaMA-Factory and transformers where they differ from the recipe's.
+fn defaults(converter: &mut Converter<'_>, is_causal: bool) {
+    converter.default("cutoff_len", "data.max_length", 2048.into());
+    converter.default("learning_rate", "optimizer.learning_rate", json!(5e-5));
+    converter.default("weight_decay", "optimizer.weight_decay", 0.0.into());
+    converter.default("lr_scheduler_type", "scheduler.name", "linear".into());
+    if !converter.draft.has("train_iters") {
+        converter.default("num_train_epochs", "epochs", 3.into());
+    }
+    let has_warmup = ["scheduler.warmup_ratio", "scheduler.warmup_steps"].iter().any(|key| converter.draft.has(key));
+    if !has_warmup && converter.draft.get("scheduler.name") != Some(&json!("constant")) {
+        converter.default("warmup_steps", "scheduler.warmup_steps", 0.into());
+    }
+    if !converter.draft.has("model.activation_checkpoint") {
+        converter.default("disable_gradient_checkpointing", "model.activation_checkpoint", "full".into());
+    }
+    if !converter.draft.has("model.dtype") {
+        converter.default("bf16", "model.dtype", "f32".into());
+    }
+    if !is_causal {
+        converter.default("cutoff_len_of_rows", "data.truncation", "truncate".into());
+    }
+}
+
+/// Converts the stage of training.
+fn stage(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.text() {
+        Some("sft") => converter.map(item, [("type", "sft".into())]),
+        Some("pt") => converter.map(item, [("type", "causal".into())]),
+        _ => converter.refuse(item, "stages are sft and pt; preference training and reward models are not supported"),
+    }
+}
+
+fn rope_scaling(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let kind = item.text().unwrap_or("yarn");
+    let advice = format!(
+        "the factor follows from the model's context there; set model.hf_config_kwargs: {{max_position_embeddings: N, \
+         rope_scaling: {{rope_type: {kind}, factor: F, original_max_position_embeddings: M}}}}"
+    );
+    converter.nothing(item, &advice);
+}
+
+fn attention(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.text() {
+        Some("disabled") => converter.map(item, [("model.attn_implementation", "reference".into())]),
+        _ if item.flag() == Some(false) => converter.map(item, [("model.attn_implementation", "reference".into())]),
+        _ => converter.map(item, [("model.attn_implementation", "auto".into())]),
+    }
+}
+
+fn aux_loss(converter: &mut Converter<'_>, item: &Item<'_>) {
+    converter.map(item, [("model.hf_config_kwargs.router_aux_loss_coef", item.scalar())]);
+}
+
+fn no_checkpointing(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(off) => {
+            let mode = if off { "none" } else { "full" };
+            converter.map(item, [("model.activation_checkpoint", mode.into())]);
+        }
+        None => converter.fail(item, "true or false"),
+    }
+}
+
+fn from_scratch(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(true) => converter.map(item, [("model.type", "random-weight-hf".into())]),
+        _ => converter.built_in(item, "the checkpoint is loaded"),
+    }
+}
+
+fn pure_bf16(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(true) => {
+            let settings = [
+                ("model.dtype", "bf16".into()),
+                ("deepspeed.bf16.bf16_master_weights_and_grads", true.into()),
+                ("deepspeed.bf16.bf16_optimizer_states", true.into()),
+            ];
+            converter.map(item, settings);
+        }
+        _ => converter.built_in(item, "off"),
+    }
+}
+
+fn fp8(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(true) => {
+            let note = "scales follow from each tensor's own maximum";
+            converter.change(item, [("precision.recipe", "current".into())], note);
+        }
+        _ => converter.built_in(item, "off"),
+    }
+}
+
+fn template(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let note = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
+    converter.change(item, [], note);
+}
+
+fn train_on_prompt(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(trains) => converter.map(item, [("data.mask_inputs", (!trains).into())]),
+        None => converter.fail(item, "true or false"),
+    }
+}
+
+fn packing(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match (item.flag(), converter.is_on("neat_packing")) {
+        (Some(true), true) => converter.map(item, [("data.pack_samples", true.into())]),
+        (Some(true), false) => {
+            let note = "packed samples do not attend to each other, as with neat_packing";
+            converter.change(item, [("data.pack_samples", true.into())], note);
+        }
+        _ => converter.built_in(item, "off"),
+    }
+}
+
+fn neat_packing(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(true) => converter.map(item, [("data.pack_samples", true.into())]),
+        _ => converter.built_in(item, "packed samples never attend to each other"),
+    }
+}
+
+fn val_size(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.number() {
+        Some(0.0) => converter.built_in(item, "no rows are held out"),
+        Some(fraction) if fraction > 0.0 && fraction < 1.0 => {
+            let train = ((1.0 - fraction) * 1e9).round() / 1e9;
+            converter.map(item, [("data.train_eval_split", json!([train, fraction]))]);
+        }
+        _ => converter.nothing(item, "a number of rows is not supported; use data.eval_sources: [NAME:train[:100]]"),
+    }
+}
+
+fn mix(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.text() {
+        Some("concat") => converter.built_in(item, "rows of all sources are shuffled together"),
+        _ => converter.nothing(item, "data.sources.N.sample_ratio or sample_count set the parts of sources"),
+    }
+}
+
+fn no_shuffling(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let order = if item.flag() == Some(true) { "sequential" } else { "shuffle" };
+    converter.map(item, [("data.order", order.into())]);
+}
+
+fn thinking(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let settings = [("tokenizer.chat_template_kwargs.enable_thinking", item.json())];
+    converter.change(
+        item,
+        settings,
+        "a variable of the chat template, which may ignore it; no empty thoughts are added",
+    );
+}
+
+fn preserve_thinking(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match item.flag() {
+        Some(false) => converter.built_in(item, "the chat template decides on thoughts of earlier turns"),
+        _ => converter.nothing(item, "the chat template decides on thoughts of earlier turns"),
+    }
+}
