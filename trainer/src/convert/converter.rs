@@ -99,8 +99,10 @@ impl<'s> Converter<'s> {
         let mut leaves = Vec::new();
         collect_leaves(&self.root.clone(), &mut leaves);
         for leaf in leaves {
-            let covers =
-                |finding: &Finding| leaf.key == finding.key || leaf.key.starts_with(&format!("{}.", finding.key));
+            let is_below = |key: &str, above: &str| key.strip_prefix(above).is_some_and(|rest| rest.starts_with('.'));
+            let covers = |finding: &Finding| {
+                leaf.key == finding.key || is_below(&leaf.key, &finding.key) || is_below(&finding.key, &leaf.key)
+            };
             if !self.findings.iter().any(covers) {
                 self.nothing(&leaf, "has no effect together with the other keys of the file");
             }
@@ -142,7 +144,9 @@ impl<'s> Converter<'s> {
         let comment = (kind == FindingKind::Changed)
             .then(|| format!("Changed from `{}` (line {}): {note}.", item.key, item.line()));
         for (path, value) in &settings {
-            self.set(path, value.clone(), &item.key, Some(item.place), comment.clone());
+            // The kind of a run follows from any data set.
+            let comment = comment.clone().filter(|_| *path != "type");
+            self.set(path, value.clone(), &item.key, Some(item.place), comment);
         }
         let value = if is_secret(item.name()) { "(not shown)".into() } else { item.json() };
         self.findings.push(Finding {
@@ -162,13 +166,14 @@ impl<'s> Converter<'s> {
         self.findings.push(Finding { kind, key: item.key.clone(), line, value, recipe, note: note.to_owned() });
     }
 
-    /// Sets a default of the other toolkit, unless a key has set it.
+    /// Sets a default of the other toolkit, unless a key has set it. A key in parentheses is a description.
     pub(super) fn default(&mut self, key: &str, path: &str, value: Json) {
         if self.draft.has(path) || self.get(key).is_some() {
             return;
         }
         let note = format!("the default of {}", self.toolkit);
-        self.set(path, value.clone(), "", None, Some(format!("Default of {} (`{key}`).", self.toolkit)));
+        let name = if key.starts_with('(') { key.to_owned() } else { format!("(`{key}`)") };
+        self.set(path, value.clone(), "", None, Some(format!("Default of {} {name}.", self.toolkit)));
         let recipe = Map::from_iter([(path.to_owned(), value.clone())]);
         self.findings.push(Finding { kind: FindingKind::Mapped, key: key.to_owned(), line: None, value, recipe, note });
     }

@@ -38,7 +38,7 @@ pub(super) struct DraftText {
 }
 
 /// Top-level keys in the order of the file.
-const ORDER: [&str; 33] = [
+const ORDER: [&str; 35] = [
     "type",
     "model",
     "tokenizer",
@@ -70,9 +70,14 @@ const ORDER: [&str; 33] = [
     "logger",
     "report_to",
     "run_name",
+    "wandb",
+    "mlflow",
     "output_dir",
     "checkpoint",
 ];
+
+/// Keys that are first in their sections.
+const FIRST: [&str; 5] = ["model.name_or_path", "model.type", "model.dtype", "data.sources", "data.eval_sources"];
 
 impl Draft {
     /// Sets a key.
@@ -118,8 +123,9 @@ impl Draft {
         out.line("#", None);
         out.comment(0, header);
         let rank = |setting: &DraftSetting| {
-            let first = setting.path.split('.').next().unwrap_or_default();
-            ORDER.iter().position(|key| *key == first).unwrap_or(ORDER.len())
+            let section = setting.path.split('.').next().unwrap_or_default();
+            let section = ORDER.iter().position(|key| *key == section).unwrap_or(ORDER.len());
+            (section, FIRST.iter().position(|key| *key == setting.path).unwrap_or(FIRST.len()))
         };
         let mut settings: Vec<&DraftSetting> = self.settings.iter().collect();
         settings.sort_by_key(|setting| rank(setting));
@@ -132,6 +138,7 @@ impl Draft {
 fn write_level(out: &mut DraftText, settings: &[&DraftSetting], depth: usize) {
     let part = |setting: &DraftSetting| setting.path.split('.').nth(depth).unwrap_or_default().to_owned();
     let mut written: Vec<String> = Vec::new();
+    let mut follows_section = false;
     for setting in settings {
         let key = part(setting);
         if written.contains(&key) {
@@ -140,9 +147,10 @@ fn write_level(out: &mut DraftText, settings: &[&DraftSetting], depth: usize) {
         let group: Vec<&DraftSetting> = settings.iter().filter(|other| part(other) == key).copied().collect();
         written.push(key.clone());
         let is_leaf = setting.path.split('.').count() == depth + 1;
-        if depth == 0 && !is_leaf {
+        if depth == 0 && (!is_leaf || follows_section) {
             out.line("", None);
         }
+        follows_section = !is_leaf;
         match is_leaf {
             true => write_setting(out, setting, &key, depth),
             false => {
@@ -255,9 +263,10 @@ impl DraftText {
         }
     }
 
-    /// Returns the key and location of the other toolkit that a line of the recipe has its value from.
+    /// Returns the key and location of the other toolkit that a line of the recipe has its value from. The line of a section
+    /// has those of its first key.
     pub(super) fn origin(&self, line: usize) -> Option<&(String, RecipeLocation)> {
-        self.origins.get(line.checked_sub(1)?)?.as_ref()
+        self.origins.get(line.checked_sub(1)?..)?.iter().find_map(Option::as_ref)
     }
 }
 

@@ -57,8 +57,8 @@ pub(super) fn convert(converter: &mut Converter<'_>) {
         accumulation: "training.gradient_accumulation_steps",
         default_micro: 1,
     };
-    hugging_face::batch(converter, keys, true);
-    converter.default("(AdamW of torch)", "optimizer.weight_decay", 0.01.into());
+    hugging_face::batch(converter, keys, false);
+    converter.default("(weight decay of torch's AdamW)", "optimizer.weight_decay", 0.01.into());
     converter.default("(no schedule)", "scheduler.name", "constant".into());
     converter.default("(no clipping)", "gradient_clipping", 0.into());
 }
@@ -182,7 +182,6 @@ fn dataset(converter: &mut Converter<'_>, item: &Item<'_>) {
     let settings = [
         sources.clone(),
         ("type", "causal".into()),
-        ("data.pack_samples", true.into()),
         ("data.fuse_positions_prob", 1.into()),
         ("data.add_eos_token", false.into()),
         ("data.order", "sequential".into()),

@@ -189,7 +189,11 @@ pub(super) fn trackers(converter: &mut Converter<'_>) {
         let unknown: Vec<&String> =
             asked.iter().filter(|name| !KNOWN.contains(&name.as_str()) && *name != "none" && *name != "all").collect();
         match (names.is_empty(), unknown.first()) {
-            (_, Some(name)) => converter.nothing(&item, &format!("{name} is not supported: {}", KNOWN.join(", "))),
+            (true, Some(name)) => converter.nothing(&item, &format!("{name} is not supported: {}", KNOWN.join(", "))),
+            (false, Some(name)) => {
+                let note = format!("{name} is not supported: {}", KNOWN.join(", "));
+                converter.change(&item, [("report_to", list.clone())], &note);
+            }
             (true, None) => converter.built_in(&item, "no tracker is the default"),
             (false, None) => converter.map(&item, [("report_to", list.clone())]),
         }

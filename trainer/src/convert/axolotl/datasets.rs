@@ -6,6 +6,9 @@ use crate::convert::converter::Converter;
 use crate::convert::item::Item;
 use crate::convert::report::FindingKind;
 
+/// Names of loaders of `datasets`, whose files are in `data_files`.
+const LOADERS: [&str; 4] = ["json", "csv", "parquet", "text"];
+
 /// Data of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RowsKind {
@@ -24,9 +27,14 @@ pub(super) fn training(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 pub(super) fn evaluation(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let causal =
-        converter.get("datasets").is_some_and(|sets| sets.items().iter().any(|set| kind(set) == RowsKind::Text));
-    sources(converter, item, "data.eval_sources", ("type", if causal { "causal" } else { "sft" }));
+    let run = if is_text(converter) { "causal" } else { "sft" };
+    sources(converter, item, "data.eval_sources", ("type", run));
+}
+
+/// Returns true if the run trains on plain text.
+pub(super) fn is_text(converter: &Converter<'_>) -> bool {
+    let has_text = |sets: Item<'_>| sets.items().iter().any(|set| kind(set) == RowsKind::Text);
+    converter.get("pretraining_dataset").is_some() || converter.get("datasets").is_some_and(has_text)
 }
 
 pub(super) fn pretraining(converter: &mut Converter<'_>, item: &Item<'_>) {
@@ -97,8 +105,6 @@ impl Source {
 /// Converts a key of a data set.
 fn key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
     let mapped = |note: &str| (FindingKind::Mapped, note.to_owned());
-    let changed = |note: &str| (FindingKind::Changed, note.to_owned());
-    let nothing = |note: &str| (FindingKind::NoCounterpart, note.to_owned());
     match entry.name() {
         "path" => path(source, set, entry),
         "name" => {
@@ -116,6 +122,21 @@ fn key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, S
             source.add("column", entry.json());
             mapped("")
         }
+        "shards" => shard(source, set, entry),
+        "shards_idx" => mapped("read with shards"),
+        "trust_remote_code" => mapped("loading scripts are never executed"),
+        "preprocess_shards" => mapped("tokenization needs no shards"),
+        "skip" if entry.number() == Some(0.0) => mapped("no rows are skipped"),
+        _ => message_key(source, set, entry),
+    }
+}
+
+/// Converts a key of a data set of conversations.
+fn message_key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+    let mapped = |note: &str| (FindingKind::Mapped, note.to_owned());
+    let changed = |note: &str| (FindingKind::Changed, note.to_owned());
+    let nothing = |note: &str| (FindingKind::NoCounterpart, note.to_owned());
+    match entry.name() {
         "field_messages" | "message_property_mappings" | "message_field_role" | "message_field_content" | "roles" => {
             roles(source, set);
             mapped("roles and contents of messages")
@@ -140,18 +161,16 @@ fn key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, S
         "conversation" => changed("the tokenizer's own chat template applies"),
         "field_tools" if entry.text() == Some("tools") => mapped("the column `tools` is read"),
         "field_thinking" if entry.text() == Some("reasoning_content") => mapped("`reasoning_content` is read"),
-        "shards" => shard(source, set, entry),
-        "shards_idx" => mapped("read with shards"),
-        "trust_remote_code" => mapped("loading scripts are never executed"),
-        "preprocess_shards" => mapped("tokenization needs no shards"),
-        "skip" if entry.number() == Some(0.0) => mapped("no rows are skipped"),
         _ => nothing("not a key of a source"),
     }
 }
 
 /// Converts the path. A folder, a file and a Hub id stay; `json` with files are these files.
-fn path(source: &mut Source, _set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+fn path(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
     let name = entry.text().unwrap_or_default();
+    if LOADERS.contains(&name) && set.get("data_files").is_some() {
+        return (FindingKind::Mapped, "data_files has the files".to_owned());
+    }
     source.add("name_or_path", entry.json());
     let is_remote =
         ["s3://", "gs://", "gcs://", "az://", "abfs://", "oci://", "https://"].iter().any(|s| name.starts_with(s));
@@ -166,9 +185,13 @@ fn path(source: &mut Source, _set: &Item<'_>, entry: &Item<'_>) -> (FindingKind,
 fn data_files(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
     let path = set.get("path").and_then(|path| path.text().map(str::to_owned)).unwrap_or_default();
     let files = entry.texts().unwrap_or_default();
-    if let ("json" | "csv" | "parquet" | "text", [one]) = (path.as_str(), files.as_slice()) {
+    let is_loader = LOADERS.contains(&path.as_str());
+    if let (true, [one]) = (is_loader, files.as_slice()) {
         source.add("name_or_path", one.as_str().into());
         return (FindingKind::Mapped, "the file itself is the source".to_owned());
+    }
+    if is_loader {
+        source.add("name_or_path", path.into());
     }
     source.add("kwargs", json!({"data_files": entry.json()}));
     (FindingKind::Mapped, String::new())

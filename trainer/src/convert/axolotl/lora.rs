@@ -2,10 +2,9 @@
 
 use serde_json::{Value as Json, json};
 
+use super::model::KERNELS;
 use crate::convert::converter::{Converter, Rule, Rules};
 use crate::convert::item::Item;
-
-const KERNELS: &str = "fused kernels are always used";
 
 pub(super) const RULES: Rules = &[
     ("adapter", Rule::By(adapter)),
@@ -97,7 +96,10 @@ fn rank(converter: &mut Converter<'_>, item: &Item<'_>) {
 
 /// Converts a key that PEFT's config has without its prefix.
 fn peft(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let name = item.name().trim_start_matches("peft_").trim_start_matches("lora_");
+    let name = match item.name() {
+        name @ ("lora_alpha" | "lora_dropout") => name,
+        name => name.trim_start_matches("peft_").trim_start_matches("lora_"),
+    };
     let path = format!("model.peft_config.{name}");
     match trains_new(converter) {
         true => converter.map(item, [(&path, item.scalar())]),

@@ -2,6 +2,8 @@
 
 mod datasets;
 mod lora;
+mod model;
+mod ranks;
 
 use serde_json::{Value as Json, json};
 
@@ -10,10 +12,9 @@ use super::hugging_face::{self, BatchKeys};
 use super::item::Item;
 use super::report::FindingKind;
 use super::saving::{self, Interval, SavingDefaults};
+use model::{KERNELS, RESIZE};
 
 const CONFIG: &str = "config.json and tokenizer.json have the type";
-const KERNELS: &str = "fused kernels are always used";
-const RESIZE: &str = "embeddings cannot be resized, and the tokenizer's own special tokens are used";
 const PACKING: &str = "packing needs no such parameter";
 const TEMPLATE: &str = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
 const EXPERTS: &str = "experts are always one matrix multiplication per projection";
@@ -22,9 +23,9 @@ const RULES: Rules = &[
     // Model.
     ("base_model", Rule::To("model.name_or_path")),
     ("revision_of_model", Rule::To("model.revision")),
-    ("base_model_config", Rule::By(base_model_config)),
-    ("overrides_of_model_config", Rule::By(overrides)),
-    ("rope_scaling", Rule::By(rope_scaling)),
+    ("base_model_config", Rule::By(model::base_model_config)),
+    ("overrides_of_model_config", Rule::By(model::overrides)),
+    ("rope_scaling", Rule::By(model::rope_scaling)),
     ("tokenizer_config", Rule::To("tokenizer.name_or_path")),
     ("model_type", Rule::BuiltIn(CONFIG)),
     ("cls_model_config", Rule::BuiltIn(CONFIG)),
@@ -39,17 +40,17 @@ const RULES: Rules = &[
     ("bfloat16", Rule::By(hugging_face::dtype)),
     ("fp16", Rule::By(hugging_face::dtype)),
     ("float16", Rule::By(hugging_face::dtype)),
-    ("fp8", Rule::By(fp8)),
-    ("fp8_enable_fsdp_float8_all_gather", Rule::By(fp8_gather)),
-    ("special_tokens", Rule::By(special_tokens)),
+    ("fp8", Rule::By(model::fp8)),
+    ("fp8_enable_fsdp_float8_all_gather", Rule::By(model::fp8_gather)),
+    ("special_tokens", Rule::By(model::special_tokens)),
     ("tokens", Rule::Nothing(RESIZE)),
     ("added_tokens_overrides", Rule::Nothing(RESIZE)),
     ("resize_token_embeddings_to_32x", Rule::Unless(RESIZE)),
     ("shrink_embeddings", Rule::Unless(RESIZE)),
     ("embeddings_skip_upcast", Rule::BuiltIn("the embedding has model.dtype")),
     ("unfrozen_parameters", Rule::Nothing("freezing by pattern is not supported; model.peft_config trains an adapter")),
-    ("attn_implementation", Rule::By(attention)),
-    ("eager_attention", Rule::By(eager)),
+    ("attn_implementation", Rule::By(model::attention)),
+    ("eager_attention", Rule::By(model::eager)),
     ("flash_attention", Rule::BuiltIn("fused attention is the default")),
     ("sdp_attention", Rule::BuiltIn("fused attention is the default")),
     ("xformers_attention", Rule::BuiltIn("fused attention is the default")),
@@ -70,10 +71,10 @@ const RULES: Rules = &[
     ("liger_layer_norm", Rule::BuiltIn(KERNELS)),
     ("liger_cross_entropy", Rule::BuiltIn(KERNELS)),
     ("liger_fused_linear_cross_entropy", Rule::BuiltIn(KERNELS)),
-    ("plugins", Rule::By(plugins)),
+    ("plugins", Rule::By(model::plugins)),
     ("gradient_checkpointing", Rule::By(hugging_face::gradient_checkpointing)),
-    ("activation_offloading", Rule::By(activation_offloading)),
-    ("selective_checkpointing", Rule::By(selective)),
+    ("activation_offloading", Rule::By(model::activation_offloading)),
+    ("selective_checkpointing", Rule::By(model::selective)),
     ("tiled_mlp", Rule::To("tiled_mlp_compute")),
     ("tiled_mlp_num_shards", Rule::BuiltIn("tiles have about hidden_size tokens")),
     // Data.
@@ -103,7 +104,7 @@ const RULES: Rules = &[
     ("eval_sequence_len", Rule::By(eval_sequence_len)),
     ("excess_length_strategy", Rule::By(excess)),
     ("min_sample_len", Rule::Nothing("short rows are kept")),
-    ("sample_packing", Rule::To("data.pack_samples")),
+    ("sample_packing", Rule::By(sample_packing)),
     ("eval_sample_packing", Rule::BuiltIn("evaluation packs as training does; the loss is the same")),
     ("sample_packing_group_size", Rule::BuiltIn(PACKING)),
     ("sample_packing_bin_size", Rule::BuiltIn(PACKING)),
@@ -128,11 +129,11 @@ const RULES: Rules = &[
     ("embedding_lr_scale", Rule::Nothing("all weights have one learning rate")),
     ("lr_groups", Rule::Nothing("all weights have one learning rate")),
     // Ranks.
-    ("tensor_parallel_size", Rule::By(degree)),
-    ("context_parallel_size", Rule::By(degree)),
-    ("sequence_parallel_degree", Rule::By(degree)),
-    ("dp_shard_size", Rule::By(dp_shard)),
-    ("dp_replicate_size", Rule::By(dp_replicate)),
+    ("tensor_parallel_size", Rule::By(ranks::degree)),
+    ("context_parallel_size", Rule::By(ranks::degree)),
+    ("sequence_parallel_degree", Rule::By(ranks::degree)),
+    ("dp_shard_size", Rule::By(ranks::dp_shard)),
+    ("dp_replicate_size", Rule::By(ranks::dp_replicate)),
     ("heads_k_stride", Rule::BuiltIn("ring attention passes keys and values in pieces of its own")),
     ("ring_attn_func", Rule::BuiltIn("ring attention supports packed rows")),
     ("fsdp_version", Rule::BuiltIn("ZeRO shards what FSDP shards")),
@@ -198,102 +199,20 @@ fn defaults(converter: &mut Converter<'_>) {
     {
         converter.default("warmup_ratio", "scheduler.warmup_ratio", 0.03.into());
     }
-    if converter.draft.get("type") != Some(&json!("causal")) {
+    let is_causal = converter.draft.get("type") == Some(&json!("causal"));
+    if is_causal && converter.get("pretraining_dataset").is_none() {
+        converter.default("sample_packing", "data.pack_samples", false.into());
+    }
+    if !is_causal {
         converter.default("excess_length_strategy", "data.truncation", "drop".into());
     }
 }
 
-fn base_model_config(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let same = converter.get("base_model").is_some_and(|model| model.json() == item.json());
-    match same {
-        true => converter.built_in(item, "the model's own config.json is read"),
-        false => converter.nothing(item, "the model's own config.json is read; model.hf_config_kwargs overrides keys"),
-    }
-}
-
-fn overrides(converter: &mut Converter<'_>, item: &Item<'_>) {
-    for entry in item.entries() {
-        let path = format!("model.hf_config_kwargs.{}", entry.name());
-        converter.map(&entry, [(&path, entry.json())]);
-    }
-}
-
-fn rope_scaling(converter: &mut Converter<'_>, item: &Item<'_>) {
-    converter.map(item, [("model.hf_config_kwargs.rope_scaling", item.json())]);
-}
-
-fn fp8(converter: &mut Converter<'_>, item: &Item<'_>) {
-    match item.flag() {
-        Some(true) => {
-            let note = "scales follow from each tensor's own maximum, as torchao's tensorwise scaling";
-            converter.change(item, [("precision.recipe", "current".into())], note);
-        }
-        _ => converter.built_in(item, "off"),
-    }
-}
-
-fn fp8_gather(converter: &mut Converter<'_>, item: &Item<'_>) {
-    match (item.flag(), converter.is_on("fp8")) {
-        (Some(true), true) => converter.map(item, [("precision.fp8_param_gather", true.into())]),
-        _ => converter.built_in(item, "off"),
-    }
-}
-
-fn special_tokens(converter: &mut Converter<'_>, item: &Item<'_>) {
-    for entry in item.entries().into_iter().filter(|entry| !entry.is_null()) {
-        match entry.name() {
-            "pad_token" => converter.built_in(&entry, "rows are not padded, and padding has no loss"),
-            _ => converter.nothing(&entry, RESIZE),
-        }
-    }
-}
-
-fn attention(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let key = "model.attn_implementation";
-    match item.text() {
-        Some("eager") => converter.map(item, [(key, "reference".into())]),
-        Some(name @ ("sdpa" | "flash_attention_2" | "flash_attention_3")) => converter.map(item, [(key, name.into())]),
-        _ => converter.change(item, [(key, "auto".into())], "the fastest of the own kernels and cuDNN"),
-    }
-}
-
-fn eager(converter: &mut Converter<'_>, item: &Item<'_>) {
-    match item.flag() {
-        Some(true) => converter.map(item, [("model.attn_implementation", "reference".into())]),
-        _ => converter.built_in(item, "off"),
-    }
-}
-
-fn plugins(converter: &mut Converter<'_>, item: &Item<'_>) {
-    for plugin in item.items() {
-        let name = plugin.text().unwrap_or_default().to_lowercase();
-        match name.contains("liger") || name.contains("cut_cross_entropy") || name.contains("kernels") {
-            true => converter.built_in(&plugin, KERNELS),
-            false => converter.nothing(&plugin, "plugins are Python code"),
-        }
-    }
-}
-
-fn activation_offloading(converter: &mut Converter<'_>, item: &Item<'_>) {
-    match item.flag() {
-        Some(false) => converter.built_in(item, "off"),
-        _ => {
-            // It replaces the plain checkpointing of another key.
-            converter.draft.remove("model.activation_checkpoint");
-            let note = "inputs of blocks are offloaded: by a GPU to host memory, by a CPU to files in TMPDIR";
-            converter.change(item, [("model.activation_checkpoint", "offload".into())], note);
-        }
-    }
-}
-
-fn selective(converter: &mut Converter<'_>, item: &Item<'_>) {
-    match item.flag() {
-        Some(false) => converter.built_in(item, "off"),
-        _ => {
-            converter.draft.remove("model.activation_checkpoint");
-            let note = "attention's outputs are saved, and the rest is recomputed";
-            converter.change(item, [("model.activation_checkpoint", "selective".into())], note);
-        }
+fn sample_packing(converter: &mut Converter<'_>, item: &Item<'_>) {
+    match (item.flag(), datasets::is_text(converter)) {
+        (Some(true), true) => converter.built_in(item, "plain text is packed by default"),
+        (Some(packs), _) => converter.map(item, [("data.pack_samples", packs.into())]),
+        (None, _) => converter.fail(item, "true or false"),
     }
 }
 
@@ -373,32 +292,6 @@ fn min_lr_ratio(converter: &mut Converter<'_>, item: &Item<'_>) {
         }
         Some(_) => converter.built_in(item, "has no effect with this schedule"),
     }
-}
-
-fn degree(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
-    match item.name() {
-        "tensor_parallel_size" => converter.map(item, [("tensor_parallel_size", n.into())]),
-        _ => converter.map(item, [("context_parallel_size", n.into())]),
-    }
-}
-
-fn dp_shard(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
-    let note = format!("ZeRO stage 3 shards over the ranks of a group; start {} ranks", converter.n_ranks);
-    let settings = [
-        ("deepspeed.zero_optimization.stage", Json::from(3)),
-        ("deepspeed.zero_optimization.mics_shard_size", n.into()),
-    ];
-    converter.change(item, settings, &note);
-}
-
-fn dp_replicate(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
-    converter.built_in(item, "the ranks that are started decide the number of replicas");
 }
 
 fn preferences(converter: &mut Converter<'_>, item: &Item<'_>) {

@@ -130,7 +130,7 @@ pub(super) fn convert(converter: &mut Converter<'_>) {
         default_micro: 8,
     };
     let is_causal = converter.draft.get("type") == Some(&json!("causal"));
-    let packs = is_causal || converter.draft.get("data.pack_samples") == Some(&Json::Bool(true));
+    let packs = converter.draft.get("data.pack_samples") == Some(&Json::Bool(true));
     hugging_face::batch(converter, keys, packs);
     saving::evaluation(converter);
     saving::trackers(converter);
@@ -160,8 +160,11 @@ fn defaults(converter: &mut Converter<'_>, is_causal: bool) {
     if !converter.draft.has("model.dtype") {
         converter.default("bf16", "model.dtype", "f32".into());
     }
+    if is_causal && !converter.draft.has("data.pack_samples") {
+        converter.default("(packed documents attend to earlier ones)", "data.fuse_positions_prob", 1.into());
+    }
     if !is_causal {
-        converter.default("cutoff_len_of_rows", "data.truncation", "truncate".into());
+        converter.default("(long rows are truncated)", "data.truncation", "truncate".into());
     }
 }
 
@@ -249,7 +252,10 @@ fn train_on_prompt(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 fn packing(converter: &mut Converter<'_>, item: &Item<'_>) {
+    let is_causal = converter.get("stage").and_then(|stage| stage.text()) == Some("pt");
     match (item.flag(), converter.is_on("neat_packing")) {
+        (Some(true), _) if is_causal => converter.built_in(item, "plain text is packed by default"),
+        (Some(false), _) if is_causal => converter.map(item, [("data.pack_samples", false.into())]),
         (Some(true), true) => converter.map(item, [("data.pack_samples", true.into())]),
         (Some(true), false) => {
             let note = "packed samples do not attend to each other, as with neat_packing";

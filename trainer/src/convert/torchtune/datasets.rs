@@ -83,6 +83,9 @@ fn convert(converter: &mut Converter<'_>, section: &Item<'_>, path: &str) {
 /// Converts the keys of the run's data: packing, and the tokens of the loss.
 fn options(converter: &mut Converter<'_>, set: &Item<'_>, builder: &Builder) {
     match set.get("packed") {
+        Some(item) if builder.kind == RowsKind::Text && item.flag() == Some(true) => {
+            converter.built_in(&item, "plain text is packed by default");
+        }
         Some(item) => converter.map(&item, [("data.pack_samples", item.scalar())]),
         None => converter.default("dataset.packed", "data.pack_samples", false.into()),
     }

@@ -122,7 +122,7 @@ fn defaults(converter: &mut Converter<'_>) {
     converter.default("clip_grad_norm", "gradient_clipping", 0.into());
     converter.default("optimizer.weight_decay", "optimizer.weight_decay", 0.01.into());
     if converter.draft.get("type") != Some(&json!("causal")) {
-        converter.default("tokenizer.truncation_type", "data.truncation", "truncate".into());
+        converter.default("(long rows are truncated)", "data.truncation", "truncate".into());
     }
 }
 
