@@ -264,9 +264,18 @@ impl DraftText {
     }
 
     /// Returns the key and location of the other toolkit that a line of the recipe has its value from. The line of a section
-    /// has those of its first key.
-    pub(super) fn origin(&self, line: usize) -> Option<&(String, RecipeLocation)> {
-        self.origins.get(line.checked_sub(1)?..)?.iter().find_map(Option::as_ref)
+    /// has those of the key that the message quotes, or of its first key.
+    pub(super) fn origin(&self, line: usize, message: &str) -> Option<&(String, RecipeLocation)> {
+        let start = line.checked_sub(1)?;
+        let below = self.origins.get(start..)?;
+        if let Some(Some(origin)) = below.first() {
+            return Some(origin);
+        }
+        let quoted = message.split('`').nth(1).map(|key| format!("{key}:"));
+        let lines = self.text.lines().skip(start).zip(below);
+        let mut named = lines.filter(|(line, _)| quoted.as_ref().is_some_and(|key| line.trim_start().starts_with(key)));
+        let first = || below.iter().find_map(Option::as_ref);
+        named.find_map(|(_, origin)| origin.as_ref()).or_else(first)
     }
 }
 

@@ -170,7 +170,7 @@ fn unusable_model(loaded: &Loaded, error: EnvironmentError) -> RecipeError {
 fn in_source(error: &RecipeError, draft: &DraftText) -> Vec<Fault> {
     let moved = |fault: &Fault| {
         let origin = match fault.location {
-            Some(RecipeLocation::File { line, .. }) => draft.origin(line),
+            Some(RecipeLocation::File { line, .. }) => draft.origin(line, &fault.message),
             _ => None,
         };
         let (message, location) = match origin {

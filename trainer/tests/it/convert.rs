@@ -93,7 +93,8 @@ fn no_key_is_lost() {
             let has = conversion.report.findings.iter().any(|finding| {
                 // A section that one rule reads has one finding.
                 let inside = finding.value.is_object() && finding.line.is_some_and(|start| start < line);
-                finding.line == Some(line) || (inside && finding.value.get(key).is_some())
+                finding.line == Some(line)
+                    || (inside && finding.value.get(key).is_some())
                     || (finding.value.is_array() && finding.line.is_some_and(|start| start < line))
             });
             assert!(has, "{name}:{line}: {text}");
@@ -148,9 +149,13 @@ fn a_wrong_value_is_an_error_at_its_line_in_the_converted_file() {
     refused(&with("sequence_len: 1\n"), 5, &["at least 2"]);
     refused(&with("context_parallel_size: 2\neager_attention: true\n"), 6, &["reference attention"]);
     refused(&with("adapter: lora\nlora_r: 0\n"), 6, &["lora_r: in the recipe", "peft_config"]);
-    refused("base_model: a\ndatasets:\n  - path: a\n    type: completion\n  - path: b\n    type: alpaca\n", 2, &["not both"]);
+    refused(
+        "base_model: a\ndatasets:\n  - path: a\n    type: completion\n  - path: b\n    type: alpaca\n",
+        2,
+        &["not both"],
+    );
     refused("stage: dpo\nmodel_name_or_path: a/b\ndataset: a/b\n", 1, &["stages are sft and pt"]);
-    refused("base_model: [\n", 2, &["file.yaml:2"]);
+    refused("base_model: [\n", 1, &["file.yaml:1", "unclosed"]);
 }
 
 #[test]
