@@ -10,7 +10,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::Ui;
-use crate::convert::{Conversion, Dialect, convert};
+use crate::convert::{Conversion, ForeignFormat, convert};
 use crate::exit::ExitCode;
 
 pub(super) const EXAMPLES: &str = "\
@@ -32,7 +32,7 @@ pub(super) struct ConvertArgs {
     output: Option<PathBuf>,
     /// Format of the file [default: detected]
     #[arg(long, value_enum, value_name = "FORMAT")]
-    from: Option<Dialect>,
+    from: Option<ForeignFormat>,
     /// Print the report as JSON to stdout; without --output it contains the recipe
     #[arg(long)]
     json: bool,
@@ -75,9 +75,9 @@ fn write(path: &Path, recipe: &str) -> Result<()> {
 
 /// Returns the report with the next commands.
 fn report(args: &ConvertArgs, conversion: &Conversion) -> String {
-    let Conversion { dialect, report, n_ranks, notes, .. } = conversion;
+    let Conversion { format, report, n_ranks, notes, .. } = conversion;
     let output = args.output.as_ref().map_or_else(|| "stdout".to_owned(), |output| output.display().to_string());
-    let mut text = format!("{} ({}) -> {output}\n\n{}", args.file.display(), dialect.toolkit(), report.text());
+    let mut text = format!("{} ({}) -> {output}\n\n{}", args.file.display(), format.toolkit(), report.text());
     for note in notes {
         text.push_str(&format!("note: {note}\n"));
     }
@@ -91,10 +91,10 @@ fn report(args: &ConvertArgs, conversion: &Conversion) -> String {
 }
 
 fn json(args: &ConvertArgs, conversion: &Conversion) -> Value {
-    let Conversion { dialect, report, n_ranks, notes, recipe } = conversion;
+    let Conversion { format, report, n_ranks, notes, recipe } = conversion;
     let mut value = json!({
         "file": args.file.display().to_string(),
-        "format": dialect.toolkit(),
+        "format": format.toolkit(),
         "output": args.output.as_ref().map(|output| output.display().to_string()),
         "ranks": n_ranks,
         "notes": notes,

@@ -4,17 +4,17 @@ use std::path::Path;
 
 use serde_json::{Map, Value as Json};
 
-use super::draft::{Draft, SettingSource};
-use super::item::Item;
-use super::report::{Finding, FindingKind};
+use super::draft::{RecipeDraft, SettingSource};
+use super::item::ForeignItem;
+use super::report::{ConversionFinding, FindingKind};
 use crate::recipe::{Fault, RecipeLocation, RecipeNode, foreign_key_advice};
 
 /// A table of rules, by the other toolkit's key.
-pub(super) type Rules = &'static [(&'static str, Rule)];
+pub(super) type KeyRules = &'static [(&'static str, KeyRule)];
 
 /// The conversion of a key.
 #[derive(Clone, Copy)]
-pub(super) enum Rule {
+pub(super) enum KeyRule {
     /// The value belongs to this key of the recipe, with the same meaning.
     To(&'static str),
     /// The program always behaves so, or the key has no influence on the result.
@@ -24,21 +24,21 @@ pub(super) enum Rule {
     /// The recipe has no such key if the value is set to anything but false, 0 or an empty text.
     Unless(&'static str),
     /// The function converts the key, with other keys.
-    By(fn(&mut Converter<'_>, &Item<'_>)),
+    By(fn(&mut Converter<'_>, &ForeignItem<'_>)),
     /// The function of another key, or the last function of the toolkit, reads it.
     Elsewhere,
 }
 
 /// A conversion in progress.
 pub(super) struct Converter<'s> {
-    root: Item<'s>,
+    root: ForeignItem<'s>,
     /// The other toolkit's name.
     pub(super) toolkit: &'static str,
     /// The folder of the file.
     pub(super) folder: &'s Path,
     /// The recipe.
-    pub(super) draft: Draft,
-    pub(super) findings: Vec<Finding>,
+    pub(super) draft: RecipeDraft,
+    pub(super) findings: Vec<ConversionFinding>,
     pub(super) faults: Vec<Fault>,
     /// Number of ranks that the settings need.
     pub(super) n_ranks: usize,
@@ -46,12 +46,20 @@ pub(super) struct Converter<'s> {
 
 impl<'s> Converter<'s> {
     pub(super) fn new(root: &'s RecipeNode, toolkit: &'static str, folder: &'s Path) -> Self {
-        let root = Item { key: String::new(), place: root.place, node: root };
-        Self { root, toolkit, folder, draft: Draft::default(), findings: Vec::new(), faults: Vec::new(), n_ranks: 1 }
+        let root = ForeignItem { key: String::new(), place: root.place, node: root };
+        Self {
+            root,
+            toolkit,
+            folder,
+            draft: RecipeDraft::default(),
+            findings: Vec::new(),
+            faults: Vec::new(),
+            n_ranks: 1,
+        }
     }
 
     /// Returns the value at a path, unless it is absent or null.
-    pub(super) fn get(&self, path: &str) -> Option<Item<'s>> {
+    pub(super) fn get(&self, path: &str) -> Option<ForeignItem<'s>> {
         path.split('.').try_fold(self.root.clone(), |item, part| item.get(part))
     }
 
@@ -61,13 +69,13 @@ impl<'s> Converter<'s> {
     }
 
     /// Applies the rules to all keys, in the order of the file.
-    pub(super) fn apply(&mut self, tables: &[Rules]) {
+    pub(super) fn apply(&mut self, tables: &[KeyRules]) {
         for item in self.root.clone().entries() {
             self.apply_to(&item, tables);
         }
     }
 
-    fn apply_to(&mut self, item: &Item<'s>, tables: &[Rules]) {
+    fn apply_to(&mut self, item: &ForeignItem<'s>, tables: &[KeyRules]) {
         let rule = tables.iter().find_map(|rules| rules.iter().find(|(key, _)| *key == item.key));
         match rule {
             Some(_) if item.is_null() => {}
@@ -77,19 +85,19 @@ impl<'s> Converter<'s> {
         }
     }
 
-    fn apply_rule(&mut self, item: &Item<'s>, rule: Rule) {
+    fn apply_rule(&mut self, item: &ForeignItem<'s>, rule: KeyRule) {
         match rule {
-            Rule::To(key) => self.map(item, [(key, item.scalar())]),
-            Rule::BuiltIn(note) => self.built_in(item, note),
-            Rule::Nothing(why) => self.nothing(item, why),
-            Rule::Unless(_) if is_off(item) => self.built_in(item, "off"),
-            Rule::Unless(why) => self.nothing(item, why),
-            Rule::By(convert) => convert(self, item),
-            Rule::Elsewhere => {}
+            KeyRule::To(key) => self.map(item, [(key, item.scalar())]),
+            KeyRule::BuiltIn(note) => self.built_in(item, note),
+            KeyRule::Nothing(why) => self.nothing(item, why),
+            KeyRule::Unless(_) if is_off(item) => self.built_in(item, "off"),
+            KeyRule::Unless(why) => self.nothing(item, why),
+            KeyRule::By(convert) => convert(self, item),
+            KeyRule::Elsewhere => {}
         }
     }
 
-    fn unknown(&mut self, item: &Item<'_>) {
+    fn unknown(&mut self, item: &ForeignItem<'_>) {
         let advice = foreign_key_advice(item.name()).map_or_else(String::new, |advice| format!("; {advice}"));
         self.nothing(item, &format!("not a key that the conversion knows{advice}"));
     }
@@ -100,7 +108,7 @@ impl<'s> Converter<'s> {
         collect_leaves(&self.root.clone(), &mut leaves);
         for leaf in leaves {
             let is_below = |key: &str, above: &str| key.strip_prefix(above).is_some_and(|rest| rest.starts_with('.'));
-            let covers = |finding: &Finding| {
+            let covers = |finding: &ConversionFinding| {
                 leaf.key == finding.key || is_below(&leaf.key, &finding.key) || is_below(&finding.key, &leaf.key)
             };
             if !self.findings.iter().any(covers) {
@@ -110,37 +118,43 @@ impl<'s> Converter<'s> {
     }
 
     /// Records that the recipe has the same settings.
-    pub(super) fn map<const N: usize>(&mut self, item: &Item<'_>, settings: [(&str, Json); N]) {
+    pub(super) fn map<const N: usize>(&mut self, item: &ForeignItem<'_>, settings: [(&str, Json); N]) {
         self.record(FindingKind::Mapped, item, settings.to_vec(), "");
     }
 
     /// Records that the program always behaves so.
-    pub(super) fn built_in(&mut self, item: &Item<'_>, note: &str) {
+    pub(super) fn built_in(&mut self, item: &ForeignItem<'_>, note: &str) {
         self.record(FindingKind::Mapped, item, Vec::new(), note);
     }
 
     /// Records that the recipe has other settings, or settings with another meaning.
-    pub(super) fn change<const N: usize>(&mut self, item: &Item<'_>, settings: [(&str, Json); N], note: &str) {
+    pub(super) fn change<const N: usize>(&mut self, item: &ForeignItem<'_>, settings: [(&str, Json); N], note: &str) {
         self.record(FindingKind::Changed, item, settings.to_vec(), note);
     }
 
     /// Records that the recipe has no such key.
-    pub(super) fn nothing(&mut self, item: &Item<'_>, why: &str) {
+    pub(super) fn nothing(&mut self, item: &ForeignItem<'_>, why: &str) {
         self.record(FindingKind::NoCounterpart, item, Vec::new(), why);
     }
 
     /// Records a value that the other toolkit would refuse, too.
-    pub(super) fn fail(&mut self, item: &Item<'_>, expected: &str) {
+    pub(super) fn fail(&mut self, item: &ForeignItem<'_>, expected: &str) {
         let message = format!("{}: expected {expected}, found {}", item.key, item.node.describe());
         self.faults.push(Fault::new(Some(item.place), message));
     }
 
     /// Records a key without which the recipe would train something else.
-    pub(super) fn refuse(&mut self, item: &Item<'_>, problem: &str) {
+    pub(super) fn refuse(&mut self, item: &ForeignItem<'_>, problem: &str) {
         self.faults.push(Fault::new(Some(item.place), format!("{}: {problem}", item.key)));
     }
 
-    pub(super) fn record(&mut self, kind: FindingKind, item: &Item<'_>, settings: Vec<(&str, Json)>, note: &str) {
+    pub(super) fn record(
+        &mut self,
+        kind: FindingKind,
+        item: &ForeignItem<'_>,
+        settings: Vec<(&str, Json)>,
+        note: &str,
+    ) {
         let comment = (kind == FindingKind::Changed)
             .then(|| format!("Changed from `{}` (line {}): {note}.", item.key, item.line()));
         for (path, value) in &settings {
@@ -149,7 +163,7 @@ impl<'s> Converter<'s> {
             self.set(path, value.clone(), &item.key, Some(item.place), comment);
         }
         let value = if is_secret(item.name()) { "(not shown)".into() } else { item.json() };
-        self.findings.push(Finding {
+        self.findings.push(ConversionFinding {
             kind,
             key: item.key.clone(),
             line: Some(item.line()),
@@ -160,10 +174,17 @@ impl<'s> Converter<'s> {
     }
 
     /// Records a finding whose settings are part of another one's.
-    pub(super) fn note(&mut self, kind: FindingKind, item: &Item<'_>, recipe: Vec<(String, Json)>, note: &str) {
+    pub(super) fn note(&mut self, kind: FindingKind, item: &ForeignItem<'_>, recipe: Vec<(String, Json)>, note: &str) {
         let recipe = recipe.into_iter().collect();
         let (line, value) = (Some(item.line()), item.json());
-        self.findings.push(Finding { kind, key: item.key.clone(), line, value, recipe, note: note.to_owned() });
+        self.findings.push(ConversionFinding {
+            kind,
+            key: item.key.clone(),
+            line,
+            value,
+            recipe,
+            note: note.to_owned(),
+        });
     }
 
     /// Sets a default of the other toolkit, unless a key has set it. A key in parentheses is a description.
@@ -175,7 +196,14 @@ impl<'s> Converter<'s> {
         let name = if key.starts_with('(') { key.to_owned() } else { format!("(`{key}`)") };
         self.set(path, value.clone(), "", None, Some(format!("Default of {} {name}.", self.toolkit)));
         let recipe = Map::from_iter([(path.to_owned(), value.clone())]);
-        self.findings.push(Finding { kind: FindingKind::Mapped, key: key.to_owned(), line: None, value, recipe, note });
+        self.findings.push(ConversionFinding {
+            kind: FindingKind::Mapped,
+            key: key.to_owned(),
+            line: None,
+            value,
+            recipe,
+            note,
+        });
     }
 
     fn set(&mut self, path: &str, value: Json, key: &str, place: Option<RecipeLocation>, comment: Option<String>) {
@@ -187,7 +215,7 @@ impl<'s> Converter<'s> {
     }
 }
 
-fn is_off(item: &Item<'_>) -> bool {
+fn is_off(item: &ForeignItem<'_>) -> bool {
     item.flag() == Some(false) || item.number() == Some(0.0) || item.text() == Some("") || item.text() == Some("none")
 }
 
@@ -198,7 +226,7 @@ fn is_secret(name: &str) -> bool {
     is_hub_token || ["api_key", "secret", "password"].iter().any(|part| name.contains(part))
 }
 
-fn collect_leaves<'s>(item: &Item<'s>, leaves: &mut Vec<Item<'s>>) {
+fn collect_leaves<'s>(item: &ForeignItem<'s>, leaves: &mut Vec<ForeignItem<'s>>) {
     for entry in item.entries() {
         match entry.is_section() {
             true => collect_leaves(&entry, leaves),

@@ -6,7 +6,7 @@ use crate::recipe::RecipeLocation;
 
 /// A recipe in progress.
 #[derive(Debug, Default)]
-pub(super) struct Draft {
+pub(super) struct RecipeDraft {
     settings: Vec<DraftSetting>,
 }
 
@@ -79,7 +79,7 @@ const ORDER: [&str; 35] = [
 /// Keys that are first in their sections.
 const FIRST: [&str; 5] = ["model.name_or_path", "model.type", "model.dtype", "data.sources", "data.eval_sources"];
 
-impl Draft {
+impl RecipeDraft {
     /// Sets a key.
     ///
     /// # Errors
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn settings_are_written_as_yaml_with_the_origin_of_each_line() {
-        let mut draft = Draft::default();
+        let mut draft = RecipeDraft::default();
         let sources = json!([{"name_or_path": "a: b", "role_mapping": {"user": "q"}}]);
         assert_eq!(draft.set("data.sources", sources, source(7)), Ok(()));
         let changed = SettingSource { comment: Some("Changed.".to_owned()), ..source(2) };

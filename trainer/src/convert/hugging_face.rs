@@ -2,103 +2,103 @@
 
 use serde_json::{Value as Json, json};
 
-use super::converter::{Converter, Rule, Rules};
-use super::item::Item;
+use super::converter::{Converter, KeyRule, KeyRules};
+use super::item::ForeignItem;
 
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
 const LOADER: &str = "each step builds its batch from memory-mapped tokens";
 const LAUNCHER: &str = "the launcher sets it";
 
-pub(super) const RULES: Rules = &[
+pub(super) const RULES: KeyRules = &[
     // Optimizer and schedule.
-    ("learning_rate", Rule::To("optimizer.learning_rate")),
-    ("weight_decay", Rule::To("optimizer.weight_decay")),
-    ("adam_beta1", Rule::By(betas)),
-    ("adam_beta2", Rule::By(betas)),
-    ("adam_epsilon", Rule::To("optimizer.eps")),
-    ("max_grad_norm", Rule::To("gradient_clipping")),
-    ("label_smoothing_factor", Rule::To("label_smoothing_factor")),
-    ("lr_scheduler_kwargs", Rule::By(scheduler_kwargs)),
-    ("warmup_steps", Rule::By(warmup_steps)),
-    ("warmup_ratio", Rule::By(warmup_ratio)),
-    ("optim_args", Rule::Unless("AdamW takes no further arguments")),
-    ("neftune_noise_alpha", Rule::Unless("NEFTune is not supported")),
-    ("max_steps", Rule::By(max_steps)),
+    ("learning_rate", KeyRule::To("optimizer.learning_rate")),
+    ("weight_decay", KeyRule::To("optimizer.weight_decay")),
+    ("adam_beta1", KeyRule::By(betas)),
+    ("adam_beta2", KeyRule::By(betas)),
+    ("adam_epsilon", KeyRule::To("optimizer.eps")),
+    ("max_grad_norm", KeyRule::To("gradient_clipping")),
+    ("label_smoothing_factor", KeyRule::To("label_smoothing_factor")),
+    ("lr_scheduler_kwargs", KeyRule::By(scheduler_kwargs)),
+    ("warmup_steps", KeyRule::By(warmup_steps)),
+    ("warmup_ratio", KeyRule::By(warmup_ratio)),
+    ("optim_args", KeyRule::Unless("AdamW takes no further arguments")),
+    ("neftune_noise_alpha", KeyRule::Unless("NEFTune is not supported")),
+    ("max_steps", KeyRule::By(max_steps)),
     // Data.
-    ("group_by_length", Rule::Unless("rows of similar length are not grouped; data.pack_samples avoids padding")),
-    ("dataloader_drop_last", Rule::To("data.drop_last")),
-    ("dataloader_num_workers", Rule::BuiltIn(LOADER)),
-    ("dataloader_pin_memory", Rule::BuiltIn(LOADER)),
-    ("dataloader_prefetch_factor", Rule::BuiltIn(LOADER)),
-    ("remove_unused_columns", Rule::BuiltIn("unused columns are never read")),
-    ("auto_find_batch_size", Rule::Unless("`trainer estimate` compares the micro-batch with the memory")),
+    ("group_by_length", KeyRule::Unless("rows of similar length are not grouped; data.pack_samples avoids padding")),
+    ("dataloader_drop_last", KeyRule::To("data.drop_last")),
+    ("dataloader_num_workers", KeyRule::BuiltIn(LOADER)),
+    ("dataloader_pin_memory", KeyRule::BuiltIn(LOADER)),
+    ("dataloader_prefetch_factor", KeyRule::BuiltIn(LOADER)),
+    ("remove_unused_columns", KeyRule::BuiltIn("unused columns are never read")),
+    ("auto_find_batch_size", KeyRule::Unless("`trainer estimate` compares the micro-batch with the memory")),
     // Precision and memory.
-    ("tf32", Rule::BuiltIn("matmuls of f32 are computed in f32")),
-    ("torch_compile", Rule::BuiltIn("there is nothing to compile")),
-    ("torch_compile_backend", Rule::BuiltIn("there is nothing to compile")),
-    ("torch_compile_mode", Rule::BuiltIn("there is nothing to compile")),
-    ("gradient_checkpointing_kwargs", Rule::BuiltIn("blocks are always recomputed exactly")),
-    ("torch_empty_cache_steps", Rule::BuiltIn("the allocator needs no such calls")),
-    ("use_liger_kernel", Rule::BuiltIn("fused kernels are always used")),
-    ("average_tokens_across_devices", Rule::BuiltIn("the loss is the mean over all target tokens of a step")),
-    ("include_num_input_tokens_seen", Rule::BuiltIn("metrics.jsonl has the tokens")),
-    ("full_determinism", Rule::BuiltIn("a run on a CPU is deterministic; on a GPU set model.attn_deterministic")),
+    ("tf32", KeyRule::BuiltIn("matmuls of f32 are computed in f32")),
+    ("torch_compile", KeyRule::BuiltIn("there is nothing to compile")),
+    ("torch_compile_backend", KeyRule::BuiltIn("there is nothing to compile")),
+    ("torch_compile_mode", KeyRule::BuiltIn("there is nothing to compile")),
+    ("gradient_checkpointing_kwargs", KeyRule::BuiltIn("blocks are always recomputed exactly")),
+    ("torch_empty_cache_steps", KeyRule::BuiltIn("the allocator needs no such calls")),
+    ("use_liger_kernel", KeyRule::BuiltIn("fused kernels are always used")),
+    ("average_tokens_across_devices", KeyRule::BuiltIn("the loss is the mean over all target tokens of a step")),
+    ("include_num_input_tokens_seen", KeyRule::BuiltIn("metrics.jsonl has the tokens")),
+    ("full_determinism", KeyRule::BuiltIn("a run on a CPU is deterministic; on a GPU set model.attn_deterministic")),
     // Ranks.
-    ("deepspeed", Rule::By(super::zero::deepspeed)),
-    ("fsdp", Rule::By(super::zero::fsdp)),
-    ("fsdp_config", Rule::By(super::zero::fsdp_config)),
-    ("ddp_timeout", Rule::To("ddp_timeout")),
-    ("ddp_find_unused_parameters", Rule::BuiltIn("gradients are reduced unit by unit")),
-    ("ddp_bucket_cap_mb", Rule::BuiltIn("gradients are reduced unit by unit")),
-    ("ddp_broadcast_buffers", Rule::BuiltIn("there are no buffers")),
-    ("local_rank", Rule::BuiltIn(LAUNCHER)),
-    ("world_size", Rule::BuiltIn(LAUNCHER)),
+    ("deepspeed", KeyRule::By(super::zero::deepspeed)),
+    ("fsdp", KeyRule::By(super::zero::fsdp)),
+    ("fsdp_config", KeyRule::By(super::zero::fsdp_config)),
+    ("ddp_timeout", KeyRule::To("ddp_timeout")),
+    ("ddp_find_unused_parameters", KeyRule::BuiltIn("gradients are reduced unit by unit")),
+    ("ddp_bucket_cap_mb", KeyRule::BuiltIn("gradients are reduced unit by unit")),
+    ("ddp_broadcast_buffers", KeyRule::BuiltIn("there are no buffers")),
+    ("local_rank", KeyRule::BuiltIn(LAUNCHER)),
+    ("world_size", KeyRule::BuiltIn(LAUNCHER)),
     // Evaluation, checkpoints and logs.
-    ("seed", Rule::By(seed)),
-    ("data_seed", Rule::To("data.seed")),
-    ("logging_steps", Rule::To("train_log_iter_interval")),
-    ("logging_first_step", Rule::BuiltIn("metrics.jsonl has every step")),
-    ("logging_strategy", Rule::BuiltIn("train_log_iter_interval decides")),
-    ("save_steps", Rule::Elsewhere),
-    ("save_strategy", Rule::Elsewhere),
-    ("saves_per_epoch", Rule::Elsewhere),
-    ("save_total_limit", Rule::Elsewhere),
-    ("save_only_model", Rule::Elsewhere),
-    ("resume_from_checkpoint", Rule::Elsewhere),
-    ("output_dir", Rule::Elsewhere),
-    ("save_safetensors", Rule::BuiltIn("weights are always safetensors")),
-    ("eval_steps", Rule::Elsewhere),
-    ("eval_strategy", Rule::Elsewhere),
-    ("evaluation_strategy", Rule::Elsewhere),
-    ("evals_per_epoch", Rule::Elsewhere),
-    ("eval_on_start", Rule::To("eval_on_start")),
-    ("load_best_model_at_end", Rule::By(best_model)),
-    ("metric_for_best_model", Rule::By(best_metric)),
-    ("greater_is_better", Rule::Elsewhere),
-    ("early_stopping_patience", Rule::Unless("early stopping is not supported")),
-    ("report_to", Rule::Elsewhere),
-    ("run_name", Rule::To("run_name")),
-    ("push_to_hub", Rule::Unless(HUB)),
-    ("hub_model_id", Rule::Nothing(HUB)),
-    ("hub_strategy", Rule::Nothing(HUB)),
-    ("hub_private_repo", Rule::Nothing(HUB)),
-    ("hub_token", Rule::Nothing("set the environment variable HF_TOKEN")),
-    ("overwrite_output_dir", Rule::BuiltIn("earlier results move to run.N and are not overwritten")),
-    ("do_train", Rule::BuiltIn("`trainer train` trains")),
-    ("do_eval", Rule::BuiltIn("evaluation data are evaluated")),
-    ("prediction_loss_only", Rule::BuiltIn("evaluation computes the loss")),
-    ("disable_tqdm", Rule::BuiltIn("a terminal shows a progress bar")),
+    ("seed", KeyRule::By(seed)),
+    ("data_seed", KeyRule::To("data.seed")),
+    ("logging_steps", KeyRule::To("train_log_iter_interval")),
+    ("logging_first_step", KeyRule::BuiltIn("metrics.jsonl has every step")),
+    ("logging_strategy", KeyRule::BuiltIn("train_log_iter_interval decides")),
+    ("save_steps", KeyRule::Elsewhere),
+    ("save_strategy", KeyRule::Elsewhere),
+    ("saves_per_epoch", KeyRule::Elsewhere),
+    ("save_total_limit", KeyRule::Elsewhere),
+    ("save_only_model", KeyRule::Elsewhere),
+    ("resume_from_checkpoint", KeyRule::Elsewhere),
+    ("output_dir", KeyRule::Elsewhere),
+    ("save_safetensors", KeyRule::BuiltIn("weights are always safetensors")),
+    ("eval_steps", KeyRule::Elsewhere),
+    ("eval_strategy", KeyRule::Elsewhere),
+    ("evaluation_strategy", KeyRule::Elsewhere),
+    ("evals_per_epoch", KeyRule::Elsewhere),
+    ("eval_on_start", KeyRule::To("eval_on_start")),
+    ("load_best_model_at_end", KeyRule::By(best_model)),
+    ("metric_for_best_model", KeyRule::By(best_metric)),
+    ("greater_is_better", KeyRule::Elsewhere),
+    ("early_stopping_patience", KeyRule::Unless("early stopping is not supported")),
+    ("report_to", KeyRule::Elsewhere),
+    ("run_name", KeyRule::To("run_name")),
+    ("push_to_hub", KeyRule::Unless(HUB)),
+    ("hub_model_id", KeyRule::Nothing(HUB)),
+    ("hub_strategy", KeyRule::Nothing(HUB)),
+    ("hub_private_repo", KeyRule::Nothing(HUB)),
+    ("hub_token", KeyRule::Nothing("set the environment variable HF_TOKEN")),
+    ("overwrite_output_dir", KeyRule::BuiltIn("earlier results move to run.N and are not overwritten")),
+    ("do_train", KeyRule::BuiltIn("`trainer train` trains")),
+    ("do_eval", KeyRule::BuiltIn("evaluation data are evaluated")),
+    ("prediction_loss_only", KeyRule::BuiltIn("evaluation computes the loss")),
+    ("disable_tqdm", KeyRule::BuiltIn("a terminal shows a progress bar")),
 ];
 
 /// Converts the number of optimizer steps.
-fn max_steps(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn max_steps(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.number() {
         Some(steps) if steps <= 0.0 => converter.built_in(item, "the epochs decide"),
         _ => converter.map(item, [("train_iters", item.scalar())]),
     }
 }
 
-fn seed(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn seed(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let seed = item.scalar();
     match converter.get("data_seed") {
         Some(_) => converter.map(item, [("seed", seed)]),
@@ -106,14 +106,14 @@ fn seed(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn betas(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn betas(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let beta = |key: &str, default: f64| converter.get(key).map_or(Json::from(default), |item| item.scalar());
     let betas = json!([beta("adam_beta1", 0.9), beta("adam_beta2", 0.999)]);
     converter.map(item, [("optimizer.betas", betas)]);
 }
 
 /// Converts a number of warm-up steps. transformers 5 takes a number below 1 as a fraction of the run.
-fn warmup_steps(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn warmup_steps(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let has_ratio = converter.get("warmup_ratio").and_then(|ratio| ratio.number()).is_some_and(|ratio| ratio > 0.0);
     match item.number() {
         _ if is_constant(converter) => converter.built_in(item, CONSTANT),
@@ -133,7 +133,7 @@ fn is_constant(converter: &Converter<'_>) -> bool {
     name("lr_scheduler").or_else(|| name("lr_scheduler_type")).as_deref() == Some("constant")
 }
 
-fn warmup_ratio(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn warmup_ratio(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let steps = converter.get("warmup_steps").and_then(|steps| steps.number());
     if is_constant(converter) {
         converter.built_in(item, CONSTANT);
@@ -145,7 +145,7 @@ fn warmup_ratio(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Converts the name of a schedule.
-pub(super) fn scheduler(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn scheduler(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     const SAME: [&str; 9] = [
         "constant",
         "constant_with_warmup",
@@ -163,7 +163,7 @@ pub(super) fn scheduler(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn scheduler_kwargs(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn scheduler_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     const KNOWN: [&str; 12] = [
         "num_cycles",
         "min_lr",
@@ -190,7 +190,7 @@ fn scheduler_kwargs(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Converts the optimizer's name.
-pub(super) fn optimizer(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn optimizer(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let name = item.text().unwrap_or_default();
     let same = ["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"];
     let in_8_bits = ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"];
@@ -208,7 +208,7 @@ pub(super) fn optimizer(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn best_model(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn best_model(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let note = "the best checkpoint is kept and run.json names it, but the export is that of the last step";
     match (item.flag(), converter.get("metric_for_best_model").is_some()) {
         (Some(false), _) => converter.built_in(item, "off"),
@@ -217,7 +217,7 @@ fn best_model(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn best_metric(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn best_metric(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     if !matches!(item.text(), Some("loss" | "eval_loss")) {
         converter.nothing(item, "metrics are `loss` and `TASK/METRIC` of eval.tasks");
         return;
@@ -229,8 +229,8 @@ fn best_metric(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Converts the dtype of `bf16`, `fp16` and their other names.
-pub(super) fn dtype(converter: &mut Converter<'_>, item: &Item<'_>) {
-    let is_bf16 = |item: &Item<'_>| item.flag() == Some(true) || matches!(item.text(), Some("auto" | "full"));
+pub(super) fn dtype(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    let is_bf16 = |item: &ForeignItem<'_>| item.flag() == Some(true) || matches!(item.text(), Some("auto" | "full"));
     let any_bf16 = ["bf16", "bfloat16"].iter().any(|key| converter.get(key).is_some_and(|item| is_bf16(&item)));
     let any_fp16 = ["fp16", "float16"].iter().any(|key| converter.is_on(key));
     let dtype = match (any_bf16, any_fp16) {
@@ -253,7 +253,7 @@ pub(super) fn dtype(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Converts activation checkpointing.
-pub(super) fn gradient_checkpointing(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn gradient_checkpointing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let key = "model.activation_checkpoint";
     match (item.flag(), item.text()) {
         (Some(true), _) => converter.map(item, [(key, "full".into())]),
@@ -282,7 +282,7 @@ pub(super) struct BatchKeys {
 /// Converts rows and accumulation. A packed row is a micro-batch, so several packed rows become more micro-batches.
 pub(super) fn batch(converter: &mut Converter<'_>, keys: BatchKeys, packs: bool) {
     let (micro, accumulation) = (converter.get(keys.micro), converter.get(keys.accumulation));
-    let of = |item: &Option<Item<'_>>, default| item.as_ref().map_or(Some(default), Item::whole);
+    let of = |item: &Option<ForeignItem<'_>>, default| item.as_ref().map_or(Some(default), ForeignItem::whole);
     let (Some(n_rows), Some(n_micro)) = (of(&micro, keys.default_micro), of(&accumulation, 1)) else {
         for item in [&micro, &accumulation].into_iter().flatten().filter(|item| item.whole().is_none()) {
             converter.fail(item, "a whole number");
@@ -320,7 +320,7 @@ pub(super) fn batch(converter: &mut Converter<'_>, keys: BatchKeys, packs: bool)
 }
 
 /// Converts a number of epochs, which may be a fraction in transformers.
-pub(super) fn epochs(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn epochs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let steps = converter.get("max_steps").and_then(|steps| steps.number()).unwrap_or(0.0);
     match item.number() {
         _ if steps > 0.0 => converter.built_in(item, "max_steps decides"),

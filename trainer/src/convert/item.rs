@@ -6,7 +6,7 @@ use crate::recipe::{RecipeLocation, RecipeNode, RecipeValue};
 
 /// A key with its value, in the file that is converted.
 #[derive(Clone, Debug)]
-pub(super) struct Item<'s> {
+pub(super) struct ForeignItem<'s> {
     /// Path of the key, such as `optimizer.lr`.
     pub(super) key: String,
     /// Location of the key.
@@ -15,19 +15,19 @@ pub(super) struct Item<'s> {
     pub(super) node: &'s RecipeNode,
 }
 
-impl<'s> Item<'s> {
+impl<'s> ForeignItem<'s> {
     /// Returns the entries of a map.
-    pub(super) fn entries(&self) -> Vec<Item<'s>> {
+    pub(super) fn entries(&self) -> Vec<ForeignItem<'s>> {
         let RecipeValue::Map(entries) = &self.node.value else { return Vec::new() };
         let at = |key: &str| if self.key.is_empty() { key.to_owned() } else { format!("{}.{key}", self.key) };
-        entries.iter().map(|entry| Item { key: at(&entry.key), place: entry.place, node: &entry.node }).collect()
+        entries.iter().map(|entry| ForeignItem { key: at(&entry.key), place: entry.place, node: &entry.node }).collect()
     }
 
     /// Returns the items of a list. A single value is a list of one.
-    pub(super) fn items(&self) -> Vec<Item<'s>> {
+    pub(super) fn items(&self) -> Vec<ForeignItem<'s>> {
         match &self.node.value {
             RecipeValue::List(items) => {
-                let item = |(idx, node): (usize, &'s RecipeNode)| Item {
+                let item = |(idx, node): (usize, &'s RecipeNode)| ForeignItem {
                     key: format!("{}.{idx}", self.key),
                     place: node.place,
                     node,
@@ -39,7 +39,7 @@ impl<'s> Item<'s> {
     }
 
     /// Returns the value of a key of this map, unless it is null.
-    pub(super) fn get(&self, key: &str) -> Option<Item<'s>> {
+    pub(super) fn get(&self, key: &str) -> Option<ForeignItem<'s>> {
         let found = self.entries().into_iter().find(|entry| entry.name() == key)?;
         (!found.is_null()).then_some(found)
     }

@@ -1,6 +1,6 @@
 //! Conversion of training files of other toolkits into recipes, with a report.
 //!
-//! A dialect is a table of rules by key. A key that no rule reads is reported, so that none is lost. The recipe is parsed
+//! A format is a table of rules by key. A key that no rule reads is reported, so that none is lost. The recipe is parsed
 //! and resolved before it is returned, and errors have the line of the converted file.
 
 mod axolotl;
@@ -25,11 +25,11 @@ use crate::plan::{Environment, EnvironmentError, HubAccess, Plan, WorldInfo, is_
 use crate::recipe::{Fault, Loaded, RecipeError, RecipeLocation, RecipeNode, RecipeSource, parse_yaml};
 use converter::Converter;
 use draft::DraftText;
-pub use report::{ConversionReport, Finding, FindingKind};
+pub use report::{ConversionFinding, ConversionReport, FindingKind};
 
 /// A file format of another toolkit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Dialect {
+pub enum ForeignFormat {
     /// axolotl's YAML
     Axolotl,
     /// torchtune's YAML
@@ -44,7 +44,7 @@ pub enum Dialect {
 #[derive(Clone, Debug)]
 pub struct Conversion {
     /// The format of the file.
-    pub dialect: Dialect,
+    pub format: ForeignFormat,
     /// The recipe, in YAML with comments.
     pub recipe: String,
     /// The report.
@@ -55,7 +55,7 @@ pub struct Conversion {
     pub notes: Vec<String>,
 }
 
-impl Dialect {
+impl ForeignFormat {
     const ALL: [Self; 4] = [Self::Axolotl, Self::Torchtune, Self::LlamaFactory, Self::Picotron];
 
     /// Returns the toolkit's name.
@@ -80,7 +80,7 @@ impl Dialect {
 
     /// Returns the format with most of its marks in the file.
     fn detect(root: &RecipeNode) -> Option<Self> {
-        let n_marks = |dialect: &Self| dialect.marks().iter().filter(|mark| root.at(mark).is_some()).count();
+        let n_marks = |format: &Self| format.marks().iter().filter(|mark| root.at(mark).is_some()).count();
         let best = Self::ALL.into_iter().max_by_key(n_marks)?;
         let has_last = best.marks().last().is_some_and(|mark| root.at(mark).is_some());
         (has_last || n_marks(&best) >= 2).then_some(best)
@@ -100,7 +100,7 @@ impl Dialect {
 ///
 /// # Errors
 /// If the file is no YAML or JSON, if a value is wrong, or if the recipe does not resolve. Errors have lines of the file.
-pub fn convert(path: &Path, text: String, from: Option<Dialect>) -> Result<Conversion, RecipeError> {
+pub fn convert(path: &Path, text: String, from: Option<ForeignFormat>) -> Result<Conversion, RecipeError> {
     let parsed = parse_yaml(&text, 0);
     let source = Arc::new(RecipeSource { path: path.to_owned(), text, ..RecipeSource::default() });
     let fail = |faults: Vec<Fault>| RecipeError::new(Arc::clone(&source), faults);
@@ -108,11 +108,11 @@ pub fn convert(path: &Path, text: String, from: Option<Dialect>) -> Result<Conve
         let location = error.at.map(|(line, column)| RecipeLocation::File { file: 0, line, column, len: 0 });
         fail(vec![Fault::new(location, error.message)])
     })?;
-    let dialect = from.or_else(|| Dialect::detect(&root)).ok_or_else(|| fail(vec![unknown_format(&root)]))?;
-    let root = if dialect == Dialect::Torchtune { torchtune::interpolated(&root) } else { root };
+    let format = from.or_else(|| ForeignFormat::detect(&root)).ok_or_else(|| fail(vec![unknown_format(&root)]))?;
+    let root = if format == ForeignFormat::Torchtune { torchtune::interpolated(&root) } else { root };
     let folder = path.parent().unwrap_or(Path::new(""));
-    let mut converter = Converter::new(&root, dialect.toolkit(), folder);
-    dialect.apply(&mut converter);
+    let mut converter = Converter::new(&root, format.toolkit(), folder);
+    format.apply(&mut converter);
     converter.report_unread();
     if !converter.faults.is_empty() {
         return Err(fail(converter.faults));
@@ -120,14 +120,14 @@ pub fn convert(path: &Path, text: String, from: Option<Dialect>) -> Result<Conve
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let header = format!(
         "Converted from {name} ({}) by `trainer convert`. Comments mark values that differ from the file.",
-        dialect.toolkit()
+        format.toolkit()
     );
     let draft = converter.draft.write(&header);
     let notes = resolve(&draft, converter.n_ranks).map_err(|error| fail(in_source(&error, &draft)))?;
     let mut findings = converter.findings;
     findings.sort_by_key(|finding| finding.line.unwrap_or(usize::MAX));
     let report = ConversionReport { findings };
-    Ok(Conversion { dialect, recipe: draft.text, report, n_ranks: converter.n_ranks, notes })
+    Ok(Conversion { format, recipe: draft.text, report, n_ranks: converter.n_ranks, notes })
 }
 
 fn unknown_format(root: &RecipeNode) -> Fault {

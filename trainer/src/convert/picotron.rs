@@ -2,51 +2,51 @@
 
 use serde_json::{Value as Json, json};
 
-use super::converter::{Converter, Rule, Rules};
+use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys};
-use super::item::Item;
+use super::item::ForeignItem;
 
 const SHAPE: &str = "overrides config.json; the weights are random in any case";
 const VARIABLE: &str = "the environment of the command has it";
 
-const RULES: Rules = &[
-    ("distributed.tp_size", Rule::By(degree)),
-    ("distributed.cp_size", Rule::By(degree)),
-    ("distributed.pp_size", Rule::By(degree)),
-    ("distributed.dp_size", Rule::By(degree)),
-    ("distributed.pp_engine", Rule::By(engine)),
-    ("distributed.backend", Rule::By(backend)),
-    ("distributed.use_cpu", Rule::By(use_cpu)),
-    ("model.name", Rule::By(model)),
-    ("model.num_hidden_layers", Rule::By(shape)),
-    ("model.num_attention_heads", Rule::By(shape)),
-    ("model.num_key_value_heads", Rule::By(shape)),
-    ("model.dtype", Rule::By(dtype)),
-    ("model.use_flash_attention", Rule::BuiltIn("fused attention is the default")),
-    ("model.use_fused_adam", Rule::BuiltIn("AdamW is one pass over each flat buffer")),
-    ("training.seed", Rule::By(seed)),
-    ("training.learning_rate", Rule::To("optimizer.learning_rate")),
-    ("training.total_train_steps", Rule::By(steps)),
-    ("training.seq_length", Rule::By(length)),
-    ("training.micro_batch_size", Rule::Elsewhere),
-    ("training.gradient_accumulation_steps", Rule::Elsewhere),
-    ("training.num_samples", Rule::Elsewhere),
-    ("training.max_tokens", Rule::By(max_tokens)),
-    ("dataset.name", Rule::By(dataset)),
-    ("dataset.subset_name", Rule::Elsewhere),
-    ("dataset.split", Rule::Elsewhere),
-    ("dataset.num_workers", Rule::BuiltIn("each step builds its batch from memory-mapped tokens")),
-    ("dataset.num_proc", Rule::To("data.num_proc")),
-    ("checkpoint.save_dir", Rule::By(saving)),
-    ("checkpoint.save_frequency", Rule::Elsewhere),
-    ("checkpoint.load_path", Rule::Unless("a checkpoint of picotron cannot be resumed")),
-    ("logging.use_wandb", Rule::By(wandb)),
-    ("logging.project_name", Rule::Elsewhere),
-    ("logging.run_name", Rule::To("run_name")),
-    ("environment.OMP_NUM_THREADS", Rule::BuiltIn(VARIABLE)),
-    ("environment.TOKENIZERS_PARALLELISM", Rule::BuiltIn("data.num_proc sets the threads of the tokenizer")),
-    ("environment.FLASH_ATTEN", Rule::BuiltIn("fused attention is the default")),
-    ("environment.HF_TOKEN", Rule::Nothing("set the environment variable HF_TOKEN; a recipe has no secrets")),
+const RULES: KeyRules = &[
+    ("distributed.tp_size", KeyRule::By(degree)),
+    ("distributed.cp_size", KeyRule::By(degree)),
+    ("distributed.pp_size", KeyRule::By(degree)),
+    ("distributed.dp_size", KeyRule::By(degree)),
+    ("distributed.pp_engine", KeyRule::By(engine)),
+    ("distributed.backend", KeyRule::By(backend)),
+    ("distributed.use_cpu", KeyRule::By(use_cpu)),
+    ("model.name", KeyRule::By(model)),
+    ("model.num_hidden_layers", KeyRule::By(shape)),
+    ("model.num_attention_heads", KeyRule::By(shape)),
+    ("model.num_key_value_heads", KeyRule::By(shape)),
+    ("model.dtype", KeyRule::By(dtype)),
+    ("model.use_flash_attention", KeyRule::BuiltIn("fused attention is the default")),
+    ("model.use_fused_adam", KeyRule::BuiltIn("AdamW is one pass over each flat buffer")),
+    ("training.seed", KeyRule::By(seed)),
+    ("training.learning_rate", KeyRule::To("optimizer.learning_rate")),
+    ("training.total_train_steps", KeyRule::By(steps)),
+    ("training.seq_length", KeyRule::By(length)),
+    ("training.micro_batch_size", KeyRule::Elsewhere),
+    ("training.gradient_accumulation_steps", KeyRule::Elsewhere),
+    ("training.num_samples", KeyRule::Elsewhere),
+    ("training.max_tokens", KeyRule::By(max_tokens)),
+    ("dataset.name", KeyRule::By(dataset)),
+    ("dataset.subset_name", KeyRule::Elsewhere),
+    ("dataset.split", KeyRule::Elsewhere),
+    ("dataset.num_workers", KeyRule::BuiltIn("each step builds its batch from memory-mapped tokens")),
+    ("dataset.num_proc", KeyRule::To("data.num_proc")),
+    ("checkpoint.save_dir", KeyRule::By(saving)),
+    ("checkpoint.save_frequency", KeyRule::Elsewhere),
+    ("checkpoint.load_path", KeyRule::Unless("a checkpoint of picotron cannot be resumed")),
+    ("logging.use_wandb", KeyRule::By(wandb)),
+    ("logging.project_name", KeyRule::Elsewhere),
+    ("logging.run_name", KeyRule::To("run_name")),
+    ("environment.OMP_NUM_THREADS", KeyRule::BuiltIn(VARIABLE)),
+    ("environment.TOKENIZERS_PARALLELISM", KeyRule::BuiltIn("data.num_proc sets the threads of the tokenizer")),
+    ("environment.FLASH_ATTEN", KeyRule::BuiltIn("fused attention is the default")),
+    ("environment.HF_TOKEN", KeyRule::Nothing("set the environment variable HF_TOKEN; a recipe has no secrets")),
 ];
 
 /// Converts a file.
@@ -63,7 +63,7 @@ pub(super) fn convert(converter: &mut Converter<'_>) {
     converter.default("(no clipping)", "gradient_clipping", 0.into());
 }
 
-fn degree(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
     converter.n_ranks *= n as usize;
     match item.name() {
@@ -74,14 +74,14 @@ fn degree(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn engine(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn engine(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
         Some(name @ ("1f1b" | "afab")) => converter.map(item, [("pipeline_schedule", name.into())]),
         _ => converter.fail(item, "1f1b or afab"),
     }
 }
 
-fn backend(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn backend(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
         Some("nccl") => converter.built_in(item, "ddp_backend: auto is NCCL on GPUs"),
         _ => {
@@ -90,7 +90,7 @@ fn backend(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn use_cpu(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn use_cpu(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(true) => converter.map(item, [("device", "cpu".into())]),
         _ => converter.map(item, [("device", "cuda".into())]),
@@ -98,18 +98,18 @@ fn use_cpu(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Converts the model's name, of which picotron reads the config alone.
-fn model(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn model(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let settings = [("model.type", "random-weight-hf".into()), ("model.name_or_path", item.json())];
     converter.map(item, settings);
 }
 
-fn shape(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn shape(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let path = format!("model.hf_config_kwargs.{}", item.name());
     converter.record(super::report::FindingKind::Mapped, item, vec![(&path, item.scalar())], SHAPE);
 }
 
 /// Converts the dtype. picotron computes in bf16 on GPUs that have it and in f32 on CPUs, whatever the key is.
-fn dtype(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn dtype(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match converter.is_on("distributed.use_cpu") {
         true => converter.change(item, [("model.dtype", "f32".into())], "picotron computes in f32 on a CPU"),
         false => {
@@ -123,7 +123,7 @@ fn dtype(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn seed(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn seed(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     converter.map(item, [("seed", item.scalar()), ("data.seed", item.scalar())]);
 }
 
@@ -137,7 +137,7 @@ fn steps_of_tokens(converter: &Converter<'_>) -> Option<u64> {
     Some(tokens.div_ceil((rows * of("training.seq_length", 1024)?).max(1)))
 }
 
-fn steps(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn steps(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let Some(steps) = item.whole() else { return converter.fail(item, "a number of steps") };
     match steps_of_tokens(converter).filter(|of_tokens| *of_tokens < steps) {
         Some(fewer) => {
@@ -147,7 +147,7 @@ fn steps(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn max_tokens(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn max_tokens(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match steps_of_tokens(converter) {
         Some(steps) if converter.get("training.total_train_steps").and_then(|total| total.whole()) <= Some(steps) => {
             converter.built_in(item, "training.total_train_steps ends the run earlier");
@@ -157,7 +157,7 @@ fn max_tokens(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn length(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn length(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let length = item.scalar();
     let settings = [("data.max_length", length.clone()), ("model.hf_config_kwargs.max_position_embeddings", length)];
     converter.map(item, settings);
@@ -165,11 +165,11 @@ fn length(converter: &mut Converter<'_>, item: &Item<'_>) {
 
 /// Converts the data set: rows of exactly `seq_length` tokens in the order of the data, in which documents attend to earlier
 /// ones.
-fn dataset(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn dataset(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let text = |key: &str| converter.get(key).and_then(|item| item.text().map(str::to_owned));
     let split = text("dataset.split").unwrap_or_else(|| "train".to_owned());
     let n_rows = converter.get("training.num_samples");
-    let split = match n_rows.as_ref().and_then(Item::whole).filter(|n| *n > 0) {
+    let split = match n_rows.as_ref().and_then(ForeignItem::whole).filter(|n| *n > 0) {
         Some(n) => format!("{split}[:{n}]"),
         None => split,
     };
@@ -192,7 +192,7 @@ fn dataset(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn saving(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn saving(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let folder = item.text().unwrap_or("ckpt").trim_end_matches('/').to_owned();
     let frequency = converter.get("checkpoint.save_frequency");
     let mut sharded = json!({"type": "sharded", "output_dir": format!("{folder}/checkpoints")});
@@ -209,7 +209,7 @@ fn saving(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn wandb(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn wandb(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let project = converter.get("logging.project_name");
     if item.flag() != Some(true) {
         converter.built_in(item, "off");

@@ -18,7 +18,7 @@ pub enum FindingKind {
 
 /// A key of the other toolkit and its place in the recipe.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Finding {
+pub struct ConversionFinding {
     /// The list of the report.
     #[serde(skip)]
     pub kind: FindingKind,
@@ -38,12 +38,12 @@ pub struct Finding {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ConversionReport {
     /// All findings, in the order of the file.
-    pub findings: Vec<Finding>,
+    pub findings: Vec<ConversionFinding>,
 }
 
 impl ConversionReport {
     /// Returns the findings of a list.
-    pub fn of(&self, kind: FindingKind) -> impl Iterator<Item = &Finding> {
+    pub fn of(&self, kind: FindingKind) -> impl Iterator<Item = &ConversionFinding> {
         self.findings.iter().filter(move |finding| finding.kind == kind)
     }
 
@@ -75,8 +75,8 @@ impl ConversionReport {
     }
 }
 
-fn line(finding: &Finding) -> String {
-    let Finding { key, line, value, recipe, note, .. } = finding;
+fn line(finding: &ConversionFinding) -> String {
+    let ConversionFinding { key, line, value, recipe, note, .. } = finding;
     let at = line.map_or_else(|| "default".to_owned(), |line| format!("line {line}"));
     let targets = recipe.iter().map(|(key, value)| format!("{key}: {}", short(value))).collect::<Vec<_>>().join(", ");
     let arrow = if targets.is_empty() { String::new() } else { format!("  ->  {targets}") };

@@ -3,18 +3,18 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::converter::Converter;
-use super::item::Item;
+use super::item::ForeignItem;
 use super::report::FindingKind;
 
 /// The interval between checkpoints.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Interval {
+pub(super) enum SaveInterval {
     Steps(Json),
     Epochs,
     Never,
 }
 
-impl Interval {
+impl SaveInterval {
     fn key(&self) -> Option<(&'static str, Json)> {
         match self {
             Self::Steps(steps) => Some(("save_every_n_steps", steps.clone())),
@@ -29,13 +29,14 @@ pub(super) struct SavingDefaults {
     /// Folder of the results.
     pub(super) output_dir: &'static str,
     /// Interval between checkpoints.
-    pub(super) interval: Interval,
+    pub(super) interval: SaveInterval,
 }
 
 /// Converts the folder of the results and the checkpoints in it.
 pub(super) fn checkpoints(converter: &mut Converter<'_>, defaults: SavingDefaults) {
     let output = converter.get("output_dir");
-    let folder = output.as_ref().and_then(Item::text).unwrap_or(defaults.output_dir).trim_end_matches('/').to_owned();
+    let folder =
+        output.as_ref().and_then(ForeignItem::text).unwrap_or(defaults.output_dir).trim_end_matches('/').to_owned();
     match &output {
         Some(item) => {
             let note =
@@ -59,7 +60,7 @@ pub(super) fn checkpoints(converter: &mut Converter<'_>, defaults: SavingDefault
     let saved = if only_model { &mut exported } else { &mut sharded };
     saved.extend(interval.key().map(|(key, value)| (key.to_owned(), value)));
     saved.extend(limit.as_ref().map(|limit| ("save_total_limit".to_owned(), limit.scalar())));
-    let list = match only_model || (interval == Interval::Never && !resumes) {
+    let list = match only_model || (interval == SaveInterval::Never && !resumes) {
         true => vec![Json::Object(exported)],
         false => vec![Json::Object(sharded), Json::Object(exported)],
     };
@@ -69,7 +70,7 @@ pub(super) fn checkpoints(converter: &mut Converter<'_>, defaults: SavingDefault
 /// Reports the keys of checkpoints with the resulting list.
 fn report(converter: &mut Converter<'_>, list: Json) {
     let keys = ["save_steps", "saves_per_epoch", "save_strategy", "save_total_limit", "save_only_model"];
-    let found: Vec<Item<'_>> = keys.iter().filter_map(|key| converter.get(key)).collect();
+    let found: Vec<ForeignItem<'_>> = keys.iter().filter_map(|key| converter.get(key)).collect();
     if found.is_empty() {
         converter.default("save_strategy", "checkpoint", list.clone());
     }
@@ -83,7 +84,7 @@ fn report(converter: &mut Converter<'_>, list: Json) {
 }
 
 /// Returns the difference of a key of checkpoints.
-fn saving_note(item: &Item<'_>) -> Option<&'static str> {
+fn saving_note(item: &ForeignItem<'_>) -> Option<&'static str> {
     match (item.name(), item.number(), item.text()) {
         ("save_steps", Some(steps), _) if steps < 1.0 => {
             Some("a fraction of the run is not supported; checkpoints follow each epoch")
@@ -98,17 +99,17 @@ fn saving_note(item: &Item<'_>) -> Option<&'static str> {
     }
 }
 
-fn interval(converter: &Converter<'_>, default: &Interval) -> Interval {
+fn interval(converter: &Converter<'_>, default: &SaveInterval) -> SaveInterval {
     let strategy = converter.get("save_strategy").and_then(|item| item.text().map(str::to_owned));
     // YAML 1.1 reads `no` as false.
     let is_off = converter.get("save_strategy").and_then(|item| item.flag()) == Some(false);
     let steps = converter.get("save_steps").and_then(|item| item.number());
     match (strategy.as_deref(), steps) {
-        _ if is_off => Interval::Never,
-        (Some("epoch" | "best"), _) => Interval::Epochs,
-        (_, Some(steps)) if steps >= 1.0 => Interval::Steps(Json::from(steps as u64)),
-        (_, Some(_)) => Interval::Epochs,
-        (None, None) if converter.get("saves_per_epoch").is_some() => Interval::Epochs,
+        _ if is_off => SaveInterval::Never,
+        (Some("epoch" | "best"), _) => SaveInterval::Epochs,
+        (_, Some(steps)) if steps >= 1.0 => SaveInterval::Steps(Json::from(steps as u64)),
+        (_, Some(_)) => SaveInterval::Epochs,
+        (None, None) if converter.get("saves_per_epoch").is_some() => SaveInterval::Epochs,
         _ => default.clone(),
     }
 }
@@ -167,7 +168,7 @@ pub(super) fn trackers(converter: &mut Converter<'_>) {
         }
     };
     let report_to = converter.get("report_to");
-    let asked = report_to.as_ref().and_then(Item::texts).unwrap_or_default();
+    let asked = report_to.as_ref().and_then(ForeignItem::texts).unwrap_or_default();
     asked.iter().filter(|name| KNOWN.contains(&name.as_str())).for_each(|name| add(name));
     let switches = [("use_tensorboard", "tensorboard"), ("use_wandb", "wandb"), ("use_mlflow", "mlflow")];
     let on: Vec<_> = switches.iter().filter(|(key, _)| converter.is_on(key)).collect();

@@ -3,14 +3,14 @@
 use serde_json::Value as Json;
 
 use super::converter::Converter;
-use super::item::Item;
+use super::item::ForeignItem;
 
 const STAGE: &str = "deepspeed.zero_optimization.stage";
 const OFFLOAD_OPTIMIZER: &str = "deepspeed.zero_optimization.offload_optimizer";
 const OFFLOAD_PARAM: &str = "deepspeed.zero_optimization.offload_param";
 
 /// Converts the path of a DeepSpeed config, or the config itself.
-pub(super) fn deepspeed(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn deepspeed(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let Some(path) = item.text() else {
         let config = item.json();
         return apply(converter, item, &config, "of the map");
@@ -33,7 +33,7 @@ pub(super) fn deepspeed(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Applies the stage and the offloading of a DeepSpeed config. The recipe's own keys replace batch, dtype and optimizer.
-fn apply(converter: &mut Converter<'_>, item: &Item<'_>, config: &Json, origin: &str) {
+fn apply(converter: &mut Converter<'_>, item: &ForeignItem<'_>, config: &Json, origin: &str) {
     let zero = &config["zero_optimization"];
     let mut settings = Vec::new();
     if let Some(stage) = zero["stage"].as_u64() {
@@ -60,7 +60,7 @@ fn stage_of_name(path: &str) -> Option<u64> {
 }
 
 /// Converts `fsdp` with `fsdp_config`.
-pub(super) fn fsdp(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn fsdp(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let words = item.texts().unwrap_or_default();
     let config = converter.get("fsdp_config");
     let words = if item.is_section() { Vec::new() } else { words };
@@ -88,7 +88,7 @@ pub(super) fn fsdp(converter: &mut Converter<'_>, item: &Item<'_>) {
 }
 
 /// Converts `fsdp_config` of a file without `fsdp`.
-pub(super) fn fsdp_config(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn fsdp_config(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     if converter.get("fsdp").is_none() {
         fsdp(converter, item);
     }

@@ -3,18 +3,18 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use trainer::convert::{Conversion, Dialect, FindingKind, convert};
+use trainer::convert::{Conversion, FindingKind, ForeignFormat, convert};
 use trainer::recipe::{RecipeError, RecipeLocation};
 
-const FILES: [(&str, Dialect); 8] = [
-    ("axolotl_qlora.yml", Dialect::Axolotl),
-    ("axolotl_full.yml", Dialect::Axolotl),
-    ("axolotl_text.yml", Dialect::Axolotl),
-    ("torchtune_lora.yaml", Dialect::Torchtune),
-    ("torchtune_full.yaml", Dialect::Torchtune),
-    ("llama_factory_lora.yaml", Dialect::LlamaFactory),
-    ("llama_factory_pretrain.yaml", Dialect::LlamaFactory),
-    ("picotron.json", Dialect::Picotron),
+const FILES: [(&str, ForeignFormat); 8] = [
+    ("axolotl_qlora.yml", ForeignFormat::Axolotl),
+    ("axolotl_full.yml", ForeignFormat::Axolotl),
+    ("axolotl_text.yml", ForeignFormat::Axolotl),
+    ("torchtune_lora.yaml", ForeignFormat::Torchtune),
+    ("torchtune_full.yaml", ForeignFormat::Torchtune),
+    ("llama_factory_lora.yaml", ForeignFormat::LlamaFactory),
+    ("llama_factory_pretrain.yaml", ForeignFormat::LlamaFactory),
+    ("picotron.json", ForeignFormat::Picotron),
 ];
 
 /// The folder of the files, from the folder of the crate.
@@ -28,7 +28,7 @@ fn convert_file(name: &str) -> Conversion {
     convert(&path, text, None).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-fn convert_text(text: &str, from: Option<Dialect>) -> Result<Conversion, RecipeError> {
+fn convert_text(text: &str, from: Option<ForeignFormat>) -> Result<Conversion, RecipeError> {
     convert(Path::new("file.yaml"), text.to_owned(), from)
 }
 
@@ -38,9 +38,9 @@ fn recipe(conversion: &Conversion) -> Value {
 
 #[test]
 fn files_give_the_values_that_they_have_in_their_toolkits() {
-    for (name, dialect) in FILES {
+    for (name, format) in FILES {
         let conversion = convert_file(name);
-        assert_eq!(conversion.dialect, dialect, "{name}");
+        assert_eq!(conversion.format, format, "{name}");
         let expected = folder().join("expected").join(name).with_extension("json");
         let expected: Value = serde_json::from_slice(&std::fs::read(expected).unwrap()).unwrap();
         same(name, &recipe(&conversion), &expected["recipe"]);
@@ -162,7 +162,8 @@ fn a_wrong_value_is_an_error_at_its_line_in_the_converted_file() {
 fn a_file_of_no_known_format_is_refused_unless_the_format_is_given() {
     refused("a: 1\n", 1, &["no known format", "--from"]);
     refused("model: {name_or_path: a}\ndata: {sources: [b]}\n", 1, &["a recipe already"]);
-    let conversion = convert_text("base_model: a/b\ndatasets: [{path: c.jsonl}]\n", Some(Dialect::Axolotl)).unwrap();
+    let conversion =
+        convert_text("base_model: a/b\ndatasets: [{path: c.jsonl}]\n", Some(ForeignFormat::Axolotl)).unwrap();
     assert_eq!(recipe(&conversion)["model"]["name_or_path"], "a/b");
 }
 
@@ -180,4 +181,41 @@ fn values_in_the_forms_of_pythons_yaml_are_read() {
 fn two_keys_with_different_values_for_one_setting_are_refused() {
     let text = format!("{AXOLOTL}dataset_processes: 2\ndataset_num_proc: 3\n");
     refused(&text, 6, &["dataset_num_proc and dataset_processes", "data.num_proc"]);
+}
+
+/// Runs `trainer convert` in a folder. Returns the exit code, stdout and stderr.
+fn run(folder: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.arg("convert").args(arguments).current_dir(folder).env("HF_HUB_OFFLINE", "1").env_remove("RUST_BACKTRACE");
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn the_command_writes_a_recipe_that_checks_and_overwrites_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("a.yml"), format!("{AXOLOTL}my_key: 1\n")).unwrap();
+    let (code, recipe, report) = run(folder.path(), &["a.yml"]);
+    assert_eq!(code, Some(0), "{report}");
+    assert!(
+        recipe.contains("name_or_path: a/b") && report.contains("No counterpart (1)\n  line 5    my_key: 1"),
+        "{report}"
+    );
+    let (code, report, _) = run(folder.path(), &["a.yml", "-o", "r.yaml"]);
+    assert!(code == Some(0) && report.contains("next: trainer check r.yaml"), "{report}");
+    assert_eq!(std::fs::read_to_string(folder.path().join("r.yaml")).unwrap(), recipe);
+    let (code, _, error) = run(folder.path(), &["a.yml", "-o", "r.yaml"]);
+    assert!(code == Some(2) && error.contains("the file exists"), "{error}");
+    let (code, report, _) = run(folder.path(), &["a.yml", "--from", "axolotl", "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!((code, &report["format"], &report["recipe"]), (Some(0), &json!("axolotl"), &json!(recipe)));
+    assert_eq!(
+        (&report["no_counterpart"][0]["key"], &report["no_counterpart"][0]["line"]),
+        (&json!("my_key"), &json!(5))
+    );
+    let (code, _, error) = run(folder.path(), &["missing.yml"]);
+    assert!(code == Some(2) && error.contains("failed to read missing.yml"), "{error}");
+    let (code, _, error) = run(folder.path(), &["a.yml", "--from", "picotron"]);
+    assert!(code == Some(2) && error.contains("model.name_or_path"), "{error}");
 }

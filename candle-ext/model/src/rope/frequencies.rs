@@ -135,7 +135,7 @@ mod tests {
     use super::*;
     use crate::Config;
 
-    /// Frequencies are f32: pow and the products after it round a few times, by 6e-8 each.
+    /// Frequencies are f32: pow and the operations after it round a few times, by 6e-8 each.
     #[test]
     fn frequencies_and_attention_factors_are_those_of_transformers() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/rope.json");

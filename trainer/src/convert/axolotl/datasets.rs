@@ -3,7 +3,7 @@
 use serde_json::{Map, Value as Json, json};
 
 use crate::convert::converter::Converter;
-use crate::convert::item::Item;
+use crate::convert::item::ForeignItem;
 use crate::convert::report::FindingKind;
 
 /// Names of loaders of `datasets`, whose files are in `data_files`.
@@ -16,7 +16,7 @@ enum RowsKind {
     Text,
 }
 
-pub(super) fn training(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn training(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let kinds: Vec<RowsKind> = item.items().iter().map(kind).collect();
     let Some(first) = kinds.first().copied() else { return converter.fail(item, "at least one data set") };
     if kinds.iter().any(|kind| *kind != first) {
@@ -26,22 +26,22 @@ pub(super) fn training(converter: &mut Converter<'_>, item: &Item<'_>) {
     sources(converter, item, "data.sources", ("type", run));
 }
 
-pub(super) fn evaluation(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn evaluation(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let run = if is_text(converter) { "causal" } else { "sft" };
     sources(converter, item, "data.eval_sources", ("type", run));
 }
 
 /// Returns true if the run trains on plain text.
 pub(super) fn is_text(converter: &Converter<'_>) -> bool {
-    let has_text = |sets: Item<'_>| sets.items().iter().any(|set| kind(set) == RowsKind::Text);
+    let has_text = |sets: ForeignItem<'_>| sets.items().iter().any(|set| kind(set) == RowsKind::Text);
     converter.get("pretraining_dataset").is_some() || converter.get("datasets").is_some_and(has_text)
 }
 
-pub(super) fn pretraining(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn pretraining(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     sources(converter, item, "data.sources", ("type", "causal"));
 }
 
-fn kind(set: &Item<'_>) -> RowsKind {
+fn kind(set: &ForeignItem<'_>) -> RowsKind {
     match set.get("type").and_then(|kind| kind.text().map(str::to_owned)).as_deref() {
         Some("completion" | "pretrain") => RowsKind::Text,
         _ => RowsKind::Conversations,
@@ -49,7 +49,7 @@ fn kind(set: &Item<'_>) -> RowsKind {
 }
 
 /// Converts a list of data sets. Each set becomes a source, and each of its keys a finding.
-fn sources(converter: &mut Converter<'_>, item: &Item<'_>, path: &str, run: (&str, &str)) {
+fn sources(converter: &mut Converter<'_>, item: &ForeignItem<'_>, path: &str, run: (&str, &str)) {
     let mut list = Vec::new();
     let mut findings = Vec::new();
     for set in item.items() {
@@ -103,7 +103,7 @@ impl Source {
 }
 
 /// Converts a key of a data set.
-fn key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+fn key(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let mapped = |note: &str| (FindingKind::Mapped, note.to_owned());
     match entry.name() {
         "path" => path(source, set, entry),
@@ -132,7 +132,7 @@ fn key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, S
 }
 
 /// Converts a key of a data set of conversations.
-fn message_key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+fn message_key(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let mapped = |note: &str| (FindingKind::Mapped, note.to_owned());
     let changed = |note: &str| (FindingKind::Changed, note.to_owned());
     let nothing = |note: &str| (FindingKind::NoCounterpart, note.to_owned());
@@ -166,7 +166,7 @@ fn message_key(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (Findin
 }
 
 /// Converts the path. A folder, a file and a Hub id stay; `json` with files are these files.
-fn path(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+fn path(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let name = entry.text().unwrap_or_default();
     if LOADERS.contains(&name) && set.get("data_files").is_some() {
         return (FindingKind::Mapped, "data_files has the files".to_owned());
@@ -182,7 +182,7 @@ fn path(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, 
     }
 }
 
-fn data_files(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+fn data_files(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let path = set.get("path").and_then(|path| path.text().map(str::to_owned)).unwrap_or_default();
     let files = entry.texts().unwrap_or_default();
     let is_loader = LOADERS.contains(&path.as_str());
@@ -198,7 +198,7 @@ fn data_files(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (Finding
 }
 
 /// Converts the type of a data set, which is a prompt strategy.
-fn rows_type(source: &mut Source, entry: &Item<'_>) -> (FindingKind, String) {
+fn rows_type(source: &mut Source, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let mapped = |note: &str| (FindingKind::Mapped, note.to_owned());
     if entry.is_section() {
         return user_defined(source, entry);
@@ -228,7 +228,7 @@ fn rows_type(source: &mut Source, entry: &Item<'_>) -> (FindingKind, String) {
 }
 
 /// Converts a prompt that the file defines: its columns become roles.
-fn user_defined(source: &mut Source, entry: &Item<'_>) -> (FindingKind, String) {
+fn user_defined(source: &mut Source, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let column = |key: &str| entry.get(key).and_then(|item| item.text().map(str::to_owned));
     let mut roles = Map::new();
     for (role, key) in [("system", "field_system"), ("user", "field_instruction"), ("assistant", "field_output")] {
@@ -247,7 +247,7 @@ fn user_defined(source: &mut Source, entry: &Item<'_>) -> (FindingKind, String) 
 }
 
 /// Converts the keys that name roles and contents of messages.
-fn roles(source: &mut Source, set: &Item<'_>) {
+fn roles(source: &mut Source, set: &ForeignItem<'_>) {
     let text = |key: &str| set.get(key).and_then(|item| item.text().map(str::to_owned));
     let property = |name: &str| {
         let mapping = set.get("message_property_mappings")?;
@@ -284,7 +284,7 @@ fn roles(source: &mut Source, set: &Item<'_>) {
 }
 
 /// Converts shards. Shard i of n has every n-th row; a slice has as many rows, other ones.
-fn shard(source: &mut Source, set: &Item<'_>, entry: &Item<'_>) -> (FindingKind, String) {
+fn shard(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'_>) -> (FindingKind, String) {
     let Some(n) = entry.whole().filter(|n| *n > 0) else {
         return (FindingKind::NoCounterpart, "expected a number of shards".to_owned());
     };

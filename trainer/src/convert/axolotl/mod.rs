@@ -7,11 +7,11 @@ mod ranks;
 
 use serde_json::{Value as Json, json};
 
-use super::converter::{Converter, Rule, Rules};
+use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys};
-use super::item::Item;
+use super::item::ForeignItem;
 use super::report::FindingKind;
-use super::saving::{self, Interval, SavingDefaults};
+use super::saving::{self, SaveInterval, SavingDefaults};
 use model::{KERNELS, RESIZE};
 
 const CONFIG: &str = "config.json and tokenizer.json have the type";
@@ -19,162 +19,168 @@ const PACKING: &str = "packing needs no such parameter";
 const TEMPLATE: &str = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
 const EXPERTS: &str = "experts are always one matrix multiplication per projection";
 
-const RULES: Rules = &[
+const RULES: KeyRules = &[
     // Model.
-    ("base_model", Rule::To("model.name_or_path")),
-    ("revision_of_model", Rule::To("model.revision")),
-    ("base_model_config", Rule::By(model::base_model_config)),
-    ("overrides_of_model_config", Rule::By(model::overrides)),
-    ("rope_scaling", Rule::By(model::rope_scaling)),
-    ("tokenizer_config", Rule::To("tokenizer.name_or_path")),
-    ("model_type", Rule::BuiltIn(CONFIG)),
-    ("cls_model_config", Rule::BuiltIn(CONFIG)),
-    ("tokenizer_type", Rule::BuiltIn(CONFIG)),
-    ("tokenizer_use_fast", Rule::BuiltIn(CONFIG)),
-    ("tokenizer_legacy", Rule::BuiltIn(CONFIG)),
-    ("is_llama_derived_model", Rule::BuiltIn(CONFIG)),
-    ("is_mistral_derived_model", Rule::BuiltIn(CONFIG)),
-    ("is_qwen_derived_model", Rule::BuiltIn(CONFIG)),
-    ("trust_remote_code", Rule::BuiltIn("a model's code is never executed")),
-    ("bf16", Rule::By(hugging_face::dtype)),
-    ("bfloat16", Rule::By(hugging_face::dtype)),
-    ("fp16", Rule::By(hugging_face::dtype)),
-    ("float16", Rule::By(hugging_face::dtype)),
-    ("fp8", Rule::By(model::fp8)),
-    ("fp8_enable_fsdp_float8_all_gather", Rule::By(model::fp8_gather)),
-    ("special_tokens", Rule::By(model::special_tokens)),
-    ("tokens", Rule::Nothing(RESIZE)),
-    ("added_tokens_overrides", Rule::Nothing(RESIZE)),
-    ("resize_token_embeddings_to_32x", Rule::Unless(RESIZE)),
-    ("shrink_embeddings", Rule::Unless(RESIZE)),
-    ("embeddings_skip_upcast", Rule::BuiltIn("the embedding has model.dtype")),
-    ("unfrozen_parameters", Rule::Nothing("freezing by pattern is not supported; model.peft_config trains an adapter")),
-    ("attn_implementation", Rule::By(model::attention)),
-    ("eager_attention", Rule::By(model::eager)),
-    ("flash_attention", Rule::BuiltIn("fused attention is the default")),
-    ("sdp_attention", Rule::BuiltIn("fused attention is the default")),
-    ("xformers_attention", Rule::BuiltIn("fused attention is the default")),
-    ("flex_attention", Rule::BuiltIn("fused attention is the default")),
-    ("sage_attention", Rule::BuiltIn("fused attention is the default")),
-    ("flash_attn_cross_entropy", Rule::BuiltIn(KERNELS)),
-    ("flash_attn_rms_norm", Rule::BuiltIn(KERNELS)),
-    ("flash_attn_fuse_mlp", Rule::BuiltIn(KERNELS)),
-    ("flash_attn_fuse_qkv", Rule::BuiltIn(KERNELS)),
-    ("use_kernels", Rule::BuiltIn(KERNELS)),
-    ("experts_implementation", Rule::BuiltIn(EXPERTS)),
-    ("chunked_cross_entropy", Rule::BuiltIn("the loss is always computed in chunks")),
-    ("chunked_cross_entropy_num_chunks", Rule::BuiltIn("the size of chunks follows from the memory")),
-    ("cut_cross_entropy", Rule::BuiltIn("the loss is always computed in chunks")),
-    ("liger_rope", Rule::BuiltIn(KERNELS)),
-    ("liger_rms_norm", Rule::BuiltIn(KERNELS)),
-    ("liger_glu_activation", Rule::BuiltIn(KERNELS)),
-    ("liger_layer_norm", Rule::BuiltIn(KERNELS)),
-    ("liger_cross_entropy", Rule::BuiltIn(KERNELS)),
-    ("liger_fused_linear_cross_entropy", Rule::BuiltIn(KERNELS)),
-    ("plugins", Rule::By(model::plugins)),
-    ("gradient_checkpointing", Rule::By(hugging_face::gradient_checkpointing)),
-    ("activation_offloading", Rule::By(model::activation_offloading)),
-    ("selective_checkpointing", Rule::By(model::selective)),
-    ("tiled_mlp", Rule::To("tiled_mlp_compute")),
-    ("tiled_mlp_num_shards", Rule::BuiltIn("tiles have about hidden_size tokens")),
+    ("base_model", KeyRule::To("model.name_or_path")),
+    ("revision_of_model", KeyRule::To("model.revision")),
+    ("base_model_config", KeyRule::By(model::base_model_config)),
+    ("overrides_of_model_config", KeyRule::By(model::overrides)),
+    ("rope_scaling", KeyRule::By(model::rope_scaling)),
+    ("tokenizer_config", KeyRule::To("tokenizer.name_or_path")),
+    ("model_type", KeyRule::BuiltIn(CONFIG)),
+    ("cls_model_config", KeyRule::BuiltIn(CONFIG)),
+    ("tokenizer_type", KeyRule::BuiltIn(CONFIG)),
+    ("tokenizer_use_fast", KeyRule::BuiltIn(CONFIG)),
+    ("tokenizer_legacy", KeyRule::BuiltIn(CONFIG)),
+    ("is_llama_derived_model", KeyRule::BuiltIn(CONFIG)),
+    ("is_mistral_derived_model", KeyRule::BuiltIn(CONFIG)),
+    ("is_qwen_derived_model", KeyRule::BuiltIn(CONFIG)),
+    ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
+    ("bf16", KeyRule::By(hugging_face::dtype)),
+    ("bfloat16", KeyRule::By(hugging_face::dtype)),
+    ("fp16", KeyRule::By(hugging_face::dtype)),
+    ("float16", KeyRule::By(hugging_face::dtype)),
+    ("fp8", KeyRule::By(model::fp8)),
+    ("fp8_enable_fsdp_float8_all_gather", KeyRule::By(model::fp8_gather)),
+    ("special_tokens", KeyRule::By(model::special_tokens)),
+    ("tokens", KeyRule::Nothing(RESIZE)),
+    ("added_tokens_overrides", KeyRule::Nothing(RESIZE)),
+    ("resize_token_embeddings_to_32x", KeyRule::Unless(RESIZE)),
+    ("shrink_embeddings", KeyRule::Unless(RESIZE)),
+    ("embeddings_skip_upcast", KeyRule::BuiltIn("the embedding has model.dtype")),
+    (
+        "unfrozen_parameters",
+        KeyRule::Nothing("freezing by pattern is not supported; model.peft_config trains an adapter"),
+    ),
+    ("attn_implementation", KeyRule::By(model::attention)),
+    ("eager_attention", KeyRule::By(model::eager)),
+    ("flash_attention", KeyRule::BuiltIn("fused attention is the default")),
+    ("sdp_attention", KeyRule::BuiltIn("fused attention is the default")),
+    ("xformers_attention", KeyRule::BuiltIn("fused attention is the default")),
+    ("flex_attention", KeyRule::BuiltIn("fused attention is the default")),
+    ("sage_attention", KeyRule::BuiltIn("fused attention is the default")),
+    ("flash_attn_cross_entropy", KeyRule::BuiltIn(KERNELS)),
+    ("flash_attn_rms_norm", KeyRule::BuiltIn(KERNELS)),
+    ("flash_attn_fuse_mlp", KeyRule::BuiltIn(KERNELS)),
+    ("flash_attn_fuse_qkv", KeyRule::BuiltIn(KERNELS)),
+    ("use_kernels", KeyRule::BuiltIn(KERNELS)),
+    ("experts_implementation", KeyRule::BuiltIn(EXPERTS)),
+    ("chunked_cross_entropy", KeyRule::BuiltIn("the loss is always computed in chunks")),
+    ("chunked_cross_entropy_num_chunks", KeyRule::BuiltIn("the size of chunks follows from the memory")),
+    ("cut_cross_entropy", KeyRule::BuiltIn("the loss is always computed in chunks")),
+    ("liger_rope", KeyRule::BuiltIn(KERNELS)),
+    ("liger_rms_norm", KeyRule::BuiltIn(KERNELS)),
+    ("liger_glu_activation", KeyRule::BuiltIn(KERNELS)),
+    ("liger_layer_norm", KeyRule::BuiltIn(KERNELS)),
+    ("liger_cross_entropy", KeyRule::BuiltIn(KERNELS)),
+    ("liger_fused_linear_cross_entropy", KeyRule::BuiltIn(KERNELS)),
+    ("plugins", KeyRule::By(model::plugins)),
+    ("gradient_checkpointing", KeyRule::By(hugging_face::gradient_checkpointing)),
+    ("activation_offloading", KeyRule::By(model::activation_offloading)),
+    ("selective_checkpointing", KeyRule::By(model::selective)),
+    ("tiled_mlp", KeyRule::To("tiled_mlp_compute")),
+    ("tiled_mlp_num_shards", KeyRule::BuiltIn("tiles have about hidden_size tokens")),
     // Data.
-    ("datasets", Rule::By(datasets::training)),
-    ("test_datasets", Rule::By(datasets::evaluation)),
-    ("pretraining_dataset", Rule::By(datasets::pretraining)),
-    ("streaming", Rule::Unless("data are tokenized once and read from the cache")),
-    ("val_set_size", Rule::By(val_set_size)),
-    ("dataset_prepared_path", Rule::To("data.cache_dir")),
-    ("dataset_processes", Rule::To("data.num_proc")),
-    ("dataset_num_proc", Rule::To("data.num_proc")),
-    ("dataset_keep_in_memory", Rule::BuiltIn("tokens are memory-mapped")),
-    ("dataset_exact_deduplication", Rule::Unless("rows are not deduplicated")),
+    ("datasets", KeyRule::By(datasets::training)),
+    ("test_datasets", KeyRule::By(datasets::evaluation)),
+    ("pretraining_dataset", KeyRule::By(datasets::pretraining)),
+    ("streaming", KeyRule::Unless("data are tokenized once and read from the cache")),
+    ("val_set_size", KeyRule::By(val_set_size)),
+    ("dataset_prepared_path", KeyRule::To("data.cache_dir")),
+    ("dataset_processes", KeyRule::To("data.num_proc")),
+    ("dataset_num_proc", KeyRule::To("data.num_proc")),
+    ("dataset_keep_in_memory", KeyRule::BuiltIn("tokens are memory-mapped")),
+    ("dataset_exact_deduplication", KeyRule::Unless("rows are not deduplicated")),
     (
         "shuffle_merged_datasets",
-        Rule::BuiltIn("every epoch has an order of its own; data.order: sequential keeps the order"),
+        KeyRule::BuiltIn("every epoch has an order of its own; data.order: sequential keeps the order"),
     ),
-    ("shuffle_before_merging_datasets", Rule::BuiltIn("every epoch has an order of its own")),
-    ("curriculum_sampling", Rule::By(curriculum)),
-    ("skip_prepare_dataset", Rule::Unless("rows are always tokenized here")),
-    ("chat_template", Rule::By(chat_template)),
-    ("chat_template_jinja", Rule::To("tokenizer.chat_template")),
-    ("chat_template_kwargs", Rule::By(chat_template_kwargs)),
-    ("default_system_message", Rule::Nothing("put the system message into the rows or the chat template")),
-    ("train_on_inputs", Rule::By(train_on_inputs)),
-    ("sequence_len", Rule::To("data.max_length")),
-    ("eval_sequence_len", Rule::By(eval_sequence_len)),
-    ("excess_length_strategy", Rule::By(excess)),
-    ("min_sample_len", Rule::Nothing("short rows are kept")),
-    ("sample_packing", Rule::By(sample_packing)),
-    ("eval_sample_packing", Rule::BuiltIn("evaluation packs as training does; the loss is the same")),
-    ("sample_packing_group_size", Rule::BuiltIn(PACKING)),
-    ("sample_packing_bin_size", Rule::BuiltIn(PACKING)),
-    ("sample_packing_sequentially", Rule::BuiltIn(PACKING)),
-    ("multipack_real_batches", Rule::BuiltIn(PACKING)),
-    ("pretrain_multipack_buffer_size", Rule::BuiltIn(PACKING)),
-    ("pretrain_multipack_attn", Rule::BuiltIn("packed samples do not attend to each other")),
-    ("pad_to_sequence_len", Rule::BuiltIn("rows need no padding; data.pad_to: max_length pads")),
-    ("pad_to_multiple_of", Rule::To("data.div_length")),
-    ("batch_flattening", Rule::BuiltIn("rows of a micro-batch are never padded")),
+    ("shuffle_before_merging_datasets", KeyRule::BuiltIn("every epoch has an order of its own")),
+    ("curriculum_sampling", KeyRule::By(curriculum)),
+    ("skip_prepare_dataset", KeyRule::Unless("rows are always tokenized here")),
+    ("chat_template", KeyRule::By(chat_template)),
+    ("chat_template_jinja", KeyRule::To("tokenizer.chat_template")),
+    ("chat_template_kwargs", KeyRule::By(chat_template_kwargs)),
+    ("default_system_message", KeyRule::Nothing("put the system message into the rows or the chat template")),
+    ("train_on_inputs", KeyRule::By(train_on_inputs)),
+    ("sequence_len", KeyRule::To("data.max_length")),
+    ("eval_sequence_len", KeyRule::By(eval_sequence_len)),
+    ("excess_length_strategy", KeyRule::By(excess)),
+    ("min_sample_len", KeyRule::Nothing("short rows are kept")),
+    ("sample_packing", KeyRule::By(sample_packing)),
+    ("eval_sample_packing", KeyRule::BuiltIn("evaluation packs as training does; the loss is the same")),
+    ("sample_packing_group_size", KeyRule::BuiltIn(PACKING)),
+    ("sample_packing_bin_size", KeyRule::BuiltIn(PACKING)),
+    ("sample_packing_sequentially", KeyRule::BuiltIn(PACKING)),
+    ("multipack_real_batches", KeyRule::BuiltIn(PACKING)),
+    ("pretrain_multipack_buffer_size", KeyRule::BuiltIn(PACKING)),
+    ("pretrain_multipack_attn", KeyRule::BuiltIn("packed samples do not attend to each other")),
+    ("pad_to_sequence_len", KeyRule::BuiltIn("rows need no padding; data.pad_to: max_length pads")),
+    ("pad_to_multiple_of", KeyRule::To("data.div_length")),
+    ("batch_flattening", KeyRule::BuiltIn("rows of a micro-batch are never padded")),
     // Batches and optimizer.
-    ("micro_batch_size", Rule::Elsewhere),
-    ("gradient_accumulation_steps", Rule::Elsewhere),
-    ("batch_size", Rule::Nothing("the batch is micro_batch_size x gradient_accumulation_steps x data-parallel ranks")),
-    ("eval_batch_size", Rule::BuiltIn("evaluation uses micro_batch_size; the loss is the same")),
-    ("num_epochs", Rule::By(hugging_face::epochs)),
-    ("optimizer", Rule::By(hugging_face::optimizer)),
-    ("lr_scheduler", Rule::By(scheduler)),
-    ("cosine_min_lr_ratio", Rule::By(min_lr_ratio)),
-    ("cosine_constant_lr_ratio", Rule::Nothing("use scheduler.name: warmup_stable_decay")),
-    ("embedding_lr", Rule::Nothing("all weights have one learning rate")),
-    ("embedding_lr_scale", Rule::Nothing("all weights have one learning rate")),
-    ("lr_groups", Rule::Nothing("all weights have one learning rate")),
+    ("micro_batch_size", KeyRule::Elsewhere),
+    ("gradient_accumulation_steps", KeyRule::Elsewhere),
+    (
+        "batch_size",
+        KeyRule::Nothing("the batch is micro_batch_size x gradient_accumulation_steps x data-parallel ranks"),
+    ),
+    ("eval_batch_size", KeyRule::BuiltIn("evaluation uses micro_batch_size; the loss is the same")),
+    ("num_epochs", KeyRule::By(hugging_face::epochs)),
+    ("optimizer", KeyRule::By(hugging_face::optimizer)),
+    ("lr_scheduler", KeyRule::By(scheduler)),
+    ("cosine_min_lr_ratio", KeyRule::By(min_lr_ratio)),
+    ("cosine_constant_lr_ratio", KeyRule::Nothing("use scheduler.name: warmup_stable_decay")),
+    ("embedding_lr", KeyRule::Nothing("all weights have one learning rate")),
+    ("embedding_lr_scale", KeyRule::Nothing("all weights have one learning rate")),
+    ("lr_groups", KeyRule::Nothing("all weights have one learning rate")),
     // Ranks.
-    ("tensor_parallel_size", Rule::By(ranks::degree)),
-    ("context_parallel_size", Rule::By(ranks::degree)),
-    ("sequence_parallel_degree", Rule::By(ranks::degree)),
-    ("dp_shard_size", Rule::By(ranks::dp_shard)),
-    ("dp_replicate_size", Rule::By(ranks::dp_replicate)),
-    ("heads_k_stride", Rule::BuiltIn("ring attention passes keys and values in pieces of its own")),
-    ("ring_attn_func", Rule::BuiltIn("ring attention supports packed rows")),
-    ("fsdp_version", Rule::BuiltIn("ZeRO shards what FSDP shards")),
-    ("fsdp_final_state_dict_type", Rule::BuiltIn("checkpoints load on any number of ranks")),
-    ("ddp", Rule::BuiltIn("several ranks train together if a launcher starts them")),
-    ("device_map", Rule::BuiltIn("device chooses the device")),
-    ("deepcompile", Rule::BuiltIn("there is nothing to compile")),
+    ("tensor_parallel_size", KeyRule::By(ranks::degree)),
+    ("context_parallel_size", KeyRule::By(ranks::degree)),
+    ("sequence_parallel_degree", KeyRule::By(ranks::degree)),
+    ("dp_shard_size", KeyRule::By(ranks::dp_shard)),
+    ("dp_replicate_size", KeyRule::By(ranks::dp_replicate)),
+    ("heads_k_stride", KeyRule::BuiltIn("ring attention passes keys and values in pieces of its own")),
+    ("ring_attn_func", KeyRule::BuiltIn("ring attention supports packed rows")),
+    ("fsdp_version", KeyRule::BuiltIn("ZeRO shards what FSDP shards")),
+    ("fsdp_final_state_dict_type", KeyRule::BuiltIn("checkpoints load on any number of ranks")),
+    ("ddp", KeyRule::BuiltIn("several ranks train together if a launcher starts them")),
+    ("device_map", KeyRule::BuiltIn("device chooses the device")),
+    ("deepcompile", KeyRule::BuiltIn("there is nothing to compile")),
     // Evaluation, checkpoints and logs.
-    ("auto_resume_from_checkpoints", Rule::Elsewhere),
-    ("save_first_step", Rule::Unless("no checkpoint follows the first step")),
-    ("eval_table_size", Rule::Unless("generate.prompts prints samples after training")),
-    ("eval_max_new_tokens", Rule::BuiltIn("evaluation generates no text; generate.max_new_tokens is for samples")),
-    ("do_bench_eval", Rule::Unless("eval.tasks evaluates tasks during training")),
-    ("do_causal_lm_eval", Rule::Unless("eval.tasks evaluates tasks during training")),
-    ("loss_watchdog_threshold", Rule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
-    ("loss_watchdog_patience", Rule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
-    ("gc_steps", Rule::BuiltIn("memory is freed at once")),
-    ("gc_collect_steps", Rule::BuiltIn("memory is freed at once")),
-    ("include_tokens_per_second", Rule::BuiltIn("metrics.jsonl has tokens per second")),
-    ("include_tkps", Rule::BuiltIn("metrics.jsonl has tokens per second")),
-    ("profiler_steps", Rule::Nothing("`trainer train --profile` profiles")),
-    ("use_tensorboard", Rule::Elsewhere),
-    ("use_wandb", Rule::Elsewhere),
-    ("use_mlflow", Rule::Elsewhere),
-    ("wandb_project", Rule::Elsewhere),
-    ("wandb_entity", Rule::To("wandb.entity")),
-    ("wandb_name", Rule::To("wandb.name")),
-    ("wandb_run_id", Rule::Nothing("set the environment variable WANDB_RUN_ID")),
-    ("wandb_mode", Rule::Nothing("set the environment variable WANDB_MODE")),
-    ("wandb_watch", Rule::Nothing("gradients and weights are not logged to W&B")),
-    ("wandb_log_model", Rule::Nothing("models are not uploaded to W&B")),
-    ("mlflow_tracking_uri", Rule::Elsewhere),
-    ("mlflow_experiment_name", Rule::To("mlflow.experiment_name")),
-    ("mlflow_run_name", Rule::To("run_name")),
-    ("hf_mlflow_log_artifacts", Rule::Nothing("models are not uploaded to MLflow")),
-    ("strict", Rule::BuiltIn("unknown keys are always errors")),
-    ("debug", Rule::BuiltIn("`trainer preprocess RECIPE --steps 1` prints rows")),
-    ("hf_use_auth_token", Rule::BuiltIn("HF_TOKEN is used if it is set")),
-    ("rl", Rule::By(preferences)),
-    ("reward_model", Rule::By(preferences)),
-    ("process_reward_model", Rule::By(preferences)),
+    ("auto_resume_from_checkpoints", KeyRule::Elsewhere),
+    ("save_first_step", KeyRule::Unless("no checkpoint follows the first step")),
+    ("eval_table_size", KeyRule::Unless("generate.prompts prints samples after training")),
+    ("eval_max_new_tokens", KeyRule::BuiltIn("evaluation generates no text; generate.max_new_tokens is for samples")),
+    ("do_bench_eval", KeyRule::Unless("eval.tasks evaluates tasks during training")),
+    ("do_causal_lm_eval", KeyRule::Unless("eval.tasks evaluates tasks during training")),
+    ("loss_watchdog_threshold", KeyRule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
+    ("loss_watchdog_patience", KeyRule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
+    ("gc_steps", KeyRule::BuiltIn("memory is freed at once")),
+    ("gc_collect_steps", KeyRule::BuiltIn("memory is freed at once")),
+    ("include_tokens_per_second", KeyRule::BuiltIn("metrics.jsonl has tokens per second")),
+    ("include_tkps", KeyRule::BuiltIn("metrics.jsonl has tokens per second")),
+    ("profiler_steps", KeyRule::Nothing("`trainer train --profile` profiles")),
+    ("use_tensorboard", KeyRule::Elsewhere),
+    ("use_wandb", KeyRule::Elsewhere),
+    ("use_mlflow", KeyRule::Elsewhere),
+    ("wandb_project", KeyRule::Elsewhere),
+    ("wandb_entity", KeyRule::To("wandb.entity")),
+    ("wandb_name", KeyRule::To("wandb.name")),
+    ("wandb_run_id", KeyRule::Nothing("set the environment variable WANDB_RUN_ID")),
+    ("wandb_mode", KeyRule::Nothing("set the environment variable WANDB_MODE")),
+    ("wandb_watch", KeyRule::Nothing("gradients and weights are not logged to W&B")),
+    ("wandb_log_model", KeyRule::Nothing("models are not uploaded to W&B")),
+    ("mlflow_tracking_uri", KeyRule::Elsewhere),
+    ("mlflow_experiment_name", KeyRule::To("mlflow.experiment_name")),
+    ("mlflow_run_name", KeyRule::To("run_name")),
+    ("hf_mlflow_log_artifacts", KeyRule::Nothing("models are not uploaded to MLflow")),
+    ("strict", KeyRule::BuiltIn("unknown keys are always errors")),
+    ("debug", KeyRule::BuiltIn("`trainer preprocess RECIPE --steps 1` prints rows")),
+    ("hf_use_auth_token", KeyRule::BuiltIn("HF_TOKEN is used if it is set")),
+    ("rl", KeyRule::By(preferences)),
+    ("reward_model", KeyRule::By(preferences)),
+    ("process_reward_model", KeyRule::By(preferences)),
 ];
 
 /// Converts a file.
@@ -185,7 +191,7 @@ pub(super) fn convert(converter: &mut Converter<'_>) {
     hugging_face::batch(converter, keys, packs);
     saving::evaluation(converter);
     saving::trackers(converter);
-    saving::checkpoints(converter, SavingDefaults { output_dir: "model-out", interval: Interval::Epochs });
+    saving::checkpoints(converter, SavingDefaults { output_dir: "model-out", interval: SaveInterval::Epochs });
     defaults(converter);
 }
 
@@ -208,7 +214,7 @@ fn defaults(converter: &mut Converter<'_>) {
     }
 }
 
-fn sample_packing(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn sample_packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match (item.flag(), datasets::is_text(converter)) {
         (Some(true), true) => converter.built_in(item, "plain text is packed by default"),
         (Some(packs), _) => converter.map(item, [("data.pack_samples", packs.into())]),
@@ -216,7 +222,7 @@ fn sample_packing(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn val_set_size(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn val_set_size(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.number() {
         Some(0.0) => converter.built_in(item, "no rows are held out"),
         Some(fraction) if fraction > 0.0 && fraction < 1.0 => {
@@ -227,14 +233,14 @@ fn val_set_size(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn curriculum(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn curriculum(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(true) => converter.map(item, [("data.order", "sequential".into())]),
         _ => converter.built_in(item, "off"),
     }
 }
 
-fn chat_template(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn chat_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
         Some("tokenizer_default") => converter.built_in(item, "the tokenizer's own chat template is the default"),
         Some("jinja") if converter.get("chat_template_jinja").is_some() => {
@@ -244,18 +250,18 @@ fn chat_template(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn chat_template_kwargs(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn chat_template_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     converter.map(item, [("tokenizer.chat_template_kwargs", item.json())]);
 }
 
-fn train_on_inputs(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn train_on_inputs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(trains) => converter.map(item, [("data.mask_inputs", (!trains).into())]),
         None => converter.fail(item, "true or false"),
     }
 }
 
-fn eval_sequence_len(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn eval_sequence_len(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let same = converter.get("sequence_len").is_some_and(|length| length.whole() == item.whole());
     match same {
         true => converter.built_in(item, "evaluation rows have data.max_length, too"),
@@ -263,7 +269,7 @@ fn eval_sequence_len(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn excess(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn excess(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let truncation = match item.text() {
         Some("drop") => "drop",
         Some("truncate") => "truncate",
@@ -273,14 +279,14 @@ fn excess(converter: &mut Converter<'_>, item: &Item<'_>) {
     converter.map(item, [("data.truncation", truncation.into())]);
 }
 
-fn scheduler(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn scheduler(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match (item.text(), converter.get("cosine_min_lr_ratio")) {
         (Some("cosine"), Some(_)) => converter.map(item, [("scheduler.name", "cosine_with_min_lr".into())]),
         _ => hugging_face::scheduler(converter, item),
     }
 }
 
-fn min_lr_ratio(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn min_lr_ratio(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let name = converter.get("lr_scheduler").and_then(|item| item.text().map(str::to_owned));
     match name.as_deref() {
         Some("cosine") | None => {
@@ -294,7 +300,7 @@ fn min_lr_ratio(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn preferences(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn preferences(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     if item.flag() != Some(false) {
         converter.refuse(item, "preference training and reward models are not supported");
     }

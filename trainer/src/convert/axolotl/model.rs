@@ -1,12 +1,12 @@
 //! axolotl's keys of the model, its precision and its memory.
 
 use crate::convert::converter::Converter;
-use crate::convert::item::Item;
+use crate::convert::item::ForeignItem;
 
 pub(super) const KERNELS: &str = "fused kernels are always used";
 pub(super) const RESIZE: &str = "embeddings cannot be resized, and the tokenizer's own special tokens are used";
 
-pub(super) fn base_model_config(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn base_model_config(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let same = converter.get("base_model").is_some_and(|model| model.json() == item.json());
     match same {
         true => converter.built_in(item, "the model's own config.json is read"),
@@ -14,18 +14,18 @@ pub(super) fn base_model_config(converter: &mut Converter<'_>, item: &Item<'_>) 
     }
 }
 
-pub(super) fn overrides(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn overrides(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     for entry in item.entries() {
         let path = format!("model.hf_config_kwargs.{}", entry.name());
         converter.map(&entry, [(&path, entry.json())]);
     }
 }
 
-pub(super) fn rope_scaling(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn rope_scaling(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     converter.map(item, [("model.hf_config_kwargs.rope_scaling", item.json())]);
 }
 
-pub(super) fn fp8(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn fp8(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(true) => {
             let note = "scales follow from each tensor's own maximum, as torchao's tensorwise scaling";
@@ -35,14 +35,14 @@ pub(super) fn fp8(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn fp8_gather(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn fp8_gather(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match (item.flag(), converter.is_on("fp8")) {
         (Some(true), true) => converter.map(item, [("precision.fp8_param_gather", true.into())]),
         _ => converter.built_in(item, "off"),
     }
 }
 
-pub(super) fn special_tokens(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn special_tokens(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     for entry in item.entries().into_iter().filter(|entry| !entry.is_null()) {
         match entry.name() {
             "pad_token" => converter.built_in(&entry, "rows are not padded, and padding has no loss"),
@@ -51,7 +51,7 @@ pub(super) fn special_tokens(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn attention(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn attention(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let key = "model.attn_implementation";
     match item.text() {
         Some("eager") => converter.map(item, [(key, "reference".into())]),
@@ -60,14 +60,14 @@ pub(super) fn attention(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn eager(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn eager(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(true) => converter.map(item, [("model.attn_implementation", "reference".into())]),
         _ => converter.built_in(item, "off"),
     }
 }
 
-pub(super) fn plugins(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn plugins(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     for plugin in item.items() {
         let name = plugin.text().unwrap_or_default().to_lowercase();
         match name.contains("liger") || name.contains("cut_cross_entropy") || name.contains("kernels") {
@@ -77,7 +77,7 @@ pub(super) fn plugins(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn activation_offloading(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn activation_offloading(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(false) => converter.built_in(item, "off"),
         _ => {
@@ -89,7 +89,7 @@ pub(super) fn activation_offloading(converter: &mut Converter<'_>, item: &Item<'
     }
 }
 
-pub(super) fn selective(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn selective(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(false) => converter.built_in(item, "off"),
         _ => {

@@ -3,9 +3,9 @@
 use serde_json::Value as Json;
 
 use crate::convert::converter::Converter;
-use crate::convert::item::Item;
+use crate::convert::item::ForeignItem;
 
-pub(super) fn degree(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
     converter.n_ranks *= n as usize;
     match item.name() {
@@ -14,7 +14,7 @@ pub(super) fn degree(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn dp_shard(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn dp_shard(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
     converter.n_ranks *= n as usize;
     let note = format!("ZeRO stage 3 shards over the ranks of a group; start {} ranks", converter.n_ranks);
@@ -25,7 +25,7 @@ pub(super) fn dp_shard(converter: &mut Converter<'_>, item: &Item<'_>) {
     converter.change(item, settings, &note);
 }
 
-pub(super) fn dp_replicate(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn dp_replicate(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
     converter.n_ranks *= n as usize;
     converter.built_in(item, "the ranks that are started decide the number of replicas");

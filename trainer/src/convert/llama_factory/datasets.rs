@@ -5,23 +5,23 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json, json};
 
 use crate::convert::converter::Converter;
-use crate::convert::item::Item;
+use crate::convert::item::ForeignItem;
 use crate::convert::report::FindingKind;
 
-pub(super) fn training(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn training(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     convert(converter, item, "data.sources");
 }
 
-pub(super) fn evaluation(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn evaluation(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     convert(converter, item, "data.eval_sources");
 }
 
-fn convert(converter: &mut Converter<'_>, item: &Item<'_>, path: &str) {
+fn convert(converter: &mut Converter<'_>, item: &ForeignItem<'_>, path: &str) {
     let Some(names) = item.texts().filter(|names| !names.is_empty()) else {
         return converter.fail(item, "names of data sets");
     };
     let dir = converter.get("dataset_dir");
-    let folder = dir.as_ref().and_then(Item::text).unwrap_or("data").to_owned();
+    let folder = dir.as_ref().and_then(ForeignItem::text).unwrap_or("data").to_owned();
     let is_online = folder == "ONLINE";
     let info = if is_online { None } else { find(converter.folder, &folder) };
     let limit = converter.get("max_samples").and_then(|item| item.whole());

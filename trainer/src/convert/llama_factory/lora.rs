@@ -2,42 +2,42 @@
 
 use serde_json::{Value as Json, json};
 
-use crate::convert::converter::{Converter, Rule, Rules};
-use crate::convert::item::Item;
+use crate::convert::converter::{Converter, KeyRule, KeyRules};
+use crate::convert::item::ForeignItem;
 
 const FP8: &str = "frozen weights are FP8 codes, a byte a weight; weights of 4 bits are not supported";
 const QUANTIZED: &str = "frozen weights are FP8 codes without parameters";
 const FREEZE: &str = "freezing layers is not supported";
 
-pub(super) const RULES: Rules = &[
-    ("lora_rank", Rule::Elsewhere),
-    ("lora_alpha", Rule::Elsewhere),
-    ("lora_dropout", Rule::Elsewhere),
-    ("lora_target", Rule::Elsewhere),
-    ("use_rslora", Rule::Elsewhere),
-    ("use_dora", Rule::Unless("DoRA is not supported; a plain LoRA adapter trains")),
-    ("pissa_init", Rule::Unless("PEFT's default initialization is the only one")),
-    ("pissa_iter", Rule::BuiltIn("has no effect without pissa_init")),
-    ("pissa_convert", Rule::BuiltIn("has no effect without pissa_init")),
-    ("additional_target", Rule::Nothing("training whole modules together with an adapter is not supported")),
+pub(super) const RULES: KeyRules = &[
+    ("lora_rank", KeyRule::Elsewhere),
+    ("lora_alpha", KeyRule::Elsewhere),
+    ("lora_dropout", KeyRule::Elsewhere),
+    ("lora_target", KeyRule::Elsewhere),
+    ("use_rslora", KeyRule::Elsewhere),
+    ("use_dora", KeyRule::Unless("DoRA is not supported; a plain LoRA adapter trains")),
+    ("pissa_init", KeyRule::Unless("PEFT's default initialization is the only one")),
+    ("pissa_iter", KeyRule::BuiltIn("has no effect without pissa_init")),
+    ("pissa_convert", KeyRule::BuiltIn("has no effect without pissa_init")),
+    ("additional_target", KeyRule::Nothing("training whole modules together with an adapter is not supported")),
     (
         "create_new_adapter",
-        Rule::Unless("merge the adapter first with `trainer merge`, and train a new one on the result"),
+        KeyRule::Unless("merge the adapter first with `trainer merge`, and train a new one on the result"),
     ),
-    ("loraplus_lr_ratio", Rule::Nothing("both factors of an adapter have one learning rate")),
-    ("loraplus_lr_embedding", Rule::Nothing("both factors of an adapter have one learning rate")),
-    ("quantization_bit", Rule::By(quantized)),
-    ("quantization_method", Rule::BuiltIn(QUANTIZED)),
-    ("quantization_type", Rule::BuiltIn(QUANTIZED)),
-    ("double_quantization", Rule::BuiltIn(QUANTIZED)),
-    ("quantization_device_map", Rule::BuiltIn(QUANTIZED)),
-    ("freeze_trainable_layers", Rule::Nothing(FREEZE)),
-    ("freeze_trainable_modules", Rule::Nothing(FREEZE)),
-    ("freeze_extra_modules", Rule::Nothing(FREEZE)),
+    ("loraplus_lr_ratio", KeyRule::Nothing("both factors of an adapter have one learning rate")),
+    ("loraplus_lr_embedding", KeyRule::Nothing("both factors of an adapter have one learning rate")),
+    ("quantization_bit", KeyRule::By(quantized)),
+    ("quantization_method", KeyRule::BuiltIn(QUANTIZED)),
+    ("quantization_type", KeyRule::BuiltIn(QUANTIZED)),
+    ("double_quantization", KeyRule::BuiltIn(QUANTIZED)),
+    ("quantization_device_map", KeyRule::BuiltIn(QUANTIZED)),
+    ("freeze_trainable_layers", KeyRule::Nothing(FREEZE)),
+    ("freeze_trainable_modules", KeyRule::Nothing(FREEZE)),
+    ("freeze_extra_modules", KeyRule::Nothing(FREEZE)),
 ];
 
 /// Converts the method. LoRA is the default.
-pub(super) fn method(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn method(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match (item.text(), converter.get("adapter_name_or_path").is_some()) {
         (Some("full"), _) => converter.built_in(item, "all weights are trained"),
         (Some("lora"), true) => converter.built_in(item, "the adapter's folder has its config"),
@@ -46,7 +46,7 @@ pub(super) fn method(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn continued(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn continued(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.texts().as_deref() {
         Some([one]) => converter.map(item, [("model.adapter_name_or_path", one.as_str().into())]),
         _ => converter.refuse(item, "one adapter is continued; merge the others first with `trainer merge`"),
@@ -58,7 +58,7 @@ fn trains_adapter(converter: &Converter<'_>) -> bool {
     method.as_deref().unwrap_or("lora") == "lora"
 }
 
-fn quantized(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn quantized(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match trains_adapter(converter) {
         true => converter.change(item, [("model.quantize_base", "fp8".into())], FP8),
         false => converter.nothing(item, "weights that are trained are not quantized"),

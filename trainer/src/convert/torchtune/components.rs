@@ -3,16 +3,16 @@
 use serde_json::{Value as Json, json};
 
 use crate::convert::converter::Converter;
-use crate::convert::item::Item;
+use crate::convert::item::ForeignItem;
 
 /// Returns the name of a component without its module.
-pub(super) fn name<'s>(item: &Item<'s>) -> &'s str {
+pub(super) fn name<'s>(item: &ForeignItem<'s>) -> &'s str {
     let path = item.text().unwrap_or_default();
     path.rsplit('.').next().unwrap_or(path)
 }
 
 /// Returns the name of the component of a section.
-pub(super) fn component(section: &Item<'_>) -> String {
+pub(super) fn component(section: &ForeignItem<'_>) -> String {
     section.get("_component_").map(|item| name(&item).to_owned()).unwrap_or_default()
 }
 
@@ -26,7 +26,7 @@ fn is_lora_name(name: &str) -> bool {
 }
 
 /// Converts the model's builder, whose name has its size, and the arguments of LoRA.
-pub(super) fn model(converter: &mut Converter<'_>, section: &Item<'_>) {
+pub(super) fn model(converter: &mut Converter<'_>, section: &ForeignItem<'_>) {
     let builder = component(section);
     let is_lora = is_lora_name(&builder);
     if let Some(item) = section.get("_component_") {
@@ -55,7 +55,7 @@ pub(super) fn model(converter: &mut Converter<'_>, section: &Item<'_>) {
 
 const FP8: &str = "frozen weights are FP8 codes, a byte a weight, not NF4 of 4 bits; 4-bit weights are not supported";
 
-fn argument(converter: &mut Converter<'_>, item: &Item<'_>, is_lora: bool) {
+fn argument(converter: &mut Converter<'_>, item: &ForeignItem<'_>, is_lora: bool) {
     let is_off = item.flag() == Some(false);
     match item.name() {
         "_component_"
@@ -76,12 +76,12 @@ fn argument(converter: &mut Converter<'_>, item: &Item<'_>, is_lora: bool) {
 }
 
 /// Converts the modules of an adapter. torchtune's names of projections differ from those of transformers.
-fn targets(converter: &mut Converter<'_>, section: &Item<'_>) {
+fn targets(converter: &mut Converter<'_>, section: &ForeignItem<'_>) {
     let attention = section.get("lora_attn_modules");
-    let names = attention.as_ref().and_then(Item::texts).unwrap_or_default();
+    let names = attention.as_ref().and_then(ForeignItem::texts).unwrap_or_default();
     let mut targets: Vec<String> = names.iter().map(|name| name.replace("output_proj", "o_proj")).collect();
     let mlp = section.get("apply_lora_to_mlp");
-    if mlp.as_ref().and_then(Item::flag) == Some(true) {
+    if mlp.as_ref().and_then(ForeignItem::flag) == Some(true) {
         targets.extend(["gate_proj", "up_proj", "down_proj"].map(str::to_owned));
     }
     let setting = ("model.peft_config.target_modules", json!(targets));
@@ -102,7 +102,7 @@ fn targets(converter: &mut Converter<'_>, section: &Item<'_>) {
     }
 }
 
-pub(super) fn checkpointer(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn checkpointer(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match name(item) {
         "FullModelHFCheckpointer" => converter.built_in(item, "a Hugging Face folder is read"),
         "FullModelMetaCheckpointer" | "FullModelTorchTuneCheckpointer" => {
@@ -116,7 +116,7 @@ pub(super) fn checkpointer(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn optimizer(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn optimizer(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let adamw = [("optimizer.type", Json::from("adamw"))];
     match name(item) {
         "AdamW" => converter.map(item, adamw),
@@ -130,7 +130,7 @@ pub(super) fn optimizer(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn scheduler(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn scheduler(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match name(item) {
         "get_cosine_schedule_with_warmup" => converter.map(item, [("scheduler.name", "cosine".into())]),
         "get_linear_schedule_with_warmup" => converter.map(item, [("scheduler.name", "linear".into())]),
@@ -139,7 +139,7 @@ pub(super) fn scheduler(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-pub(super) fn loss(converter: &mut Converter<'_>, section: &Item<'_>) {
+pub(super) fn loss(converter: &mut Converter<'_>, section: &ForeignItem<'_>) {
     let known = ["LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss"];
     match known.contains(&component(section).as_str()) {
         true => converter.built_in(section, "cross entropy, always computed in chunks"),
@@ -147,7 +147,7 @@ pub(super) fn loss(converter: &mut Converter<'_>, section: &Item<'_>) {
     }
 }
 
-pub(super) fn metric_logger(converter: &mut Converter<'_>, item: &Item<'_>) {
+pub(super) fn metric_logger(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match name(item) {
         "DiskLogger" | "StdoutLogger" => converter.built_in(item, "metrics.jsonl has every step"),
         "WandBLogger" => converter.map(item, [("report_to", json!(["wandb"]))]),

@@ -4,7 +4,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::components::component;
 use crate::convert::converter::Converter;
-use crate::convert::item::Item;
+use crate::convert::item::ForeignItem;
 use crate::convert::report::FindingKind;
 
 /// A data set builder of torchtune.
@@ -43,11 +43,11 @@ const fn builder(name: &'static str, source: Option<&'static str>, kind: RowsKin
     Builder { name, source, kind, trains_on_input }
 }
 
-pub(super) fn training(converter: &mut Converter<'_>, section: &Item<'_>) {
+pub(super) fn training(converter: &mut Converter<'_>, section: &ForeignItem<'_>) {
     convert(converter, section, "data.sources");
 }
 
-pub(super) fn validation(converter: &mut Converter<'_>, section: &Item<'_>) {
+pub(super) fn validation(converter: &mut Converter<'_>, section: &ForeignItem<'_>) {
     // torchtune evaluates only if this key has a number of steps.
     match converter.get("run_val_every_n_steps") {
         Some(_) => convert(converter, section, "data.eval_sources"),
@@ -55,7 +55,7 @@ pub(super) fn validation(converter: &mut Converter<'_>, section: &Item<'_>) {
     }
 }
 
-fn convert(converter: &mut Converter<'_>, section: &Item<'_>, path: &str) {
+fn convert(converter: &mut Converter<'_>, section: &ForeignItem<'_>, path: &str) {
     let sets = section.items();
     let name = sets.first().map(component).unwrap_or_default();
     let Some(builder) = BUILDERS.iter().find(|builder| builder.name == name) else {
@@ -81,7 +81,7 @@ fn convert(converter: &mut Converter<'_>, section: &Item<'_>, path: &str) {
 }
 
 /// Converts the keys of the run's data: packing, and the tokens of the loss.
-fn options(converter: &mut Converter<'_>, set: &Item<'_>, builder: &Builder) {
+fn options(converter: &mut Converter<'_>, set: &ForeignItem<'_>, builder: &Builder) {
     match set.get("packed") {
         Some(item) if builder.kind == RowsKind::Text && item.flag() == Some(true) => {
             converter.built_in(&item, "plain text is packed by default");
@@ -90,9 +90,8 @@ fn options(converter: &mut Converter<'_>, set: &Item<'_>, builder: &Builder) {
         None => converter.default("dataset.packed", "data.pack_samples", false.into()),
     }
     if builder.kind == RowsKind::Text {
-        match set.get("add_eos") {
-            Some(item) => converter.map(&item, [("data.add_eos_token", item.scalar())]),
-            None => {}
+        if let Some(item) = set.get("add_eos") {
+            converter.map(&item, [("data.add_eos_token", item.scalar())]);
         }
         return;
     }
@@ -103,19 +102,22 @@ fn options(converter: &mut Converter<'_>, set: &Item<'_>, builder: &Builder) {
 }
 
 /// Returns a source, and reports keys without a counterpart.
-fn source(converter: &mut Converter<'_>, set: &Item<'_>, builder: &Builder) -> Json {
+fn source(converter: &mut Converter<'_>, set: &ForeignItem<'_>, builder: &Builder) -> Json {
     let text = |key: &str| set.get(key).and_then(|item| item.text().map(str::to_owned));
     let files = set.get("data_files").and_then(|item| item.texts()).unwrap_or_default();
     let given = text("source").or_else(|| builder.source.map(str::to_owned)).unwrap_or_default();
     let is_loader = ["json", "csv", "parquet", "text"].contains(&given.as_str());
     let mut source = Map::new();
-    match (is_loader, files.as_slice()) {
-        (true, [one]) => source.insert("name_or_path".to_owned(), one.as_str().into()),
-        _ => source.insert("name_or_path".to_owned(), given.into()),
+    let name = match files.as_slice() {
+        [one] if is_loader => one.clone(),
+        files => {
+            if !files.is_empty() {
+                source.insert("kwargs".to_owned(), json!({"data_files": files}));
+            }
+            given
+        }
     };
-    if !files.is_empty() && !(is_loader && files.len() == 1) {
-        source.insert("kwargs".to_owned(), json!({"data_files": files}));
-    }
+    source.insert("name_or_path".to_owned(), name.into());
     for (key, target) in [("split", "split"), ("name", "subset"), ("subset", "subset"), ("column", "column")] {
         source.extend(text(key).map(|value| (target.to_owned(), value.into())));
     }
@@ -152,7 +154,7 @@ fn source(converter: &mut Converter<'_>, set: &Item<'_>, builder: &Builder) -> J
 }
 
 /// Adds the row format or the mapping of columns.
-fn rows(set: &Item<'_>, builder: &Builder, source: &mut Map<String, Json>) {
+fn rows(set: &ForeignItem<'_>, builder: &Builder, source: &mut Map<String, Json>) {
     let text = |key: &str| set.get(key).and_then(|item| item.text().map(str::to_owned));
     let column = |key: &str| set.get("column_map")?.get(key)?.text().map(str::to_owned);
     let has_map = set.get("column_map").is_some();

@@ -6,101 +6,101 @@ mod interpolation;
 
 use serde_json::{Value as Json, json};
 
-use super::converter::{Converter, Rule, Rules};
+use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys};
-use super::item::Item;
+use super::item::ForeignItem;
 use super::report::FindingKind;
 pub(super) use interpolation::interpolated;
 
 const PROFILER: &str = "`trainer train --profile` profiles";
 const RECORD: &str = "metrics.jsonl has the peak memory of every step";
 
-const RULES: Rules = &[
-    ("output_dir", Rule::Elsewhere),
+const RULES: KeyRules = &[
+    ("output_dir", KeyRule::Elsewhere),
     // Tokenizer, model and checkpoint.
-    ("tokenizer._component_", Rule::BuiltIn("tokenizer.json of the model is read")),
-    ("tokenizer.path", Rule::BuiltIn("tokenizer.json of the model is read")),
-    ("tokenizer.merges_file", Rule::BuiltIn("tokenizer.json of the model is read")),
-    ("tokenizer.max_seq_len", Rule::To("data.max_length")),
-    ("tokenizer.prompt_template", Rule::By(prompt_template)),
-    ("model", Rule::By(components::model)),
-    ("checkpointer._component_", Rule::By(components::checkpointer)),
-    ("checkpointer.checkpoint_dir", Rule::To("model.name_or_path")),
-    ("checkpointer.checkpoint_files", Rule::BuiltIn("all weights files of the folder are read")),
-    ("checkpointer.adapter_checkpoint", Rule::Nothing("set model.adapter_name_or_path to a folder of PEFT")),
+    ("tokenizer._component_", KeyRule::BuiltIn("tokenizer.json of the model is read")),
+    ("tokenizer.path", KeyRule::BuiltIn("tokenizer.json of the model is read")),
+    ("tokenizer.merges_file", KeyRule::BuiltIn("tokenizer.json of the model is read")),
+    ("tokenizer.max_seq_len", KeyRule::To("data.max_length")),
+    ("tokenizer.prompt_template", KeyRule::By(prompt_template)),
+    ("model", KeyRule::By(components::model)),
+    ("checkpointer._component_", KeyRule::By(components::checkpointer)),
+    ("checkpointer.checkpoint_dir", KeyRule::To("model.name_or_path")),
+    ("checkpointer.checkpoint_files", KeyRule::BuiltIn("all weights files of the folder are read")),
+    ("checkpointer.adapter_checkpoint", KeyRule::Nothing("set model.adapter_name_or_path to a folder of PEFT")),
     (
         "checkpointer.recipe_checkpoint",
-        Rule::Nothing("a checkpoint of torchtune cannot be resumed; export its model first"),
+        KeyRule::Nothing("a checkpoint of torchtune cannot be resumed; export its model first"),
     ),
-    ("checkpointer.output_dir", Rule::Elsewhere),
-    ("checkpointer.model_type", Rule::BuiltIn("config.json has the type")),
-    ("checkpointer.safe_serialization", Rule::BuiltIn("weights are always safetensors")),
-    ("checkpointer.keep_last_n_checkpoints", Rule::Elsewhere),
-    ("checkpointer.enable_dcp", Rule::BuiltIn("sharded checkpoints are always written by all ranks")),
-    ("resume_from_checkpoint", Rule::Elsewhere),
-    ("save_adapter_weights_only", Rule::BuiltIn("an export of a LoRA run is the adapter's folder")),
-    ("save_every_n_steps", Rule::Elsewhere),
-    ("enable_async_checkpointing", Rule::Elsewhere),
-    ("resize_token_embeddings", Rule::Unless("embeddings cannot be resized")),
+    ("checkpointer.output_dir", KeyRule::Elsewhere),
+    ("checkpointer.model_type", KeyRule::BuiltIn("config.json has the type")),
+    ("checkpointer.safe_serialization", KeyRule::BuiltIn("weights are always safetensors")),
+    ("checkpointer.keep_last_n_checkpoints", KeyRule::Elsewhere),
+    ("checkpointer.enable_dcp", KeyRule::BuiltIn("sharded checkpoints are always written by all ranks")),
+    ("resume_from_checkpoint", KeyRule::Elsewhere),
+    ("save_adapter_weights_only", KeyRule::BuiltIn("an export of a LoRA run is the adapter's folder")),
+    ("save_every_n_steps", KeyRule::Elsewhere),
+    ("enable_async_checkpointing", KeyRule::Elsewhere),
+    ("resize_token_embeddings", KeyRule::Unless("embeddings cannot be resized")),
     // Data.
-    ("dataset", Rule::By(datasets::training)),
-    ("dataset_val", Rule::By(datasets::validation)),
-    ("shuffle", Rule::By(shuffle)),
-    ("seed", Rule::By(seed)),
-    ("collate_fn", Rule::BuiltIn("rows are never padded")),
-    ("batch_size_val", Rule::BuiltIn("evaluation uses micro_batch_size; the loss is the same")),
-    ("run_val_every_n_steps", Rule::To("eval_interval")),
+    ("dataset", KeyRule::By(datasets::training)),
+    ("dataset_val", KeyRule::By(datasets::validation)),
+    ("shuffle", KeyRule::By(shuffle)),
+    ("seed", KeyRule::By(seed)),
+    ("collate_fn", KeyRule::BuiltIn("rows are never padded")),
+    ("batch_size_val", KeyRule::BuiltIn("evaluation uses micro_batch_size; the loss is the same")),
+    ("run_val_every_n_steps", KeyRule::To("eval_interval")),
     // Optimizer and loss.
-    ("optimizer._component_", Rule::By(components::optimizer)),
-    ("optimizer.lr", Rule::To("optimizer.learning_rate")),
-    ("optimizer.weight_decay", Rule::To("optimizer.weight_decay")),
-    ("optimizer.betas", Rule::To("optimizer.betas")),
-    ("optimizer.eps", Rule::To("optimizer.eps")),
-    ("optimizer.fused", Rule::BuiltIn("AdamW is one pass over each flat buffer")),
-    ("optimizer.foreach", Rule::BuiltIn("AdamW is one pass over each flat buffer")),
-    ("optimizer_in_bwd", Rule::Unless("gradients are kept until the step; offload_optimizer saves memory")),
-    ("lr_scheduler._component_", Rule::By(components::scheduler)),
-    ("lr_scheduler.num_warmup_steps", Rule::To("scheduler.warmup_steps")),
-    ("lr_scheduler.num_cycles", Rule::To("scheduler.scheduler_specific_kwargs.num_cycles")),
-    ("loss", Rule::By(components::loss)),
-    ("clip_grad_norm", Rule::To("gradient_clipping")),
+    ("optimizer._component_", KeyRule::By(components::optimizer)),
+    ("optimizer.lr", KeyRule::To("optimizer.learning_rate")),
+    ("optimizer.weight_decay", KeyRule::To("optimizer.weight_decay")),
+    ("optimizer.betas", KeyRule::To("optimizer.betas")),
+    ("optimizer.eps", KeyRule::To("optimizer.eps")),
+    ("optimizer.fused", KeyRule::BuiltIn("AdamW is one pass over each flat buffer")),
+    ("optimizer.foreach", KeyRule::BuiltIn("AdamW is one pass over each flat buffer")),
+    ("optimizer_in_bwd", KeyRule::Unless("gradients are kept until the step; offload_optimizer saves memory")),
+    ("lr_scheduler._component_", KeyRule::By(components::scheduler)),
+    ("lr_scheduler.num_warmup_steps", KeyRule::To("scheduler.warmup_steps")),
+    ("lr_scheduler.num_cycles", KeyRule::To("scheduler.scheduler_specific_kwargs.num_cycles")),
+    ("loss", KeyRule::By(components::loss)),
+    ("clip_grad_norm", KeyRule::To("gradient_clipping")),
     // Training.
-    ("epochs", Rule::Elsewhere),
-    ("max_steps_per_epoch", Rule::Elsewhere),
-    ("batch_size", Rule::Elsewhere),
-    ("gradient_accumulation_steps", Rule::Elsewhere),
-    ("compile", Rule::BuiltIn("there is nothing to compile")),
-    ("enable_activation_checkpointing", Rule::By(checkpointing)),
-    ("enable_activation_offloading", Rule::By(offloading)),
-    ("ac_mode", Rule::Unless("model.activation_checkpoint: selective or {every: k} saves more")),
-    ("ac_option", Rule::Unless("model.activation_checkpoint: selective or {every: k} saves more")),
-    ("enable_fp8_training", Rule::By(fp8)),
-    ("fp8_recipe_name", Rule::Elsewhere),
+    ("epochs", KeyRule::Elsewhere),
+    ("max_steps_per_epoch", KeyRule::Elsewhere),
+    ("batch_size", KeyRule::Elsewhere),
+    ("gradient_accumulation_steps", KeyRule::Elsewhere),
+    ("compile", KeyRule::BuiltIn("there is nothing to compile")),
+    ("enable_activation_checkpointing", KeyRule::By(checkpointing)),
+    ("enable_activation_offloading", KeyRule::By(offloading)),
+    ("ac_mode", KeyRule::Unless("model.activation_checkpoint: selective or {every: k} saves more")),
+    ("ac_option", KeyRule::Unless("model.activation_checkpoint: selective or {every: k} saves more")),
+    ("enable_fp8_training", KeyRule::By(fp8)),
+    ("fp8_recipe_name", KeyRule::Elsewhere),
     // Environment and ranks.
-    ("device", Rule::By(device)),
-    ("dtype", Rule::By(dtype)),
-    ("cudnn_deterministic_mode", Rule::To("model.attn_deterministic")),
-    ("data_parallel_replicate_dim", Rule::By(degree)),
-    ("data_parallel_shard_dim", Rule::By(degree)),
-    ("tensor_parallel_dim", Rule::By(degree)),
-    ("context_parallel_dim", Rule::By(degree)),
-    ("tensor_parallel_plan", Rule::BuiltIn("every matrix is sharded")),
-    ("fsdp_cpu_offload", Rule::By(cpu_offload)),
-    ("fsdp_reshard_after_forward", Rule::By(reshard)),
-    ("custom_sharded_layers", Rule::BuiltIn("embedding, layers and head are units of ZeRO")),
+    ("device", KeyRule::By(device)),
+    ("dtype", KeyRule::By(dtype)),
+    ("cudnn_deterministic_mode", KeyRule::To("model.attn_deterministic")),
+    ("data_parallel_replicate_dim", KeyRule::By(degree)),
+    ("data_parallel_shard_dim", KeyRule::By(degree)),
+    ("tensor_parallel_dim", KeyRule::By(degree)),
+    ("context_parallel_dim", KeyRule::By(degree)),
+    ("tensor_parallel_plan", KeyRule::BuiltIn("every matrix is sharded")),
+    ("fsdp_cpu_offload", KeyRule::By(cpu_offload)),
+    ("fsdp_reshard_after_forward", KeyRule::By(reshard)),
+    ("custom_sharded_layers", KeyRule::BuiltIn("embedding, layers and head are units of ZeRO")),
     // Logs.
-    ("metric_logger._component_", Rule::By(components::metric_logger)),
-    ("metric_logger.log_dir", Rule::BuiltIn("metrics.jsonl is in output_dir")),
-    ("metric_logger.output_dir", Rule::BuiltIn("metrics.jsonl is in output_dir")),
-    ("metric_logger.project", Rule::To("wandb.project")),
-    ("metric_logger.entity", Rule::To("wandb.entity")),
-    ("metric_logger.name", Rule::To("run_name")),
-    ("metric_logger.group", Rule::Nothing("set the environment variable WANDB_RUN_GROUP")),
-    ("log_every_n_steps", Rule::To("train_log_iter_interval")),
-    ("log_peak_memory_stats", Rule::BuiltIn(RECORD)),
-    ("profile_memory", Rule::BuiltIn(RECORD)),
-    ("log_level", Rule::By(log_level)),
-    ("profiler", Rule::By(profiler)),
+    ("metric_logger._component_", KeyRule::By(components::metric_logger)),
+    ("metric_logger.log_dir", KeyRule::BuiltIn("metrics.jsonl is in output_dir")),
+    ("metric_logger.output_dir", KeyRule::BuiltIn("metrics.jsonl is in output_dir")),
+    ("metric_logger.project", KeyRule::To("wandb.project")),
+    ("metric_logger.entity", KeyRule::To("wandb.entity")),
+    ("metric_logger.name", KeyRule::To("run_name")),
+    ("metric_logger.group", KeyRule::Nothing("set the environment variable WANDB_RUN_GROUP")),
+    ("log_every_n_steps", KeyRule::To("train_log_iter_interval")),
+    ("log_peak_memory_stats", KeyRule::BuiltIn(RECORD)),
+    ("profile_memory", KeyRule::BuiltIn(RECORD)),
+    ("log_level", KeyRule::By(log_level)),
+    ("profiler", KeyRule::By(profiler)),
 ];
 
 /// Converts a file.
@@ -135,21 +135,21 @@ fn refuse_other_recipes(converter: &mut Converter<'_>) {
     }
 }
 
-fn prompt_template(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn prompt_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let note = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
     converter.change(item, [], note);
 }
 
-fn shuffle(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn shuffle(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let order = if item.flag() == Some(false) { "sequential" } else { "shuffle" };
     converter.map(item, [("data.order", order.into())]);
 }
 
-fn seed(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn seed(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     converter.map(item, [("seed", item.scalar()), ("data.seed", item.scalar())]);
 }
 
-fn checkpointing(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn checkpointing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match (item.flag(), converter.is_on("enable_activation_offloading")) {
         (Some(true), true) => {
             converter.built_in(item, "enable_activation_offloading has the inputs of blocks offloaded")
@@ -162,7 +162,7 @@ fn checkpointing(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn offloading(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn offloading(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match (item.flag(), converter.is_on("enable_activation_checkpointing")) {
         (Some(true), true) => {
             let note = "inputs of blocks are offloaded: by a GPU to host memory, by a CPU to files in TMPDIR";
@@ -173,9 +173,9 @@ fn offloading(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn fp8(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn fp8(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let recipe = converter.get("fp8_recipe_name");
-    let name = recipe.as_ref().and_then(Item::text).unwrap_or("tensorwise").to_owned();
+    let name = recipe.as_ref().and_then(ForeignItem::text).unwrap_or("tensorwise").to_owned();
     if item.flag() != Some(true) {
         return converter.built_in(item, "off");
     }
@@ -189,14 +189,14 @@ fn fp8(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn device(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn device(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
         Some(name) if name == "cpu" || name.starts_with("cuda") => converter.map(item, [("device", name.into())]),
         _ => converter.nothing(item, "devices are cpu and cuda"),
     }
 }
 
-fn dtype(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn dtype(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let name = item.text().unwrap_or_default();
     let has_adapter = converter.draft.has("model.peft_config") || components::is_lora(converter);
     match (name, has_adapter) {
@@ -214,7 +214,7 @@ fn dtype(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn degree(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     if item.number() == Some(-1.0) {
         return converter.change(item, [stage_3()], "ZeRO stage 3 shards over all data-parallel ranks");
     }
@@ -235,7 +235,7 @@ fn stage_3() -> (&'static str, Json) {
     ("deepspeed.zero_optimization.stage", 3.into())
 }
 
-fn cpu_offload(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn cpu_offload(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let cpu = || json!({"device": "cpu"});
     match item.flag() {
         Some(true) => {
@@ -250,13 +250,13 @@ fn cpu_offload(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn reshard(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn reshard(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let stage = if item.flag() == Some(false) { 2 } else { 3 };
     let note = "ZeRO shards what FSDP shards";
     converter.change(item, [("deepspeed.zero_optimization.stage", stage.into())], note);
 }
 
-fn log_level(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn log_level(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text().map(str::to_uppercase).as_deref() {
         Some("WARN") => converter.map(item, [("logger.level", "WARNING".into())]),
         Some(level @ ("DEBUG" | "INFO" | "WARNING" | "ERROR")) => converter.map(item, [("logger.level", level.into())]),
@@ -264,7 +264,7 @@ fn log_level(converter: &mut Converter<'_>, item: &Item<'_>) {
     }
 }
 
-fn profiler(converter: &mut Converter<'_>, item: &Item<'_>) {
+fn profiler(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.get("enabled").and_then(|enabled| enabled.flag()) {
         Some(true) => converter.nothing(item, PROFILER),
         _ => converter.built_in(item, PROFILER),
@@ -274,7 +274,7 @@ fn profiler(converter: &mut Converter<'_>, item: &Item<'_>) {
 /// Converts the epochs and the steps of an epoch.
 fn length(converter: &mut Converter<'_>) {
     let (epochs, steps) = (converter.get("epochs"), converter.get("max_steps_per_epoch"));
-    let n_epochs = epochs.as_ref().and_then(Item::whole).unwrap_or(1);
+    let n_epochs = epochs.as_ref().and_then(ForeignItem::whole).unwrap_or(1);
     match steps {
         Some(item) => {
             let Some(n) = item.whole() else { return converter.fail(&item, "a number of steps") };
@@ -295,7 +295,8 @@ fn length(converter: &mut Converter<'_>) {
 /// Converts checkpoints: one after each epoch, and the model at the end.
 fn saving(converter: &mut Converter<'_>) {
     let output = converter.get("output_dir").or_else(|| converter.get("checkpointer.output_dir"));
-    let folder = output.as_ref().and_then(Item::text).unwrap_or("runs/torchtune").trim_end_matches('/').to_owned();
+    let folder =
+        output.as_ref().and_then(ForeignItem::text).unwrap_or("runs/torchtune").trim_end_matches('/').to_owned();
     let steps = converter.get("save_every_n_steps");
     let mut sharded = json!({"type": "sharded", "output_dir": format!("{folder}/checkpoints")});
     let resumes = converter.is_on("resume_from_checkpoint");
