@@ -35,6 +35,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS = {
     "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama3": {"model_type": "llama", "rope_scaling": LLAMA3, "tie_word_embeddings": True},
@@ -42,6 +43,7 @@ MODELS = {
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "yarn": {"model_type": "qwen3", "head_dim": 32, "rope_scaling": YARN},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
     "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64, "norm_topk_prob": False},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "head_dim": 32, "norm_topk_prob": True},

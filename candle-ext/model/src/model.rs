@@ -7,7 +7,7 @@ use candlewick_ops::{self as ops, Fp8Module, Weight, WeightStorage};
 
 use crate::{
     AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps,
-    ParamSpec, UnitWeights, rope::Rope, unit,
+    ParamSpec, RopeLengths, UnitWeights, rope::Rope, unit,
 };
 
 /// A decoder-only model with an optional LoRA adapter.
@@ -133,8 +133,13 @@ impl Model {
     }
 
     /// Returns the RoPE cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.
-    pub fn rope(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        self.rope.at(positions, device)
+    pub fn rope(&self, positions: &[u32], lengths: RopeLengths<'_>, device: &Device) -> Result<(Tensor, Tensor)> {
+        self.rope.at(positions, lengths, device)
+    }
+
+    /// Returns true if RoPE depends on the length of a sequence (`dynamic` and `longrope`).
+    pub fn rope_depends_on_length(&self) -> bool {
+        self.rope.depends_on_length()
     }
 
     /// Looks up embeddings: u32 token ids [t] -> [t, d], in the dtype of the residual stream. The padding token's row gets no

@@ -3,6 +3,7 @@
 mod chat;
 mod check;
 mod config;
+mod convert;
 mod doctor;
 mod estimate;
 mod export;
@@ -80,6 +81,9 @@ enum Command {
     /// Validate a recipe and print the resolved settings, without device or network
     #[command(after_long_help = check::EXAMPLES)]
     Check(check::CheckArgs),
+    /// Convert a training file of axolotl, torchtune, LLaMA-Factory or picotron into a recipe, with a report
+    #[command(after_long_help = convert::EXAMPLES)]
+    Convert(convert::ConvertArgs),
     /// Tokenize and pack the data, fill the token cache and print token statistics
     #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
     Preprocess(preprocess::PreprocessArgs),
@@ -215,6 +219,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     match &cli.command {
         Command::Train(args) => train::run(args, cli.verbosity, &ui),
         Command::Check(args) => check::run(args, cli.verbosity, &ui),
+        Command::Convert(args) => convert::run(args, &ui),
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
         Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
@@ -268,7 +273,7 @@ mod tests {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
-        let config = config::EXAMPLES.join("\n");
+        let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");

@@ -48,6 +48,7 @@ pub use moe::{
     LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, MoeSection, RoutingReplaySection, TokenDispatcherType,
     TokenDropPolicy,
 };
+pub(crate) use node::parse as parse_yaml;
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{

@@ -4,6 +4,7 @@
 mod bad_input;
 mod cli;
 mod config;
+mod convert;
 mod data;
 mod flops;
 mod fp8;

@@ -19,6 +19,7 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
     let n_layers = size(keys, "num_hidden_layers", family_spec.n_layers, MAX_LAYERS)?;
     let vocab_size = size(keys, "vocab_size", family_spec.vocab_size, MAX_SIZE)?;
     let max_positions = size(keys, "max_position_embeddings", family_spec.max_positions, MAX_SIZE)?;
+    let rotary_dim = rope::rotary_dim(keys, heads.head_dim, family_spec.partial_rotary)?;
     let typed = Typed {
         family,
         vocab_size,
@@ -32,8 +33,8 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
         rms_norm_eps: positive(keys, "rms_norm_eps", family_spec.rms_norm_eps)?,
         initializer_range: initializer_range(keys)?,
         rope_theta: rope::theta(keys, family_spec.rope_theta)?,
-        rope: rope::kind(keys, max_positions)?,
-        rotary_dim: rope::rotary_dim(keys, heads.head_dim, family_spec.partial_rotary)?,
+        rope: rope::kind(keys, rope::RotationShape { max_positions, rotary_dim })?,
+        rotary_dim,
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
         qkv_bias: bias(keys, family_spec.qkv_bias)?,
         o_bias: bias(keys, family_spec.o_bias)?,

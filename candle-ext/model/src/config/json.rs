@@ -48,6 +48,10 @@ impl<'a> Keys<'a> {
         self.read(key, "a number", Value::as_f64)
     }
 
+    pub(crate) fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>, ModelError> {
+        self.read(key, "a list of numbers", |v| v.as_array()?.iter().map(Value::as_f64).collect())
+    }
+
     pub(crate) fn flag(&self, key: &str) -> Result<Option<bool>, ModelError> {
         self.read(key, "true or false", Value::as_bool)
     }

@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 
 use crate::{Family, ModelError, QkNorm};
 pub use moe::{MoeConfig, SharedExpertConfig};
-pub(crate) use rope::RopeKind;
+pub(crate) use rope::{LongRope, RopeKind, Yarn};
 pub(crate) use typed::Typed;
 
 /// Key of config.json with the number of MTP layers, as in DeepSeek-V3 and GLM-4.5.

@@ -3,7 +3,7 @@
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value};
 
-use super::{Config, Typed};
+use super::{Config, Typed, rope};
 use crate::{
     ModelError,
     family::{Bias, Window},
@@ -87,8 +87,14 @@ impl Config {
             if !self.raw.contains_key(key) {
                 refuse_unknown(key, self.typed.family.model_type())?;
             }
-            raw.insert(key.clone(), value.clone());
+            match rope::SPELLINGS.contains(&key.as_str()) {
+                true => rope::replace_scaling(&mut raw, key, value),
+                false => _ = raw.insert(key.clone(), value.clone()),
+            }
             set_theta_where_it_is_read(&mut raw, key, value);
+        }
+        if overrides.contains_key("max_position_embeddings") {
+            rope::SPELLINGS.iter().try_for_each(|name| rope::require_original(&raw, name, overrides))?;
         }
         if !overrides.contains_key("layer_types") {
             shorten_layer_types(&mut raw);
@@ -102,6 +108,9 @@ impl Config {
 
     /// Rejects a key that this family does not use, unless its value has no effect.
     fn refuse_unread(&self, key: &str, value: &Value) -> Result<(), ModelError> {
+        if rope::SPELLINGS.contains(&key) {
+            rope::refuse_unread(key, value)?;
+        }
         let family_spec = self.typed.family.spec();
         let has_some = matches!(family_spec.window, Window::Some { .. });
         let has_bias = |bias: &[Bias]| {
@@ -137,7 +146,7 @@ fn set_theta_where_it_is_read(raw: &mut Map<String, Value>, key: &str, value: &V
     if key != "rope_theta" {
         return;
     }
-    for name in ["rope_scaling", "rope_parameters"] {
+    for name in rope::SPELLINGS {
         if let Some(nested) = raw.get_mut(name).and_then(Value::as_object_mut)
             && nested.contains_key("rope_theta")
         {

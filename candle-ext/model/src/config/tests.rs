@@ -162,7 +162,7 @@ fn impossible_numbers_are_refused_with_their_key() {
 #[test]
 fn unsupported_settings_are_refused_by_name() {
     refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
-    refused(json!({"rope_scaling": {"rope_type": "yarn", "factor": 4}}), &["rope_scaling.rope_type", "yarn", "llama3"]);
+    refused(json!({"rope_scaling": {"rope_type": "mrope"}}), &["rope_scaling.rope_type", "mrope", "llama3"]);
     let by_layer = json!({"full_attention": {"rope_type": "default"}});
     refused(json!({"rope_parameters": by_layer}), &["rope_parameters.full_attention", "layer type"]);
     refused(json!({"attention_dropout": 0.1}), &["attention_dropout"]);

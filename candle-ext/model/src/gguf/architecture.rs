@@ -1,6 +1,6 @@
 //! Architectures of llama.cpp that compute the same function as a model family.
 
-use crate::config::RopeKind;
+use crate::config::{RopeKind, Yarn};
 use crate::{Config, ModelError};
 
 /// An architecture of llama.cpp.
@@ -49,8 +49,8 @@ impl Architecture {
     /// Returns the key and the text of a setting that llama.cpp computes differently.
     fn difference(self, config: &Config) -> Option<(&'static str, String)> {
         let typed = &config.typed;
-        if self != Self::Llama && matches!(typed.rope, RopeKind::Llama3 { .. }) {
-            return Some(("rope_scaling", format!("has llama3 scaling for Llama alone, not for {}", self.name())));
+        if let Some(problem) = self.scaling_difference(&typed.rope) {
+            return Some(("rope_scaling", problem));
         }
         if self == Self::Qwen3 && (typed.qkv_bias || typed.o_bias) {
             return Some(("attention_bias", "has no biases of attention in Qwen3".to_owned()));
@@ -69,6 +69,19 @@ impl Architecture {
         None
     }
 
+    /// Returns the text of a scaling of RoPE that llama.cpp computes differently.
+    fn scaling_difference(self, rope: &RopeKind) -> Option<String> {
+        match rope {
+            RopeKind::Llama3 { .. } if self != Self::Llama => {
+                Some(format!("has llama3 scaling for Llama alone, not for {}", self.name()))
+            }
+            RopeKind::Yarn(yarn) => yarn_difference(yarn),
+            RopeKind::LongRope(_) => Some(format!("has longrope for Phi-3 and MiniCPM, not for {}", self.name())),
+            RopeKind::Dynamic { .. } => Some("has no dynamic scaling".to_owned()),
+            RopeKind::Default | RopeKind::Linear { .. } | RopeKind::Llama3 { .. } => None,
+        }
+    }
+
     /// Returns the value of `general.architecture`, which is the first part of the other keys.
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -84,6 +97,22 @@ impl Architecture {
     pub(super) fn rotates_adjacent(self) -> bool {
         self == Self::Llama
     }
+}
+
+/// Returns the text of a YaRN setting that the file cannot hold: these architectures read the factor and the original context.
+fn yarn_difference(yarn: &Yarn) -> Option<String> {
+    let default = Yarn::default_attention_factor(yarn.factor);
+    if (yarn.attention_factor - default).abs() > 1e-6 {
+        let found = yarn.attention_factor;
+        return Some(format!(
+            "derives YaRN's attention factor from the factor, {default:.4}, but the model has {found:.4}"
+        ));
+    }
+    if (yarn.beta_fast, yarn.beta_slow) != Yarn::DEFAULT_BETAS {
+        let (fast, slow) = Yarn::DEFAULT_BETAS;
+        return Some(format!("has YaRN with beta_fast {fast} and beta_slow {slow} alone"));
+    }
+    (!yarn.truncate).then(|| "truncates YaRN's ramp to whole pairs".to_owned())
 }
 
 /// A quantized model of candle-transformers.
@@ -148,6 +177,19 @@ mod tests {
         check(json!({"model_type": "llama", "rope_scaling": llama3}), Ok(Architecture::Llama));
         check(json!({"model_type": "qwen2", "rope_scaling": llama3}), Err("rope_scaling"));
         check(json!({"model_type": "qwen3", "attention_bias": true}), Err("attention_bias"));
+        let yarn = |key: &str, value: serde_json::Value| {
+            let mut scaling = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+            scaling[key] = value;
+            json!({"model_type": "qwen3", "rope_scaling": scaling})
+        };
+        check(yarn("beta_fast", json!(32)), Ok(Architecture::Qwen3));
+        check(yarn("beta_fast", json!(16)), Err("beta_fast 32"));
+        check(yarn("attention_factor", json!(1.0)), Err("attention factor"));
+        check(yarn("truncate", json!(false)), Err("truncates"));
+        check(json!({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2}}), Err("dynamic"));
+        let factors = vec![1.0; 64];
+        let long = json!({"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 2});
+        check(json!({"model_type": "llama", "rope_scaling": long}), Err("longrope"));
         check(json!({"model_type": "qwen3_moe", "norm_topk_prob": true}), Ok(Architecture::Qwen3Moe));
         check(json!({"model_type": "qwen3_moe", "norm_topk_prob": false}), Err("norm_topk_prob"));
         check(json!({"model_type": "qwen2_moe", "mlp_only_layers": [0]}), Err("mlp_only_layers"));

@@ -57,9 +57,18 @@ pub(super) fn model(architecture: Architecture, config: &Config) -> Vec<(String,
     metadata.count(key("vocab_size"), config.vocab_size());
     metadata.count(key("rope.dimension_count"), config.typed.rotary_dim);
     metadata.add(key("rope.freq_base"), Value::F32(config.typed.rope_theta as f32));
-    if let RopeKind::Linear { factor } = config.typed.rope {
-        metadata.text(key("rope.scaling.type"), "linear");
-        metadata.add(key("rope.scaling.factor"), Value::F32(factor as f32));
+    match &config.typed.rope {
+        RopeKind::Linear { factor } => {
+            metadata.text(key("rope.scaling.type"), "linear");
+            metadata.add(key("rope.scaling.factor"), Value::F32(*factor as f32));
+        }
+        RopeKind::Yarn(yarn) => {
+            metadata.text(key("rope.scaling.type"), "yarn");
+            metadata.add(key("rope.scaling.factor"), Value::F32(yarn.factor as f32));
+            metadata.count(key("rope.scaling.original_context_length"), yarn.original_positions as usize);
+        }
+        // Llama 3.1's scaling is a tensor. `Architecture` refuses the others.
+        RopeKind::Default | RopeKind::Llama3 { .. } | RopeKind::LongRope(_) | RopeKind::Dynamic { .. } => {}
     }
     let Some(moe) = config.moe() else { return metadata.0 };
     metadata.count(key("expert_count"), moe.n_experts);

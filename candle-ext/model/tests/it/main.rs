@@ -8,5 +8,6 @@ mod checkpoints;
 mod expert_adapters;
 mod gguf;
 mod parity;
+mod rope;
 mod tiny;
 mod upcycling;

@@ -7,8 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RouterContext, RouterDtype, RouterSettings,
-    SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RopeLengths, RouterContext, RouterDtype,
+    RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint, sequence_lengths,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
@@ -89,7 +89,8 @@ impl Tiny {
         let mut cu = vec![0];
         lengths.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
-        let (cos, sin) = self.model.rope(&positions, &Device::Cpu)?;
+        let of_sequences = sequence_lengths(&positions);
+        let (cos, sin) = self.model.rope(&positions, RopeLengths::OfSequences(&of_sequences), &Device::Cpu)?;
         let seqs = CuSeqlens::packed(cu)?;
         let context = ForwardContext {
             cos: &cos,
@@ -143,7 +144,11 @@ pub(crate) struct Reference {
 
 impl Reference {
     pub(crate) fn load(name: &str) -> Self {
-        let path = fixture(name).join("reference.safetensors");
+        Self::open(&format!("{name}/reference.safetensors"))
+    }
+
+    pub(crate) fn open(file: &str) -> Self {
+        let path = fixture(file);
         let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
         let ids = tensors["ids"].to_dtype(DType::U32).unwrap();
         let lengths = tensors["lengths"].to_vec1::<i64>().unwrap().into_iter().map(|n| n as usize).collect();

@@ -63,6 +63,12 @@ impl DropoutSpan {
 }
 
 impl RowRanges {
+    /// Selects these rows of a value per row.
+    pub fn select<T: Copy>(&self, values: &[T]) -> Vec<T> {
+        let of_range = |range: &Range<usize>| &values[range.start..range.end.min(values.len())];
+        self.0.iter().flat_map(of_range).copied().collect()
+    }
+
     /// Returns the range of all rows.
     pub fn all() -> Self {
         Self(std::iter::once(0..usize::MAX).collect())

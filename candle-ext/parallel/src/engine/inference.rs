@@ -3,13 +3,12 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size, n queried rows
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::ParallelOps;
+use candlewick_model::{ParallelOps, RopeLengths};
 use candlewick_ops::{
     CuSeqlens, LossGrad, Reduction, RowRanges, TokenScores, span, spin_workers, to_host, token_scores,
 };
 
 use super::{Engine, Micro};
-use crate::context_parallel::TokenShard;
 use crate::expert_parallel::ExpertParallelOps;
 use crate::placement::SequenceParallel;
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
@@ -60,9 +59,11 @@ impl Engine {
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
         let _spinning = spin_workers(&self.device);
-        let TokenShard { micro, .. } = &self.part(micro)?;
+        let part = &self.part(micro)?;
+        let rope = self.rope_of(micro, part)?;
+        let micro = &part.micro;
         self.with_parallel_ops(None, |parallel_ops| {
-            let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, parallel_ops)?;
+            let x_td = self.hidden(&micro.ids, &rope, &micro.seqs, parallel_ops)?;
             let Some(x_td) = x_td else { return Ok(None) };
             let weights = self.store.fetch(self.head())?;
             let lm_head = self.model.lm_head(weights)?;
@@ -205,7 +206,8 @@ impl Engine {
         let routed = self.experts.as_ref().filter(|experts| experts.exchanges_tokens());
         let routed = routed.map(|experts| ExpertParallelOps { experts, inner });
         let parallel_ops = routed.as_ref().map_or(inner, |routed| routed);
-        let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, positions, &seqs, parallel_ops)?;
+        let rope = self.model.rope(positions, RopeLengths::OfContext, &self.device)?;
+        let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, &rope, &seqs, parallel_ops)?;
         x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
     }
 
@@ -213,19 +215,18 @@ impl Engine {
     fn hidden(
         &self,
         ids: &Tensor,
-        positions: &[u32],
+        (cos, sin): &(Tensor, Tensor),
         seqs: &CuSeqlens,
         parallel_ops: &dyn ParallelOps,
     ) -> Result<Option<Tensor>> {
         let _fp8 = self.enable_fixed_fp8()?;
-        let (cos, sin) = self.model.rope(positions, &self.device)?;
         let rows = RowRanges::all();
-        let context = self.context([&cos, &sin], seqs, &rows, parallel_ops);
+        let context = self.context([cos, sin], seqs, &rows, parallel_ops);
         let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
         for chunk in 0..layout.n_chunks() {
             let mut x = match layout.is_first(stage, chunk) {
                 true => self.model.embed(self.store.fetch(0)?, ids, parallel_ops)?,
-                false => self.pipeline.receive_activation(self.hidden_states(positions.len(), parallel_ops))?,
+                false => self.pipeline.receive_activation(self.hidden_states(ids.dim(0)?, parallel_ops))?,
             };
             self.store.release(0);
             for block_idx in layout.blocks(stage, chunk) {

@@ -20,7 +20,8 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{
-    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
+    ForwardContext, Model, ParallelOps, RopeLengths, RouterContext, RouterSettings, SingleDevice, TiledMlp,
+    UnitWeights, sequence_lengths,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, RowRanges, Weight,
@@ -232,6 +233,16 @@ impl Engine {
             Some(sequence) => sequence.part(micro),
             None => Ok(TokenShard { micro: Cow::Borrowed(micro), rows: RowRanges::all() }),
         }
+    }
+
+    /// Returns the RoPE cosines and sines of this rank's tokens. Sequences have the length of all ranks' tokens.
+    fn rope_of(&self, micro: &Micro, part: &TokenShard<'_>) -> Result<(Tensor, Tensor)> {
+        let positions = &part.micro.positions;
+        if !self.model.rope_depends_on_length() {
+            return self.model.rope(positions, RopeLengths::OfContext, &self.device);
+        }
+        let lengths = part.rows.select(&sequence_lengths(&micro.positions));
+        self.model.rope(positions, RopeLengths::OfSequences(&lengths), &self.device)
     }
 
     /// All-gathers a value per token, [t], from the context parallel ranks. Collective.

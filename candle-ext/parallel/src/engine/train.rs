@@ -178,7 +178,7 @@ impl Engine {
     /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
     fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
-        let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
+        let (cos, sin) = self.rope_of(micro, &part)?;
         let router_rows = self.router_rows(micro, n_tokens)?;
         Ok(MicroBatchState {
             whole: micro,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RouterContext, SingleDevice, TiledMlp};
+use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RopeLengths, RouterContext, SingleDevice, TiledMlp};
 use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, GroupedGemmImpl, LossGrad, LossScaling,
     Reduction, RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
@@ -210,7 +210,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
 
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, ActivationCheckpointing::None);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
-        let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
+        let (cos, sin) = model.rope(&micro.positions, RopeLengths::OfContext, &Device::Cpu).unwrap();
         let context = ForwardContext {
             cos: &cos,
             sin: &sin,

@@ -10,18 +10,41 @@ use candlewick_parallel::{
     ActivationCheckpointing, AppendTokens, Engine, KvCachePool, Micro, ParamDtypes, ParamStore, Prefix, PrefixKvCache,
     ScoreQuery, ShardingGroups, StoreMode, TokenRun,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 const VOCAB: u32 = 50;
 const WINDOW: usize = 9;
 
-fn engine(dtype: DType, window: Option<usize>) -> Engine {
+/// Scaling of RoPE.
+#[derive(Clone, Copy)]
+enum Scaling {
+    Default,
+    Yarn,
+    /// LongRoPE with an original context that all sequences exceed, but not all of their parts.
+    LongRope,
+}
+
+impl Scaling {
+    fn keys(self) -> Value {
+        let factors = |growth: f64| (0..8).map(|pair| 1.0 + growth * f64::from(pair)).collect::<Vec<_>>();
+        match self {
+            Self::Default => Value::Null,
+            Self::Yarn => json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+            Self::LongRope => json!({
+                "rope_type": "longrope", "original_max_position_embeddings": 10,
+                "short_factor": factors(0.1), "long_factor": factors(2.0),
+            }),
+        }
+    }
+}
+
+fn engine(dtype: DType, window: Option<usize>, scaling: Scaling) -> Engine {
     let config = json!({
         "architectures": ["MistralForCausalLM"], "model_type": "mistral",
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, "initializer_range": 0.2,
-        "sliding_window": window
+        "sliding_window": window, "rope_scaling": scaling.keys()
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
     let dtypes = ParamDtypes::computing_in(dtype);
@@ -92,8 +115,8 @@ fn tree() -> [Vec<u32>; 5] {
 }
 
 #[track_caller]
-fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
-    let engine = engine(dtype, window);
+fn check_tree(dtype: DType, window: Option<usize>, scaling: Scaling, bound: f32) {
+    let engine = engine(dtype, window, scaling);
     let [trunk, first, second, third, stranger] = &tree();
     let start = Prefix::Cached(0);
     let whole = [(
@@ -130,9 +153,11 @@ fn check_tree(dtype: DType, window: Option<usize>, bound: f32) {
 
 #[test]
 fn branches_of_a_prefix_tree_score_as_whole_sequences() {
-    check_tree(DType::F32, None, 2e-5);
-    check_tree(DType::F32, Some(WINDOW), 2e-5);
-    check_tree(DType::BF16, None, 0.1);
+    check_tree(DType::F32, None, Scaling::Default, 2e-5);
+    check_tree(DType::F32, None, Scaling::Yarn, 2e-5);
+    check_tree(DType::F32, None, Scaling::LongRope, 2e-5);
+    check_tree(DType::F32, Some(WINDOW), Scaling::Default, 2e-5);
+    check_tree(DType::BF16, None, Scaling::Default, 0.1);
 }
 
 #[test]
@@ -163,8 +188,8 @@ fn logits_alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
 }
 
 #[track_caller]
-fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
-    let engine = engine(dtype, window);
+fn check_pool(dtype: DType, window: Option<usize>, scaling: Scaling, bound: f32) {
+    let engine = engine(dtype, window, scaling);
     let [a, b, c] = [text(40, 1), text(33, 2), text(150, 3)];
     let pool = KvCachePool::new(engine.model().n_blocks(), 400);
     // b before a in the pool, with rows between them that are free.
@@ -190,7 +215,9 @@ fn check_pool(dtype: DType, window: Option<usize>, bound: f32) {
 
 #[test]
 fn pooled_sequences_give_the_logits_of_each_alone() {
-    check_pool(DType::F32, None, 2e-5);
-    check_pool(DType::F32, Some(WINDOW), 2e-5);
-    check_pool(DType::BF16, None, 0.1);
+    check_pool(DType::F32, None, Scaling::Default, 2e-5);
+    check_pool(DType::F32, None, Scaling::Yarn, 2e-5);
+    check_pool(DType::F32, None, Scaling::LongRope, 2e-5);
+    check_pool(DType::F32, Some(WINDOW), Scaling::Default, 2e-5);
+    check_pool(DType::BF16, None, Scaling::Default, 0.1);
 }

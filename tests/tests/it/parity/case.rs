@@ -28,6 +28,17 @@ pub(crate) struct ModelCase {
     n_mtp_layers: usize,
     /// Settings of FP8, in which all linear layers multiply.
     fp8: Option<Fp8Config>,
+    /// Scaling of RoPE that extends a context of 8 tokens, which some sequences exceed.
+    rope: RopeScaling,
+}
+
+/// Scaling of RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RopeScaling {
+    Default,
+    Yarn,
+    LongRope,
+    Dynamic,
 }
 
 /// PEFT's selection of an adapter's modules.
@@ -78,6 +89,13 @@ pub(crate) const TIED_MTP: ModelCase = ModelCase { n_mtp_layers: 2, ..ModelCase:
 /// An MTP layer with experts.
 pub(crate) const MOE_MTP: ModelCase = ModelCase { n_mtp_layers: 1, ..DOTS1 };
 
+/// Models with each scaling of RoPE. LongRoPE and dynamic scaling depend on the length of a sequence.
+pub(crate) const SCALED: [ModelCase; 3] = [
+    ModelCase { rope: RopeScaling::LongRope, ..ModelCase::of("llama", false) },
+    ModelCase { rope: RopeScaling::Dynamic, ..ModelCase::of("qwen3", true) },
+    ModelCase { rope: RopeScaling::Yarn, ..ModelCase::of("qwen2", false) },
+];
+
 /// A window shorter than the longest sequences.
 pub(crate) const WINDOW: ModelCase = ModelCase { window: Some(11), ..ModelCase::of("mistral", false) };
 
@@ -125,6 +143,7 @@ impl ModelCase {
             storage: WeightStorage::Dense,
             n_mtp_layers: 0,
             fp8: None,
+            rope: RopeScaling::Default,
         }
     }
 
@@ -199,6 +218,7 @@ impl ModelCase {
         if let Some(window) = self.window {
             config["sliding_window"] = json!(window);
         }
+        self.scale_rope(&mut config);
         let lora = self.adapter.map(|dropout| LoraConfig::from_json(&self.peft_config(dropout)).unwrap());
         let config = Config::from_json(config).unwrap().with_mtp_layers(self.n_mtp_layers);
         let model = Model::new(config, lora).unwrap().with_frozen_storage(self.storage);
@@ -210,6 +230,25 @@ impl ModelCase {
 }
 
 impl ModelCase {
+    fn scale_rope(self, config: &mut Value) {
+        let original = 8;
+        let scaling = match self.rope {
+            RopeScaling::Default => return,
+            RopeScaling::Yarn => json!({
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original, "beta_fast": 2.0,
+            }),
+            RopeScaling::LongRope => json!({
+                "rope_type": "longrope", "original_max_position_embeddings": original,
+                "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0],
+            }),
+            RopeScaling::Dynamic => {
+                config["max_position_embeddings"] = json!(original);
+                json!({"rope_type": "dynamic", "factor": 4.0})
+            }
+        };
+        config["rope_scaling"] = scaling;
+    }
+
     fn peft_config(self, dropout: f64) -> Value {
         let mut peft_config =
             json!({"r": 4, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"});

@@ -7,7 +7,7 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_model::TiledMlp;
 use candlewick_parallel::{Micro, PipelineScheduleKind, SequenceParallel, ZeroStage};
 
-use super::case::{ADAPTER, BATCHINGS, Batching, MODELS, ModelCase, WINDOW, micros};
+use super::case::{ADAPTER, BATCHINGS, Batching, MODELS, ModelCase, SCALED, WINDOW, micros};
 use super::rank::{STEPS, Strategy, compare, data_rank, engine, one_rank, run};
 use super::{DP_ALL_REDUCE, ONE, PP_OP, TIED_OP, TP_OPS, ULYSSES_OP, ZERO_OPS, check_all};
 
@@ -49,6 +49,14 @@ fn parity_of_a_ring_of_four() {
 #[test]
 fn parity_of_a_ring_with_ulysses() {
     check_all(with_ulysses(2, 2), &RING_MODELS, &RING_BATCHINGS, &[RING_OP, ULYSSES_OP, DP_ALL_REDUCE]);
+}
+
+/// Ranks have parts of sequences, whose whole length decides on the frequencies of LongRoPE and dynamic scaling.
+#[test]
+fn parity_of_sequences_longer_than_the_original_context() {
+    let batchings = [BATCHINGS[0], Batching::Long];
+    check_all(ring(2), &SCALED, &batchings, &[RING_OP, DP_ALL_REDUCE]);
+    check_all(with_ulysses(2, 2), &SCALED, &batchings, &[RING_OP, ULYSSES_OP]);
 }
 
 /// Some ranks have tokens of one chunk, others of both; two ranks share each KV head.

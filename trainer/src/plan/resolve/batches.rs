@@ -79,13 +79,7 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
     let given = resolver.recipe().data.max_length;
     let limit = model.config.as_ref().map(candlewick_model::Config::max_positions);
     match (given, limit) {
-        (Some(given), Some(limit)) if given.0 > limit => {
-            resolver.note(format!(
-                "{KEY}: {} exceeds the model's max_position_embeddings, {limit}: the model was not trained on such positions; \
-                 rope_scaling in model.hf_config_kwargs may help",
-                given.0
-            ));
-        }
+        (Some(given), Some(limit)) if given.0 > limit => resolver.note(beyond_context(given.0, limit)),
         (Some(given), _) if given.0 < 2 => {
             resolver.report(
                 &[KEY],
@@ -106,6 +100,16 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
             0
         }
     }
+}
+
+/// Returns the note about rows that are longer than the model's context.
+fn beyond_context(max_length: usize, limit: usize) -> String {
+    let factor = max_length.div_ceil(limit);
+    format!(
+        "data.max_length: {max_length} exceeds the model's max_position_embeddings, {limit}: the model was not trained on \
+         such positions. YaRN extends the context: model.hf_config_kwargs: {{max_position_embeddings: {max_length}, \
+         rope_scaling: {{rope_type: yarn, factor: {factor}, original_max_position_embeddings: {limit}}}}}"
+    )
 }
 
 fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {

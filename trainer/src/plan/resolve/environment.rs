@@ -127,10 +127,15 @@ impl Environment {
         console: Console,
         world: WorldInfo,
     ) -> Result<Self, EnvironmentError> {
-        let settings = HubSettings::from_env();
+        let config = find_config(loaded, access, HubSettings::from_env())?;
+        Ok(Self::with_config(config, loaded, console, world))
+    }
+
+    /// Inspects the machine, but not the model.
+    pub fn with_config(config: Option<Config>, loaded: &Loaded, console: Console, world: WorldInfo) -> Self {
         let wants_capacity = loaded.recipe.memory == Some(MemoryMode::Auto) && world.machines != Machines::Unknown;
-        Ok(Self {
-            config: find_config(loaded, access, settings)?,
+        Self {
+            config,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
             world,
             features: BuildFeatures::BUILT,
@@ -141,7 +146,7 @@ impl Environment {
             capacity: wants_capacity.then(|| capacity(loaded).of_one(world.n_here)),
             missing_gpu: None,
             tracking: TrackingEnv::from_env(),
-        })
+        }
     }
 
     /// Adds the facts that matter only to a run on this machine, not to an estimate or to a preparation of data. Looks for a

@@ -24,7 +24,10 @@ fn max_length_defaults_to_the_models() {
     assert_eq!(plan(&["data.max_length=1Ki"]).data.max_length, 1024);
     let long = plan(&["data.max_length=4Ki"]);
     assert_eq!(long.data.max_length, 4096);
-    assert!(long.notes.iter().any(|note| note.contains("4096 exceeds the model's max_position_embeddings, 2048")));
+    assert!(long.notes.iter().any(|note| {
+        let yarn = "rope_scaling: {rope_type: yarn, factor: 2, original_max_position_embeddings: 2048}";
+        note.contains("4096 exceeds the model's max_position_embeddings, 2048") && note.contains(yarn)
+    }));
     refused(&["data.max_length=1"], &["expected at least 2"]);
     assert_eq!(plan(&["model.hf_config_kwargs={max_position_embeddings: 4096}"]).data.max_length, 4096);
 }

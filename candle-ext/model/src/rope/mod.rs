@@ -1,0 +1,211 @@
+//! RoPE tables: cosines and sines in f32, bit-identical to torch's.
+//!
+//! `dynamic` and `longrope` choose frequencies by the length of a sequence ([`RopeLengths`]).
+
+mod frequencies;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{Device, Result, Tensor, bail};
+use candlewick_ops::{Weight, embedding, upload};
+
+use crate::{
+    Config,
+    config::{RopeKind, Typed},
+};
+use frequencies::{LengthClass, Rotation, rotation};
+
+/// Lengths of sequences, for scalings of RoPE that depend on them: `dynamic` and `longrope`.
+#[derive(Clone, Copy, Debug)]
+pub enum RopeLengths<'l> {
+    /// Length of each token's sequence, t of them. Results are those of transformers for each sequence alone, whatever else
+    /// is in the row.
+    OfSequences(&'l [u32]),
+    /// The model's context length, `max_position_embeddings`, for every sequence. A KV cache needs it: cached keys keep their
+    /// rotation while the sequence grows.
+    OfContext,
+}
+
+/// Returns the length of each token's sequence, from positions that begin at 0 in each sequence.
+pub fn sequence_lengths(positions: &[u32]) -> Vec<u32> {
+    let mut lengths = vec![0; positions.len()];
+    let mut n_tokens = 0;
+    for (i, position) in positions.iter().enumerate().rev() {
+        n_tokens = n_tokens.max(position + 1);
+        lengths[i] = n_tokens;
+        if *position == 0 {
+            n_tokens = 0;
+        }
+    }
+    lengths
+}
+
+/// Returns the factors that divide the inverse frequencies, [r/2], for Llama 3.1's scaling; `None` for other kinds.
+pub(crate) fn frequency_factors(config: &Config) -> Option<Vec<f32>> {
+    let RopeKind::Llama3 { .. } = config.typed.rope else { return None };
+    let unscaled = Typed { rope: RopeKind::Default, ..config.typed.clone() };
+    let of = |typed: &Typed| rotation(typed, LengthClass::Short).frequencies;
+    let pairs = of(&unscaled).into_iter().zip(of(&config.typed));
+    Some(pairs.map(|(unscaled, scaled)| unscaled / scaled).collect())
+}
+
+/// RoPE tables of a model. They are cached on the device and extended when a longer position occurs.
+#[derive(Clone, Debug)]
+pub(crate) struct Rope {
+    typed: Arc<Typed>,
+    short: CachedTables,
+    /// Tables of LongRoPE above the original context; unused otherwise.
+    long: CachedTables,
+}
+
+/// Tables of one rotation.
+#[derive(Clone, Debug)]
+struct CachedTables {
+    rotation: Arc<Rotation>,
+    known: Arc<Mutex<Option<Tables>>>,
+}
+
+/// Cosines and sines, f32 [positions, r/2] each.
+#[derive(Clone, Debug)]
+struct Tables {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    pub(crate) fn new(config: &Config) -> Self {
+        let typed = &config.typed;
+        let cached = |class| CachedTables { rotation: Arc::new(rotation(typed, class)), known: Arc::default() };
+        Self { typed: Arc::new(typed.clone()), short: cached(LengthClass::Short), long: cached(LengthClass::Long) }
+    }
+
+    /// Returns true if the frequencies depend on the length of a sequence.
+    pub(crate) fn depends_on_length(&self) -> bool {
+        matches!(self.typed.rope, RopeKind::LongRope(_) | RopeKind::Dynamic { .. })
+    }
+
+    /// Returns the cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.
+    pub(crate) fn at(&self, positions: &[u32], lengths: RopeLengths<'_>, device: &Device) -> Result<(Tensor, Tensor)> {
+        let context = self.typed.max_positions as u32;
+        match lengths {
+            RopeLengths::OfContext => {
+                self.refuse_beyond_context(positions, context)?;
+                self.of_class(LengthClass::of(&self.typed.rope, context), positions, device)
+            }
+            RopeLengths::OfSequences(lengths) if self.depends_on_length() => self.by_length(positions, lengths, device),
+            RopeLengths::OfSequences(_) => self.short.at(positions, device),
+        }
+    }
+
+    fn refuse_beyond_context(&self, positions: &[u32], context: u32) -> Result<()> {
+        match (&self.typed.rope, positions.iter().max()) {
+            (RopeKind::Dynamic { .. }, Some(last)) if *last >= context => bail!(
+                "rope: position {last} with dynamic scaling and a KV cache: cached keys cannot follow a growing sequence \
+                 beyond max_position_embeddings ({context}); use rope_type yarn"
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns cosines and sines of tokens whose sequences differ in length. Tokens of a sequence are contiguous.
+    fn by_length(&self, positions: &[u32], lengths: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        if lengths.len() != positions.len() {
+            bail!("rope: {} lengths of sequences for {} positions", lengths.len(), positions.len())
+        }
+        let classes: Vec<LengthClass> = lengths.iter().map(|n| LengthClass::of(&self.typed.rope, *n)).collect();
+        let mut start = 0;
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for run in classes.chunk_by(|a, b| a == b) {
+            let rows = self.of_class(run[0], &positions[start..start + run.len()], device)?;
+            cos.push(rows.0);
+            sin.push(rows.1);
+            start += run.len();
+        }
+        match cos.len() {
+            0 => self.short.at(positions, device),
+            1 => Ok((cos.swap_remove(0), sin.swap_remove(0))),
+            _ => Ok((Tensor::cat(&cos, 0)?, Tensor::cat(&sin, 0)?)),
+        }
+    }
+
+    fn of_class(&self, class: LengthClass, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        match class {
+            LengthClass::Short => self.short.at(positions, device),
+            LengthClass::Long => self.long.at(positions, device),
+            LengthClass::Dynamic { .. } => {
+                let Tables { cos, sin } = compute(&rotation(&self.typed, class), positions.iter().copied(), device)?;
+                Ok((cos, sin))
+            }
+        }
+    }
+}
+
+impl CachedTables {
+    fn at(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let n_positions = positions.iter().max().map_or(0, |last| *last as usize + 1);
+        let tables = self.tables(n_positions, device)?;
+        let positions = upload(positions, positions.len(), device)?;
+        let of_positions = |table: Tensor| embedding(&positions, &Weight::frozen(table), None);
+        Ok((of_positions(tables.cos)?, of_positions(tables.sin)?))
+    }
+
+    fn tables(&self, n_positions: usize, device: &Device) -> Result<Tables> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tables) = known.as_ref()
+            && tables.cos.dim(0)? >= n_positions
+            && tables.cos.device().same_device(device)
+        {
+            return Ok(tables.clone());
+        }
+        // Doubling the table keeps the cost of decoding linear in the number of tokens.
+        let tables = compute(&self.rotation, 0..n_positions.next_power_of_two() as u32, device)?;
+        *known = Some(tables.clone());
+        Ok(tables)
+    }
+}
+
+fn compute(rotation: &Rotation, positions: impl Iterator<Item = u32> + Clone, device: &Device) -> Result<Tables> {
+    let Rotation { frequencies, attention_factor } = rotation;
+    let angles = || positions.clone().flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
+    let shape = (positions.clone().count(), frequencies.len());
+    let cos: Vec<f32> = angles().map(|angle| angle.cos() as f32 * attention_factor).collect();
+    let sin: Vec<f32> = angles().map(|angle| angle.sin() as f32 * attention_factor).collect();
+    Ok(Tables { cos: Tensor::from_vec(cos, shape, device)?, sin: Tensor::from_vec(sin, shape, device)? })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn rope() -> CachedTables {
+        let rotation = Rotation { frequencies: vec![1.0, 0.1], attention_factor: 1.0 };
+        CachedTables { rotation: Arc::new(rotation), known: Arc::default() }
+    }
+
+    #[test]
+    fn position_zero_leaves_heads_unchanged() {
+        let (cos, sin) = rope().at(&[0, 3], &Device::Cpu).unwrap();
+        assert_eq!(cos.dims(), [2, 2]);
+        assert_eq!(cos.to_vec2::<f32>().unwrap()[0], [1.0, 1.0]);
+        assert_eq!(sin.to_vec2::<f32>().unwrap()[0], [0.0, 0.0]);
+        assert!((sin.to_vec2::<f32>().unwrap()[1][1] - 0.3_f32.sin()).abs() < 1e-7);
+    }
+
+    #[test]
+    fn cached_cosines_equal_recomputed_ones() {
+        let rows = |rope: &CachedTables, positions: &[u32]| {
+            rope.at(positions, &Device::Cpu).unwrap().0.to_vec2::<f32>().unwrap()
+        };
+        let warm = rope();
+        for positions in [&[2, 0, 1][..], &[9], &[0, 1, 0, 1, 300], &[5], &[]] {
+            assert_eq!(rows(&warm, positions), rows(&rope(), positions), "{positions:?}");
+        }
+    }
+
+    #[test]
+    fn each_token_has_the_length_of_its_sequence() {
+        assert_eq!(sequence_lengths(&[0, 1, 2, 0, 0, 1]), [3, 3, 3, 1, 2, 2]);
+        assert_eq!(sequence_lengths(&[]), [0; 0]);
+    }
+}

@@ -1,0 +1,221 @@
+//! Conversion of files of axolotl, torchtune, LLaMA-Factory and picotron: every value of the recipe, and the report.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use trainer::convert::{Conversion, FindingKind, ForeignFormat, convert};
+use trainer::recipe::{RecipeError, RecipeLocation};
+
+const FILES: [(&str, ForeignFormat); 8] = [
+    ("axolotl_qlora.yml", ForeignFormat::Axolotl),
+    ("axolotl_full.yml", ForeignFormat::Axolotl),
+    ("axolotl_text.yml", ForeignFormat::Axolotl),
+    ("torchtune_lora.yaml", ForeignFormat::Torchtune),
+    ("torchtune_full.yaml", ForeignFormat::Torchtune),
+    ("llama_factory_lora.yaml", ForeignFormat::LlamaFactory),
+    ("llama_factory_pretrain.yaml", ForeignFormat::LlamaFactory),
+    ("picotron.json", ForeignFormat::Picotron),
+];
+
+/// The folder of the files, from the folder of the crate.
+fn folder() -> PathBuf {
+    PathBuf::from("tests/fixtures/convert")
+}
+
+fn convert_file(name: &str) -> Conversion {
+    let path = folder().join(name);
+    let text = std::fs::read_to_string(&path).unwrap();
+    convert(&path, text, None).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+fn convert_text(text: &str, from: Option<ForeignFormat>) -> Result<Conversion, RecipeError> {
+    convert(Path::new("file.yaml"), text.to_owned(), from)
+}
+
+fn recipe(conversion: &Conversion) -> Value {
+    serde_saphyr::from_str(&conversion.recipe).unwrap()
+}
+
+#[test]
+fn files_give_the_values_that_they_have_in_their_toolkits() {
+    for (name, format) in FILES {
+        let conversion = convert_file(name);
+        assert_eq!(conversion.format, format, "{name}");
+        let expected = folder().join("expected").join(name).with_extension("json");
+        let expected: Value = serde_json::from_slice(&std::fs::read(expected).unwrap()).unwrap();
+        same(name, &recipe(&conversion), &expected["recipe"]);
+        assert_eq!(json!(conversion.n_ranks), expected["ranks"], "{name}");
+        let keys = |kind| conversion.report.of(kind);
+        let changed: Value = keys(FindingKind::Changed).map(|finding| json!(finding.key)).collect();
+        assert_eq!(changed, expected["changed"], "{name}");
+        let lost: Value = keys(FindingKind::NoCounterpart).map(|finding| json!([finding.key, finding.line])).collect();
+        assert_eq!(lost, expected["no_counterpart"], "{name}");
+    }
+}
+
+/// Compares values key by key. Numbers are equal if they are the same number.
+#[track_caller]
+fn same(at: &str, found: &Value, want: &Value) {
+    match (found, want) {
+        (Value::Object(found), Value::Object(want)) => {
+            let keys = |map: &serde_json::Map<String, Value>| {
+                let mut keys: Vec<String> = map.keys().cloned().collect();
+                keys.sort();
+                keys
+            };
+            assert_eq!(keys(found), keys(want), "{at}");
+            want.iter().for_each(|(key, want)| same(&format!("{at}: {key}"), &found[key], want));
+        }
+        (Value::Array(found), Value::Array(want)) => {
+            assert_eq!(found.len(), want.len(), "{at}");
+            found.iter().zip(want).for_each(|(found, want)| same(at, found, want));
+        }
+        (Value::Number(_), Value::Number(_)) => assert_eq!(found.as_f64(), want.as_f64(), "{at}"),
+        _ => assert_eq!(found, want, "{at}"),
+    }
+}
+
+/// Every key of a file is in a list of the report, with its line.
+#[test]
+fn no_key_is_lost() {
+    for (name, _) in FILES {
+        let conversion = convert_file(name);
+        let text = std::fs::read_to_string(folder().join(name)).unwrap();
+        let lines = text.lines().enumerate().map(|(idx, line)| (idx + 1, line));
+        let set = lines.filter(|(_, line)| {
+            let value = line.split_once(": ").map_or("", |(_, value)| value.trim().trim_end_matches(','));
+            let is_set = !["", "null", "{", "["].contains(&value);
+            is_set && !line.trim_start().starts_with(['#', '-'])
+        });
+        let mut n_keys = 0;
+        for (line, text) in set {
+            let key = text.split(':').next().unwrap_or_default().trim().trim_matches('"');
+            let has = conversion.report.findings.iter().any(|finding| {
+                // A section that one rule reads has one finding.
+                let inside = finding.value.is_object() && finding.line.is_some_and(|start| start < line);
+                finding.line == Some(line)
+                    || (inside && finding.value.get(key).is_some())
+                    || (finding.value.is_array() && finding.line.is_some_and(|start| start < line))
+            });
+            assert!(has, "{name}:{line}: {text}");
+            n_keys += 1;
+        }
+        assert!(n_keys >= 6, "{name}: {n_keys} keys");
+    }
+}
+
+#[test]
+fn lines_of_changed_keys_and_defaults_have_comments() {
+    let recipe = convert_file("axolotl_text.yml").recipe;
+    assert!(recipe.contains("# Changed from `num_epochs` (line 7): epochs are whole"), "{recipe}");
+    assert!(recipe.contains("  # Default of axolotl (`sequence_len`).\n  max_length: 512\n"), "{recipe}");
+    assert!(!recipe.contains("`base_model`"), "{recipe}");
+}
+
+#[test]
+fn a_credential_is_neither_in_the_recipe_nor_in_the_report() {
+    for name in ["picotron.json", "llama_factory_lora.yaml"] {
+        let conversion = convert_file(name);
+        let report = conversion.report.text() + &conversion.report.json().to_string();
+        assert!(!report.contains("hf_secret") && !conversion.recipe.contains("hf_secret"), "{name}");
+    }
+}
+
+#[track_caller]
+fn refused(text: &str, line: usize, parts: &[&str]) {
+    let error = convert_text(text, None).unwrap_err();
+    let lines: Vec<Option<usize>> = error
+        .faults()
+        .iter()
+        .map(|fault| match fault.location {
+            Some(RecipeLocation::File { line, .. }) => Some(line),
+            _ => None,
+        })
+        .collect();
+    assert!(lines.contains(&Some(line)), "{lines:?}: {error}");
+    let message = error.to_string();
+    assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+}
+
+const AXOLOTL: &str = "base_model: a/b\ndatasets:\n  - path: chats.jsonl\n    type: chat_template\n";
+
+#[test]
+fn a_wrong_value_is_an_error_at_its_line_in_the_converted_file() {
+    let with = |lines: &str| format!("{AXOLOTL}{lines}");
+    refused(&with("micro_batch_size: many\n"), 5, &["file.yaml:5", "micro_batch_size", "whole number", "many"]);
+    refused(&with("learning_rate: -1\n"), 5, &["file.yaml:5", "learning_rate: in the recipe", "above 0"]);
+    refused(&with("rl: dpo\n"), 5, &["file.yaml:5", "preference training"]);
+    refused(&with("adapter: ia3\n"), 5, &["LoRA is the only adapter"]);
+    refused(&with("sequence_len: 1\n"), 5, &["at least 2"]);
+    refused(&with("context_parallel_size: 2\neager_attention: true\n"), 6, &["reference attention"]);
+    refused(&with("adapter: lora\nlora_r: 0\n"), 6, &["lora_r: in the recipe", "peft_config"]);
+    refused(
+        "base_model: a\ndatasets:\n  - path: a\n    type: completion\n  - path: b\n    type: alpaca\n",
+        2,
+        &["not both"],
+    );
+    refused("stage: dpo\nmodel_name_or_path: a/b\ndataset: a/b\n", 1, &["stages are sft and pt"]);
+    refused("base_model: [\n", 1, &["file.yaml:1", "unclosed"]);
+}
+
+#[test]
+fn a_file_of_no_known_format_is_refused_unless_the_format_is_given() {
+    refused("a: 1\n", 1, &["no known format", "--from"]);
+    refused("model: {name_or_path: a}\ndata: {sources: [b]}\n", 1, &["a recipe already"]);
+    let conversion =
+        convert_text("base_model: a/b\ndatasets: [{path: c.jsonl}]\n", Some(ForeignFormat::Axolotl)).unwrap();
+    assert_eq!(recipe(&conversion)["model"]["name_or_path"], "a/b");
+}
+
+/// Numbers and booleans in the forms of Python's YAML.
+#[test]
+fn values_in_the_forms_of_pythons_yaml_are_read() {
+    let text = format!("{AXOLOTL}learning_rate: \"1e-5\"\nsample_packing: yes\nbf16: no\n");
+    let recipe = recipe(&convert_text(&text, None).unwrap());
+    assert_eq!(recipe["optimizer"]["learning_rate"], 1e-5);
+    assert_eq!(recipe["data"]["pack_samples"], true);
+    assert_eq!(recipe["model"]["dtype"], "f32");
+}
+
+#[test]
+fn two_keys_with_different_values_for_one_setting_are_refused() {
+    let text = format!("{AXOLOTL}dataset_processes: 2\ndataset_num_proc: 3\n");
+    refused(&text, 6, &["dataset_num_proc and dataset_processes", "data.num_proc"]);
+}
+
+/// Runs `trainer convert` in a folder. Returns the exit code, stdout and stderr.
+fn run(folder: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.arg("convert").args(arguments).current_dir(folder).env("HF_HUB_OFFLINE", "1").env_remove("RUST_BACKTRACE");
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn the_command_writes_a_recipe_that_checks_and_overwrites_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("a.yml"), format!("{AXOLOTL}my_key: 1\n")).unwrap();
+    let (code, recipe, report) = run(folder.path(), &["a.yml"]);
+    assert_eq!(code, Some(0), "{report}");
+    assert!(
+        recipe.contains("name_or_path: a/b") && report.contains("No counterpart (1)\n  line 5    my_key: 1"),
+        "{report}"
+    );
+    let (code, report, _) = run(folder.path(), &["a.yml", "-o", "r.yaml"]);
+    assert!(code == Some(0) && report.contains("next: trainer check r.yaml"), "{report}");
+    assert_eq!(std::fs::read_to_string(folder.path().join("r.yaml")).unwrap(), recipe);
+    let (code, _, error) = run(folder.path(), &["a.yml", "-o", "r.yaml"]);
+    assert!(code == Some(2) && error.contains("the file exists"), "{error}");
+    let (code, report, _) = run(folder.path(), &["a.yml", "--from", "axolotl", "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!((code, &report["format"], &report["recipe"]), (Some(0), &json!("axolotl"), &json!(recipe)));
+    assert_eq!(
+        (&report["no_counterpart"][0]["key"], &report["no_counterpart"][0]["line"]),
+        (&json!("my_key"), &json!(5))
+    );
+    let (code, _, error) = run(folder.path(), &["missing.yml"]);
+    assert!(code == Some(2) && error.contains("failed to read missing.yml"), "{error}");
+    let (code, _, error) = run(folder.path(), &["a.yml", "--from", "picotron"]);
+    assert!(code == Some(2) && error.contains("model.name_or_path"), "{error}");
+}
