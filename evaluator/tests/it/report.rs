@@ -2,9 +2,10 @@
 
 use std::fs;
 
-use crate::support::browser::{Browser, texts};
-use crate::support::workspace::{Workspace, json_of, success};
+use candlewick_html::browser::{Browser, texts};
 use serde_json::{Value, json};
+
+use crate::support::workspace::{Workspace, json_of, success};
 
 /// Document that would run a script if it were not escaped.
 const EVIL: &str = "<script>document.title = 'run'</script><!-- <b>&amp; \u{2028}</details>";

@@ -16,11 +16,13 @@ mod options;
 mod preprocess;
 mod profile;
 mod recipes;
+mod report;
 mod serve;
 mod train;
 mod ui;
 mod upcycle;
 mod verify_parallel;
+mod watch;
 
 use std::io::Write;
 use std::sync::LazyLock;
@@ -99,6 +101,12 @@ enum Command {
     /// Measure which linear layers are faster in FP8 on this device
     #[command(after_long_help = fp8_advise::EXAMPLES)]
     Fp8Advise(fp8_advise::Fp8AdviseArgs),
+    /// Show a running or finished run in the terminal: loss, speed, memory, expert balance
+    #[command(after_long_help = watch::EXAMPLES)]
+    Watch(watch::WatchArgs),
+    /// Write an HTML page of one or more runs: curves, results, settings, token statistics
+    #[command(after_long_help = report::EXAMPLES)]
+    Report(report::ReportArgs),
     /// Chat with a model in the terminal
     #[command(after_long_help = chat::EXAMPLES)]
     Chat(chat::ChatCommand),
@@ -225,6 +233,8 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
         Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
         Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
+        Command::Watch(args) => watch::run(args, &ui),
+        Command::Report(args) => report::run(args, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             chat::run(args, &hub(&ui)?)
@@ -273,8 +283,9 @@ mod tests {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
+        let runs = [watch::EXAMPLES, report::EXAMPLES].join("\n");
         let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;
-        let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), config].join("\n");
+        let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), runs, config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");
         }

@@ -9,7 +9,7 @@ pub fn duration(seconds: f64) -> String {
 }
 
 /// Formats seconds as `H:MM:SS`.
-pub(super) fn clock(seconds: f64) -> String {
+pub fn clock(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }

@@ -26,7 +26,7 @@ pub use flops::{
     AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, model_flops_utilization,
     recomputed_flops,
 };
-pub use format::{duration, grouped, quantity};
+pub use format::{clock, duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
 pub use host::{HostInfo, Versions};
 pub use memory::Memory;

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::super::compare::{Comparison, MetricDifference};
 use super::interval::{Interval, Scale};
-use super::{STYLE, render};
+use super::render;
 
 /// Row of the comparison table: one metric in both runs.
 #[derive(Serialize)]
@@ -41,7 +41,7 @@ pub fn comparison_page(comparison: &Comparison, names: [&str; 2]) -> Result<Stri
         comparison.differences.iter().map(|difference| row(difference, scale(difference))).collect();
     let [a, b] = names;
     let (end, unpaired, left_out) = (shared.to, Serde(&comparison.unpaired), Serde(&comparison.left_out));
-    render("comparison.html", context! { style => STYLE, a, b, end, unpaired, left_out, rows => Serde(rows) })
+    render("comparison.html", "", context! { a, b, end, unpaired, left_out, rows => Serde(rows) })
 }
 
 fn row(d: &MetricDifference, scale: Scale) -> ComparisonRow<'_> {

@@ -1,7 +1,8 @@
 //! HTML report of a run: one self-contained page with scores, confidence intervals, histograms and sample records.
 //!
 //! `summary` builds the rows of the score table, [`histogram`] and [`interval`] compute positions, and `samples`
-//! serializes the documents. `page.html` is the template; `script.js` shows the documents.
+//! serializes the documents. `page.html` is the template; `script.js` shows the documents. The frame, the style of
+//! text and tables, and their macros are those of the crate `html`.
 
 mod comparison;
 mod histogram;
@@ -10,9 +11,10 @@ mod samples;
 mod summary;
 
 use anyhow::{Context, Result};
+use candlewick_html::Page;
 use candlewick_text::template::Clock;
 use minijinja::value::Serde;
-use minijinja::{Environment, Value, context};
+use minijinja::{Value, context};
 use serde::Serialize;
 use serde_json::Value as Json;
 
@@ -66,9 +68,9 @@ impl HtmlReport<'_> {
         let is_open = sections.len() <= 3;
         render(
             "page.html",
+            SCRIPT,
             context! {
-                style => STYLE, script => SCRIPT, unit_axis, is_open, head => Serde(head), rows => Serde(rows),
-                sections => Serde(sections),
+                unit_axis, is_open, head => Serde(head), rows => Serde(rows), sections => Serde(sections),
             },
         )
     }
@@ -138,12 +140,8 @@ impl ReportHead {
 
 const DATE: &str = "%Y-%m-%d %H:%M:%S UTC";
 
-/// Renders a template. Values are HTML-escaped unless the template marks them as safe.
-fn render(name: &str, values: Value) -> Result<String> {
-    let mut environment = Environment::new();
-    for (name, source) in TEMPLATES {
-        environment.add_template(name, source).with_context(|| format!("failed to read the template {name}"))?;
-    }
-    let page = environment.get_template(name).and_then(|template| template.render(values));
-    page.with_context(|| format!("failed to render the template {name}"))
+/// Renders one of the templates.
+fn render(name: &str, script: &str, values: Value) -> Result<String> {
+    let page = Page { name, templates: &TEMPLATES, style: STYLE, script };
+    page.render(values).with_context(|| format!("failed to render the template {name}"))
 }

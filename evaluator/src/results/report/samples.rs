@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use candlewick_html::script_json;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
@@ -55,9 +56,7 @@ struct Filtered<'s> {
 pub(super) fn documents(samples: &[SampleRecord]) -> Vec<String> {
     let mut docs: BTreeMap<usize, Vec<&SampleRecord>> = BTreeMap::new();
     samples.iter().for_each(|sample| docs.entry(sample.doc_id).or_default().push(sample));
-    let written = docs.values().filter_map(|filters| serde_json::to_string(&document(filters)?).ok());
-    // An unescaped `</script>` in a document would end the element.
-    written.map(|json| json.replace('<', "\\u003c")).collect()
+    docs.values().filter_map(|filters| script_json(&document(filters)?).ok()).collect()
 }
 
 fn document<'s>(filters: &[&'s SampleRecord]) -> Option<Document<'s>> {

@@ -1,7 +1,6 @@
 //! Tiny model with random weights, in a Hugging Face folder.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
-pub mod browser;
 pub mod workspace;
 
 use std::path::{Path, PathBuf};

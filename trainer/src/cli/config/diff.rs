@@ -41,12 +41,12 @@ Exit codes:
   1      settings differ
   2      a recipe is invalid, or a folder has no run.json";
 
-/// A key with its setting in each of the two; `None` if it is not set.
-type Difference<'a> = (&'a str, [Option<&'a WordedSetting>; 2]);
+/// A key with its setting in each recipe or run; `None` if it is not set.
+type Difference<'a> = (&'a str, Vec<Option<&'a WordedSetting>>);
 
 pub(super) fn run(args: &DiffArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let settings = [read(&args.first, &[], verbosity)?, read(&args.second, &args.overrides, verbosity)?];
-    let differences = differences(&settings);
+    let differences = differences(&settings.each_ref());
     let text = match args.output_format {
         OutputFormat::Text => text(&settings, &differences),
         OutputFormat::Json => serde_json::to_string_pretty(&as_json(&settings, &differences))
@@ -68,22 +68,25 @@ fn read(path: &Path, overrides: &[String], verbosity: Verbosity) -> Result<Resol
     ResolvedSettings::of_run(path)
 }
 
-/// Returns the keys whose values differ, in the order of the plan. A summary is left out if one of its keys differs.
-fn differences(settings: &[ResolvedSettings; 2]) -> Vec<Difference<'_>> {
+/// Returns the keys whose values differ between two or more, in the order of the plan. A summary is left out if one of
+/// its keys differs.
+pub(in crate::cli) fn differences<'a>(settings: &[&'a ResolvedSettings]) -> Vec<Difference<'a>> {
     let has_written = settings.iter().all(|of| of.written.is_some());
-    let lists = settings.each_ref().map(|of| -> Vec<&WordedSetting> {
-        if has_written { of.all().collect() } else { of.settings.iter().collect() }
-    });
-    let [first, second] = &lists;
-    let only_second = second.iter().filter(|setting| first.iter().all(|other| other.key != setting.key));
-    let mut found: Vec<Difference> = Vec::new();
-    for key in first.iter().chain(only_second).map(|setting| setting.key.as_str()) {
-        let of = |list: &[&'_ WordedSetting]| list.iter().position(|setting| setting.key == key);
-        let pair = [of(first).map(|idx| first[idx]), of(second).map(|idx| second[idx])];
-        if pair[0].map(|setting| &setting.value) != pair[1].map(|setting| &setting.value) {
-            found.push((key, pair));
+    let listed = settings.iter().map(|of| if has_written { of.all().collect() } else { of.settings.iter().collect() });
+    let lists: Vec<Vec<&WordedSetting>> = listed.collect();
+    let mut keys: Vec<&str> = Vec::new();
+    for setting in lists.iter().flatten() {
+        if !keys.contains(&setting.key.as_str()) {
+            keys.push(&setting.key);
         }
     }
+    let of = |key: &str| -> Vec<Option<&WordedSetting>> {
+        lists.iter().map(|list| list.iter().find(|setting| setting.key == key).copied()).collect()
+    };
+    let differs = |of: &[Option<&WordedSetting>]| {
+        of.windows(2).any(|pair| pair[0].map(|setting| &setting.value) != pair[1].map(|setting| &setting.value))
+    };
+    let mut found: Vec<Difference> = keys.into_iter().map(|key| (key, of(key))).filter(|(_, of)| differs(of)).collect();
     let keys: Vec<String> = found.iter().map(|(key, _)| (*key).to_owned()).collect();
     found.retain(|(key, _)| !keys.iter().any(|other| other.starts_with(&format!("{key}."))));
     found
@@ -98,7 +101,7 @@ fn text(settings: &[ResolvedSettings; 2], differences: &[Difference]) -> String 
     let in_words = |setting: Option<&WordedSetting>| {
         setting.map_or_else(|| ("not set".to_owned(), String::new()), |s| (value_in_words(&s.value), s.origin.clone()))
     };
-    let pairs = differences.iter().flat_map(|(_, pair)| pair.map(in_words));
+    let pairs = differences.iter().flat_map(|(_, pair)| pair.iter().copied().map(in_words));
     let width = pairs.map(|(value, _)| value.chars().count()).max().unwrap_or(0).min(40);
     for (key, pair) in differences {
         text += &format!("\n{key}\n");
@@ -113,7 +116,7 @@ fn text(settings: &[ResolvedSettings; 2], differences: &[Difference]) -> String 
 
 fn as_json(settings: &[ResolvedSettings; 2], differences: &[Difference]) -> Value {
     let one = |setting: Option<&WordedSetting>| setting.map(|s| json!({ "value": s.value, "origin": s.origin }));
-    let entry = |(key, [a, b]): &Difference| json!({ "key": key, "a": one(*a), "b": one(*b) });
+    let entry = |(key, pair): &Difference| json!({ "key": key, "a": one(pair[0]), "b": one(pair[1]) });
     let differences: Vec<Value> = differences.iter().map(entry).collect();
     json!({ "a": settings[0].path, "b": settings[1].path, "differences": differences })
 }

@@ -1,8 +1,8 @@
 //! `trainer config`: explains recipe keys and compares resolved settings.
 
-mod diff;
+pub(super) mod diff;
 mod explain;
-mod settings;
+pub(super) mod settings;
 
 use anyhow::Result;
 use clap::Subcommand;

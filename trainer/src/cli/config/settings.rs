@@ -15,21 +15,21 @@ use crate::recipe::Loaded;
 
 /// The resolved settings of a recipe or run.
 #[derive(Debug)]
-pub(super) struct ResolvedSettings {
+pub(in crate::cli) struct ResolvedSettings {
     /// The path that the user gave.
-    pub(super) path: PathBuf,
+    pub(in crate::cli) path: PathBuf,
     /// The settings, in the order of the plan.
-    pub(super) settings: Vec<WordedSetting>,
+    pub(in crate::cli) settings: Vec<WordedSetting>,
     /// The keys that a setting summarizes, as the recipe has them; `None` in run.json of an older version.
-    pub(super) written: Option<Vec<WordedSetting>>,
+    pub(in crate::cli) written: Option<Vec<WordedSetting>>,
 }
 
 /// A setting: key, value and origin in words, such as `recipe.yaml:12` or `default`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub(super) struct WordedSetting {
-    pub(super) key: String,
-    pub(super) value: Value,
-    pub(super) origin: String,
+pub(in crate::cli) struct WordedSetting {
+    pub(in crate::cli) key: String,
+    pub(in crate::cli) value: Value,
+    pub(in crate::cli) origin: String,
 }
 
 /// The part of a plan that run.json must have.
@@ -42,7 +42,7 @@ struct SavedPlan {
 
 impl ResolvedSettings {
     /// Resolves a recipe as `trainer check` does, without device or network.
-    pub(super) fn of_recipe(path: &Path, overrides: &[String], verbosity: Verbosity) -> Result<Self> {
+    pub(in crate::cli) fn of_recipe(path: &Path, overrides: &[String], verbosity: Verbosity) -> Result<Self> {
         let loaded = Loaded::read(path, overrides)?;
         let world = world_info(&rank_env()?);
         let known = known(&loaded, HubAccess::ThisMachine, verbosity, world)?.of_run_here(&loaded);
@@ -63,7 +63,7 @@ impl ResolvedSettings {
     }
 
     /// Reads run.json of a run's folder, or a file of that format.
-    pub(super) fn of_run(path: &Path) -> Result<Self> {
+    pub(in crate::cli) fn of_run(path: &Path) -> Result<Self> {
         let file = if path.is_dir() { path.join("run.json") } else { path.to_owned() };
         let unusable = |reason: String| {
             let advice = "expected a recipe, or the output_dir of a run";
@@ -81,7 +81,7 @@ impl ResolvedSettings {
     }
 
     /// Returns the settings and the keys that they summarize.
-    pub(super) fn all(&self) -> impl Iterator<Item = &WordedSetting> {
+    pub(in crate::cli) fn all(&self) -> impl Iterator<Item = &WordedSetting> {
         self.settings.iter().chain(self.written.iter().flatten())
     }
 }
