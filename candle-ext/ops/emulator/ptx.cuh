@@ -15,27 +15,12 @@ template <int BYTES> void copy_async(void* to, const void* from, bool exists) {
     emulated_copies().push_back({to, exists ? from : nullptr, BYTES});
 }
 
-inline void complete(const Copy& copy) {
-    if (copy.from) std::memcpy(copy.to, copy.from, copy.n);
-    else if (copy.to) std::memset(copy.to, 0, copy.n);
-}
-
 inline void wait_for_copies() {
-    for (const Copy& copy : emulated_copies()) complete(copy);
-    emulated_copies().clear();
-}
-
-// A copy without a destination ends a group.
-inline void end_copy_group() { emulated_copies().push_back({nullptr, nullptr, 0}); }
-
-template <int N> void wait_for_copies_but() {
-    auto& copies = emulated_copies();
-    auto left = copies.end();
-    for (int n_groups = 0; left != copies.begin(); --left) {
-        if (!(left - 1)->to && n_groups++ == N) break;
+    for (const Copy& copy : emulated_copies()) {
+        if (copy.from) std::memcpy(copy.to, copy.from, copy.n);
+        else std::memset(copy.to, 0, copy.n);
     }
-    for (auto copy = copies.begin(); copy != left; ++copy) complete(*copy);
-    copies.erase(copies.begin(), left);
+    emulated_copies().clear();
 }
 
 struct MatrixLoad {

@@ -29,14 +29,6 @@ template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const 
 // Waits for the copies that the calling thread has started.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Ends a group of copies: those that the calling thread has started since the group before.
-__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits for the calling thread's groups of copies, except the last N.
-template <int N> __device__ __forceinline__ void wait_for_copies_but() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
 // Loads four 8 by 8 matrices of 16-bit elements (ldmatrix): lane i points to row i % 8 of matrix i / 8. Of each matrix
 // a lane gets, in one register, columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {

@@ -1,4 +1,4 @@
-// Grouped matmuls on tensor cores, for 16-bit dtypes: output tiles of 128 rows and columns, with three stages of 32 terms
+// Grouped matmuls on tensor cores, for 16-bit dtypes: output tiles of 64 rows and 128 columns, with two stages of 64 terms
 // in shared memory. Rows are multiples of eight elements, aligned to 16 bytes.
 #pragma once
 
@@ -9,9 +9,9 @@
 namespace grouped_mma {
 
 constexpr int THREADS = 128;
-constexpr int ROWS = 128, COLUMNS = 128, TERMS = 32, STAGES = 3;
-// A warp has a quarter of the output tile.
-constexpr int WARP_ROWS = ROWS / 2, WARP_COLUMNS = COLUMNS / 2;
+constexpr int ROWS = SIDE, COLUMNS = 128, TERMS = 64;
+// A warp has 32 rows and WARP_COLUMNS columns of the output tile.
+constexpr int WARP_COLUMNS = COLUMNS / 2;
 
 // Rows in memory, `stride` elements apart.
 template <typename T> struct Source {
@@ -33,65 +33,32 @@ __device__ __forceinline__ void stage(const mma::Tile<T, DIM>& to, const Source<
     }
 }
 
-// Calls `copy(stage, step)` for each step, two steps ahead of `multiply(stage)`.
+// Calls `copy(stage, step)` for each step, one step ahead of `multiply(stage)`.
 template <typename Copy, typename Multiply>
 __device__ __forceinline__ void pipeline(int n_steps, const Copy& copy, const Multiply& multiply) {
-    const auto start = [&](int step) {
-        if (step < n_steps) copy(step % STAGES, step);
-        end_copy_group();
-    };
-#pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) start(step);
+    if (n_steps > 0) copy(0, 0);
     for (int step = 0; step < n_steps; ++step) {
-        wait_for_copies_but<STAGES - 2>();
-        // All warps have multiplied the step before, whose stage is filled next.
+        wait_for_copies();
         __syncthreads();
-        start(step + STAGES - 1);
-        multiply(step % STAGES);
+        if (step + 1 < n_steps) copy((step + 1) % 2, step + 1);
+        multiply(step % 2);
     }
-    wait_for_copies();
 }
 
-__device__ __forceinline__ int warp_row() { return threadIdx.x / 64 * WARP_ROWS; }
+__device__ __forceinline__ int warp_row() { return threadIdx.x / 64 * 32; }
 __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2 * WARP_COLUMNS; }
 
-// Sums of a warp.
-struct Sums {
-    mma::Matrix<WARP_COLUMNS> rows[WARP_ROWS / 32];
-
-    // Adds the matmul of one stage: `left(to, term, row)` and `right(to, term, column)` load 16 rows or columns and 16 terms.
-    template <typename T, typename Left, typename Right>
-    __device__ __forceinline__ void add(const Left& left, const Right& right) {
+// Calls `write(row, column, first, second)` for each pair of neighbours of the warp's sums, within the output tile.
+template <typename Write>
+__device__ __forceinline__ void for_each_pair(const mma::Matrix<WARP_COLUMNS>& sums, const Write& write) {
 #pragma unroll
-        for (int k = 0; k < TERMS; k += 16) {
-            uint of_a[WARP_ROWS / 16][4], of_b[4];
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int row = 0; row < WARP_ROWS / 16; ++row) left(of_a[row], k, warp_row() + 16 * row);
-#pragma unroll
-            for (int column = 0; column < WARP_COLUMNS / 16; ++column) {
-                right(of_b, k, warp_column() + 16 * column);
-#pragma unroll
-                for (int row = 0; row < WARP_ROWS / 16; ++row) {
-                    rows[row / 2].template add<T>(row % 2, column, of_a[row], of_b);
-                }
-            }
+        for (int j = 0; j < WARP_COLUMNS / 4; j += 2) {
+            write(warp_row() + sums.row_of(i), warp_column() + sums.column_of(j), sums.at[i][j], sums.at[i][j + 1]);
         }
     }
-
-    // Calls `write(row, column, sums)` for each row of the calling thread, within the output tile: sums[j] is that of column
-    // `column` + mma::Matrix::column_of(j), less column_of(0).
-    template <typename Write> __device__ __forceinline__ void for_each_row(const Write& write) const {
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS / 8; ++i) {
-            const auto& sums = rows[i / 4];
-            write(warp_row() + i / 4 * 32 + sums.row_of(i % 4), warp_column() + sums.column_of(0), sums.at[i % 4]);
-        }
-    }
-};
-
-// Pairs of neighbours in a thread's row, and their columns from the first one on.
-constexpr int PAIRS = WARP_COLUMNS / 8;
-__device__ __forceinline__ int column_of_pair(int pair) { return 8 * pair; }
+}
 
 // Right operand with the given terms: rows of columns' terms, or rows of terms.
 template <bool FORWARD, typename T> struct Right;
@@ -123,15 +90,15 @@ template <bool FORWARD, typename T>
 __device__ __forceinline__ void multiply_groups(const T* x, const T* w, const uint* offsets, T* y, int n, int e, int columns,
                                                 int terms) {
     using Of = Right<FORWARD, T>;
-    const RowTile tile = row_tile<ROWS>(offsets, e, n, blockIdx.x);
+    const RowTile tile = row_tile<SIDE>(offsets, e, n, blockIdx.x);
     const int n_rows = tile.end - tile.first, first_column = blockIdx.y * COLUMNS;
     if (n_rows <= 0) return;
-    Sums sums;
+    mma::Matrix<WARP_COLUMNS> sums;
     if (tile.group < e) {
         T* shared = reinterpret_cast<T*>(dynamic_shared());
         const auto left_at = [&](int i) { return mma::Tile<T, TERMS>{shared + i * ROWS * TERMS}; };
         const auto right_at = [&](int i) {
-            return typename Of::Tile{shared + STAGES * ROWS * TERMS + i * COLUMNS * TERMS};
+            return typename Of::Tile{shared + 2 * ROWS * TERMS + i * COLUMNS * TERMS};
         };
         w += static_cast<long long>(tile.group) * columns * terms;
         const Source<T> left{x + static_cast<long long>(tile.first) * terms, terms, n_rows, terms};
@@ -143,20 +110,26 @@ __device__ __forceinline__ void multiply_groups(const T* x, const T* w, const ui
         const auto multiply = [&](int i) {
             const auto a = left_at(i);
             const auto b = right_at(i);
-            sums.template add<T>([&](uint (&to)[4], int k, int row) { a.load_left(to, row, k); },
-                                 [&](uint (&to)[4], int k, int column) { Of::load(to, b, k, column); });
+#pragma unroll
+            for (int k = 0; k < TERMS; k += 16) {
+                uint of_a[2][4], of_b[4];
+#pragma unroll
+                for (int row = 0; row < 2; ++row) a.load_left(of_a[row], warp_row() + 16 * row, k);
+#pragma unroll
+                for (int column = 0; column < WARP_COLUMNS / 16; ++column) {
+                    Of::load(of_b, b, k, warp_column() + 16 * column);
+#pragma unroll
+                    for (int row = 0; row < 2; ++row) sums.template add<T>(row, column, of_a[row], of_b);
+                }
+            }
         };
         pipeline((terms + TERMS - 1) / TERMS, copy, multiply);
     }
-    sums.for_each_row([&](int row, int column, const float* values) {
+    for_each_pair(sums, [&](int row, int column, float first, float second) {
         column += first_column;
-        if (row >= n_rows) return;
+        if (row >= n_rows || column >= columns) return;
         T* to = y + static_cast<long long>(tile.first + row) * columns + column;
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair) {
-            if (column + column_of_pair(pair) >= columns) break;
-            *reinterpret_cast<uint*>(to + column_of_pair(pair)) = narrow_pair<T>(values[2 * pair], values[2 * pair + 1]);
-        }
+        *reinterpret_cast<uint*>(to) = narrow_pair<T>(first, second);
     });
 }
 
@@ -165,18 +138,17 @@ template <typename T, typename G>
 __device__ __forceinline__ void add_outer(const T* dy, const T* x, const uint* offsets, G* dw, int out, int in,
                                           int overwrite) {
     const int group = blockIdx.z, first_row = blockIdx.y * ROWS, first_column = blockIdx.x * COLUMNS;
-    if (first_row >= out) return;
     const long long start = offsets[group];
     const int n_terms = offsets[group + 1] - start;
     if (n_terms == 0 && !overwrite) return;
     T* shared = reinterpret_cast<T*>(dynamic_shared());
     const auto left_at = [&](int i) { return mma::Tile<T, ROWS>{shared + i * ROWS * TERMS}; };
     const auto right_at = [&](int i) {
-        return mma::Tile<T, COLUMNS>{shared + STAGES * ROWS * TERMS + i * COLUMNS * TERMS};
+        return mma::Tile<T, COLUMNS>{shared + 2 * ROWS * TERMS + i * COLUMNS * TERMS};
     };
     const Source<T> left{dy + start * out, out, n_terms, out};
     const Source<T> right{x + start * in, in, n_terms, in};
-    Sums sums;
+    mma::Matrix<WARP_COLUMNS> sums;
     const auto copy = [&](int i, int step) {
         stage<TERMS>(left_at(i), left, step * TERMS, first_row);
         stage<TERMS>(right_at(i), right, step * TERMS, first_column);
@@ -184,28 +156,31 @@ __device__ __forceinline__ void add_outer(const T* dy, const T* x, const uint* o
     const auto multiply = [&](int i) {
         const auto a = left_at(i);
         const auto b = right_at(i);
-        sums.template add<T>([&](uint (&to)[4], int k, int row) { a.load_left_transposed(to, k, row); },
-                             [&](uint (&to)[4], int k, int column) { b.load_right(to, k, column); });
+#pragma unroll
+        for (int k = 0; k < TERMS; k += 16) {
+            uint of_a[2][4], of_b[4];
+#pragma unroll
+            for (int row = 0; row < 2; ++row) a.load_left_transposed(of_a[row], k, warp_row() + 16 * row);
+#pragma unroll
+            for (int column = 0; column < WARP_COLUMNS / 16; ++column) {
+                b.load_right(of_b, k, warp_column() + 16 * column);
+#pragma unroll
+                for (int row = 0; row < 2; ++row) sums.template add<T>(row, column, of_a[row], of_b);
+            }
+        }
     };
     pipeline((n_terms + TERMS - 1) / TERMS, copy, multiply);
     dw += static_cast<long long>(group) * out * in;
-    sums.for_each_row([&](int row, int column, const float* values) {
+    for_each_pair(sums, [&](int row, int column, float first, float second) {
         row += first_row;
         column += first_column;
-        if (row >= out) return;
+        if (row >= out || column >= in) return;
         G* to = dw + static_cast<long long>(row) * in + column;
-        // All loads of a row precede its stores: the compiler cannot tell that they do not overlap.
-        float sum[PAIRS][2] = {};
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair) {
-            if (!overwrite && column + column_of_pair(pair) < in) load_floats(to + column_of_pair(pair), sum[pair]);
-        }
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair) {
-            sum[pair][0] += values[2 * pair];
-            sum[pair][1] += values[2 * pair + 1];
-            if (column + column_of_pair(pair) < in) store_floats(to + column_of_pair(pair), sum[pair]);
-        }
+        float values[2] = {0.0f, 0.0f};
+        if (!overwrite) load_floats(to, values);
+        values[0] += first;
+        values[1] += second;
+        store_floats(to, values);
     });
 }
 

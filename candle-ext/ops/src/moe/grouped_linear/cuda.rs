@@ -11,6 +11,9 @@ use crate::moe::KERNELS;
 use crate::weight_matmul::Dims;
 
 const OP: &str = "grouped_linear";
+/// Rows of an output tile.
+const ROWS: usize = 64;
+
 /// Kernels that multiply.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Arithmetic {
@@ -33,8 +36,8 @@ impl Arithmetic {
         }
     }
 
-    /// Returns the rows, and columns, of an output tile.
-    fn side(self) -> usize {
+    /// Returns the columns of an output tile.
+    fn columns(self) -> usize {
         match self {
             Self::Plain => 64,
             Self::Mma => 128,
@@ -44,8 +47,8 @@ impl Arithmetic {
     fn blocks(self, grid: [usize; 3]) -> Blocks {
         match self {
             Self::Plain => Blocks { grid, threads: 256, shared_bytes: 0 },
-            // Three stages of 32 terms of 128 rows and columns.
-            Self::Mma => Blocks { grid, threads: 128, shared_bytes: 3 * 32 * (128 + 128) * 2 },
+            // Two stages of 64 terms of 64 rows and 128 columns.
+            Self::Mma => Blocks { grid, threads: 128, shared_bytes: 2 * 64 * (64 + 128) * 2 },
         }
     }
 }
@@ -80,7 +83,7 @@ fn multiply_by_kernel(name: &str, a: &Tensor, w: &Tensor, offsets: &Tensor, size
     let arithmetic = Arithmetic::of(a.dtype(), [columns, terms], &[addresses[0], addresses[1], addresses[3]]);
     let name = format!("{}_{name}_{}", arithmetic.prefix(), suffix(OP, a.dtype())?);
     // Each group, and the rows after the last, may have one tile that is not full.
-    let blocks = arithmetic.blocks([n / arithmetic.side() + e + 1, columns.div_ceil(arithmetic.side()), 1]);
+    let blocks = arithmetic.blocks([n / ROWS + e + 1, columns.div_ceil(arithmetic.columns()), 1]);
     // SAFETY: a has n rows of `terms` elements, w a matrix of terms * columns elements per group, y n rows; offsets [e + 1]
     // are at most n.
     unsafe { KERNELS.launch_blocks(on, &name, blocks, &args)? };
@@ -107,7 +110,7 @@ pub(super) fn grad_w(
     let arithmetic = Arithmetic::of(x.dtype(), [dims.n, dims.k], &[addresses[0], addresses[1], addresses[3]]);
     let (prefix, dtypes) = (arithmetic.prefix(), [suffix(OP, x.dtype())?, suffix(OP, dw.dtype())?]);
     let name = format!("{prefix}_grad_w_{}_{}", dtypes[0], dtypes[1]);
-    let blocks = arithmetic.blocks([dims.k.div_ceil(arithmetic.side()), dims.n.div_ceil(arithmetic.side()), e]);
+    let blocks = arithmetic.blocks([dims.k.div_ceil(arithmetic.columns()), dims.n.div_ceil(ROWS), e]);
     // SAFETY: dy and x have t rows of n and k elements, dw n * k elements per group.
     unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
 }
