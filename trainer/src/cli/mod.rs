@@ -15,6 +15,7 @@ mod options;
 mod preprocess;
 mod profile;
 mod recipes;
+mod replay;
 mod serve;
 mod train;
 mod ui;
@@ -95,6 +96,9 @@ enum Command {
     /// Measure which linear layers are faster in FP8 on this device
     #[command(after_long_help = fp8_advise::EXAMPLES)]
     Fp8Advise(fp8_advise::Fp8AdviseArgs),
+    /// Compute loss and gradient of a batch that the loss watchdog or on_nonfinite kept, and print its worst rows
+    #[command(after_long_help = replay::EXAMPLES)]
+    Replay(replay::ReplayArgs),
     /// Chat with a model in the terminal
     #[command(after_long_help = chat::EXAMPLES)]
     Chat(chat::ChatCommand),
@@ -220,6 +224,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
         Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
         Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
+        Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             chat::run(args, &hub(&ui)?)
@@ -266,7 +271,7 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
-        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
+        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, replay::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
         let config = config::EXAMPLES.join("\n");
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), config].join("\n");

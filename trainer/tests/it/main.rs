@@ -2,11 +2,13 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod bad_input;
+mod callbacks;
 mod cli;
 mod config;
 mod data;
 mod flops;
 mod fp8;
+mod loss_watchdog;
 mod memory_auto;
 mod modes;
 mod mtp;
