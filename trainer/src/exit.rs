@@ -11,7 +11,7 @@ use crate::data::DataError;
 use crate::plan::EnvironmentError;
 use crate::recipe::RecipeError;
 use crate::routing::RoutingError;
-use crate::run::{AllStepsSkipped, NonFinite};
+use crate::run::{AllStepsSkipped, LossSpike, NonFinite};
 use crate::schedule::ScheduleError;
 
 pub use candlewick_runtime::exit::ExitCode;
@@ -44,8 +44,10 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
             EnvironmentError::Model(error) => model_code(error),
         });
     }
-    if let Some(DataError::Cache { .. }) = error.downcast_ref::<DataError>() {
-        return Some(ExitCode::Checkpoint);
+    match error.downcast_ref::<DataError>() {
+        Some(DataError::Cache { .. }) => return Some(ExitCode::Checkpoint),
+        Some(DataError::Stopped { .. }) => return Some(ExitCode::Preempted),
+        _ => {}
     }
     if let Some(known) = error.downcast_ref::<RoutingError>() {
         return Some(match known {
@@ -56,7 +58,7 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     let codes = [
         (error.is::<RecipeError>(), ExitCode::Usage),
         (error.is::<DataError>(), ExitCode::Data),
-        (error.is::<NonFinite>() || error.is::<AllStepsSkipped>(), ExitCode::NonFinite),
+        (error.is::<NonFinite>() || error.is::<AllStepsSkipped>() || error.is::<LossSpike>(), ExitCode::NonFinite),
         (error.is::<CheckpointError>(), ExitCode::Checkpoint),
         (error.is::<ScheduleError>(), ExitCode::Usage),
     ];

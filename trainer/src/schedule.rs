@@ -25,6 +25,8 @@ pub enum PhaseLength {
     Steps(usize),
     /// A fraction of all optimizer steps, between 0 and 1, rounded up to a full step.
     Ratio(f64),
+    /// A number of training tokens. [`Schedule::in_steps`] replaces it by the steps that have them.
+    Tokens(usize),
 }
 
 /// The shape of the learning rate after the warm-up.
@@ -156,6 +158,32 @@ impl Schedule {
         base_lr * self.factor(step, total_steps, base_lr)
     }
 
+    /// Returns true if a phase has a length in tokens.
+    pub fn has_tokens(&self) -> bool {
+        let decay = if let Shape::WarmupStableDecay { decay, .. } = self.shape { Some(decay) } else { None };
+        [Some(self.warmup), decay].into_iter().flatten().any(|length| matches!(length, PhaseLength::Tokens(_)))
+    }
+
+    /// Returns the schedule with steps instead of tokens. `tokens` yields the tokens of each step of the run.
+    ///
+    /// The warm-up are the first steps that have its tokens, the decay the last steps that have its tokens.
+    #[must_use]
+    pub fn in_steps<I: Iterator<Item = u64>>(mut self, tokens: impl FnOnce() -> I) -> Self {
+        if !self.has_tokens() {
+            return self;
+        }
+        let tokens: Vec<u64> = tokens().collect();
+        if let PhaseLength::Tokens(wanted) = self.warmup {
+            self.warmup = PhaseLength::Steps(steps_with(tokens.iter(), wanted));
+        }
+        if let Shape::WarmupStableDecay { decay, .. } = &mut self.shape
+            && let PhaseLength::Tokens(wanted) = *decay
+        {
+            *decay = PhaseLength::Steps(steps_with(tokens.iter().rev(), wanted));
+        }
+        self
+    }
+
     /// Returns the number of warm-up steps of a run.
     pub fn warmup_steps(&self, total_steps: usize) -> usize {
         self.warmup.steps(total_steps)
@@ -271,6 +299,7 @@ impl PhaseLength {
         match self {
             PhaseLength::Steps(n) => n,
             PhaseLength::Ratio(ratio) => (total_steps as f64 * ratio).ceil() as usize,
+            PhaseLength::Tokens(_) => unreachable!("Schedule::in_steps has replaced tokens by steps"),
         }
     }
 
@@ -283,6 +312,16 @@ impl PhaseLength {
             _ => Ok(()),
         }
     }
+}
+
+/// Returns the number of first steps that have `wanted` tokens; one more than all steps if they have fewer.
+fn steps_with<'a>(tokens: impl Iterator<Item = &'a u64>, wanted: usize) -> usize {
+    let sums = tokens.scan(0, |sum, of_step| {
+        *sum += of_step;
+        Some(*sum)
+    });
+    let n_before = sums.take_while(|sum| *sum < wanted as u64).count();
+    if wanted == 0 { 0 } else { n_before + 1 }
 }
 
 impl Floor {
@@ -328,4 +367,43 @@ fn positive(what: &'static str, value: f64) -> Result<(), ScheduleError> {
 
 fn check_end(end: f64, base_lr: f64) -> Result<(), ScheduleError> {
     ((0.0..=base_lr).contains(&end)).then_some(()).ok_or(ScheduleError::EndAboveStart { base_lr, end })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the warm-up and decay steps of a run whose steps have these tokens.
+    fn steps(warmup: PhaseLength, decay: PhaseLength, tokens: &[u64]) -> (PhaseLength, PhaseLength) {
+        let shape = Shape::WarmupStableDecay {
+            stable: None,
+            decay,
+            warmup_type: Ramp::Linear,
+            decay_type: Ramp::Linear,
+            min_lr_ratio: 0.0,
+            num_cycles: 0.5,
+        };
+        let schedule = Schedule { warmup, shape }.in_steps(|| tokens.iter().copied());
+        let Shape::WarmupStableDecay { decay, .. } = schedule.shape else { unreachable!() };
+        (schedule.warmup, decay)
+    }
+
+    #[test]
+    fn tokens_become_the_first_and_the_last_steps_that_have_them() {
+        use PhaseLength::{Ratio, Steps, Tokens};
+        let run = [10, 20, 30, 40, 50];
+        for (warmup, decay, want) in [
+            (Tokens(10), Tokens(50), (1, 1)),
+            (Tokens(11), Tokens(51), (2, 2)),
+            (Tokens(60), Tokens(90), (3, 2)),
+            (Tokens(1), Tokens(150), (1, 5)),
+            (Tokens(0), Tokens(0), (0, 0)),
+            // Longer than the run, which the check refuses.
+            (Tokens(151), Tokens(151), (6, 6)),
+        ] {
+            assert_eq!(steps(warmup, decay, &run), (Steps(want.0), Steps(want.1)), "{warmup:?} {decay:?}");
+        }
+        assert_eq!(steps(Ratio(0.5), Tokens(90), &run), (Ratio(0.5), Steps(2)));
+        assert_eq!(steps(Steps(7), Ratio(0.1), &[]), (Steps(7), Ratio(0.1)));
+    }
 }

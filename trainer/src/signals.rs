@@ -1,12 +1,16 @@
 //! Stop requests: SIGTERM, SIGINT, SIGUSR1 (Slurm's preemption notice) and the kill switch file.
 //!
-//! The training loop handles a request between two steps. A second SIGTERM or SIGINT ends the process at once.
+//! The preparation of the data stops at a request, the training loop handles one between two steps. In between, while the
+//! model is loaded, a signal ends the process at once. So does a second SIGTERM or SIGINT at any time.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
+use candlewick_runtime::exit::ExitCode;
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
 
@@ -15,7 +19,25 @@ use signal_hook::flag;
 pub struct StopSignals {
     /// The number of the last signal, 0 for none.
     signal: Arc<AtomicUsize>,
+    /// True if a signal ends the process at once.
+    ends_at_once: Arc<AtomicBool>,
     kill_switch: Option<PathBuf>,
+}
+
+/// The reaction to a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SignalReaction {
+    /// [`StopSignals::poll`] returns a request.
+    Request,
+    /// The process ends at once.
+    EndAtOnce,
+}
+
+/// A time limit for the reaction to a signal. It ends with this value.
+#[derive(Debug)]
+pub struct StopDeadline {
+    is_over: Arc<AtomicBool>,
+    watch: Option<JoinHandle<()>>,
 }
 
 /// The source of a stop request.
@@ -42,7 +64,10 @@ impl StopSignals {
     /// Installs handlers for the three signals for the rest of the process.
     pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
         let signal = Arc::new(AtomicUsize::new(0));
-        let already_requested = Arc::new(AtomicBool::new(false));
+        let (already_requested, ends_at_once) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        for number in [SIGTERM, SIGINT, SIGUSR1] {
+            flag::register_conditional_default(number, ends_at_once.clone())?;
+        }
         for number in [SIGTERM, SIGINT] {
             // Handlers run in the order of registration, so the exit handler reads the flag before it is set.
             flag::register_conditional_shutdown(number, 128 + number, already_requested.clone())?;
@@ -51,12 +76,35 @@ impl StopSignals {
         }
         // The notice precedes the scheduler's SIGTERM, which must not count as a second signal.
         flag::register_usize(SIGUSR1, signal.clone(), SIGUSR1 as usize)?;
-        Ok(Self { signal, kill_switch })
+        Ok(Self { signal, ends_at_once, kill_switch })
     }
 
     /// Watches only the file, for a run inside a program that handles its own signals.
     pub fn without_signals(kill_switch: Option<PathBuf>) -> Self {
-        Self { signal: Arc::new(AtomicUsize::new(0)), kill_switch }
+        Self { signal: Arc::default(), ends_at_once: Arc::default(), kill_switch }
+    }
+
+    /// Sets the reaction to the next signals.
+    pub fn set_reaction(&self, reaction: SignalReaction) {
+        self.ends_at_once.store(reaction == SignalReaction::EndAtOnce, Ordering::SeqCst);
+    }
+
+    /// Ends the process with `code` if a signal was not handled after `limit`: the work that it waits for cannot be
+    /// interrupted. Handled means that the returned value is dropped.
+    pub fn deadline(&self, limit: Duration, code: ExitCode) -> io::Result<StopDeadline> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (signals, over) = (self.clone(), is_over.clone());
+        let watch = move || {
+            let mut requested: Option<Instant> = None;
+            while !over.load(Ordering::SeqCst) {
+                if signals.signal().is_some() && requested.get_or_insert_with(Instant::now).elapsed() > limit {
+                    std::process::exit(code as i32);
+                }
+                std::thread::park_timeout(Duration::from_millis(20));
+            }
+        };
+        let watch = std::thread::Builder::new().name("stop-deadline".to_owned()).spawn(watch)?;
+        Ok(StopDeadline { is_over, watch: Some(watch) })
     }
 
     /// Returns the stop request, if there is one. It costs one file lookup.
@@ -71,12 +119,23 @@ impl StopSignals {
         }
     }
 
-    fn signal(&self) -> Option<Signal> {
+    /// Returns the last signal, if there was one.
+    pub fn signal(&self) -> Option<Signal> {
         match self.signal.load(Ordering::SeqCst) as i32 {
             SIGTERM => Some(Signal::Terminate),
             SIGINT => Some(Signal::Interrupt),
             SIGUSR1 => Some(Signal::Preempt),
             _ => None,
+        }
+    }
+}
+
+impl Drop for StopDeadline {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::SeqCst);
+        if let Some(watch) = self.watch.take() {
+            watch.thread().unpark();
+            let _ = watch.join();
         }
     }
 }

@@ -89,7 +89,7 @@ pub use fp8::{
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
 };
-pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, ScalerState, StepDecision, UpdateOutcome};
+pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
 pub use linear::{LinearCost, OutputDtype, linear};
 pub use linear_cross_entropy::{

@@ -106,8 +106,18 @@ impl ProcessGroup {
     ///
     /// If it fails on one rank, all ranks fail.
     pub fn one_rank_per_node_first<T>(&self, f: impl Fn() -> Result<T>) -> Result<T> {
-        let first = if self.is_first_of_node { self.keep_alive().during(&f).map(Some) } else { Ok(None) };
-        match self.all_ok(first)? {
+        let first = self.on_first_rank_of_node(&f)?;
+        self.on_other_ranks_of_node(first, f)
+    }
+
+    /// Runs `f` on one rank per node while the others wait. If it fails, all ranks fail.
+    pub fn on_first_rank_of_node<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+        self.all_ok(if self.is_first_of_node { self.keep_alive().during(f).map(Some) } else { Ok(None) })
+    }
+
+    /// Runs `f` on the ranks without a value of [`ProcessGroup::on_first_rank_of_node`]. If it fails, all ranks fail.
+    pub fn on_other_ranks_of_node<T>(&self, first: Option<T>, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        match first {
             Some(value) => self.all_ok(Ok(value)),
             None => self.all_ok(self.keep_alive().during(f)),
         }

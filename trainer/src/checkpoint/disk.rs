@@ -6,10 +6,10 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
-use super::plan::CheckpointPlan;
+use super::plan::{CheckpointPlan, Tag};
 use super::retention::remove_unfinished_checkpoints;
 use super::state::TensorMeta;
 
@@ -24,6 +24,8 @@ pub struct PlannedCheckpoints<'a> {
     pub bytes_per_checkpoint: u64,
     /// The number of checkpoints that remain to be written: `CheckpointPlan::n_checkpoints`.
     pub n_checkpoints: usize,
+    /// The number of them that retention never deletes: `CheckpointPlan::n_retained`.
+    pub n_retained: usize,
     /// The start of the run. Retention deletes only this run's checkpoints.
     pub run_start: u64,
     /// True if retention also keeps the best checkpoint.
@@ -86,15 +88,19 @@ pub fn free_bytes(dir: &Path) -> io::Result<u64> {
 
 /// Returns the peak number of bytes by which an entry's checkpoints grow the disk.
 ///
-/// The peak is reached while the newest checkpoint is being written: `save_total_limit` older ones and the best one are
-/// still there. Existing checkpoints of this run are subtracted, because retention deletes them.
+/// The peak is reached while the newest checkpoint is being written: `save_total_limit` older ones, the retained ones and
+/// the best one are still there. Existing checkpoints of this run are subtracted, because retention deletes them.
 fn peak_bytes(planned: &PlannedCheckpoints) -> Result<u64, CheckpointError> {
     let CheckpointPlan { format, output_dir, save_total_limit, .. } = planned.plan;
     let present = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
-    let present = present.iter().filter(|(_, dir)| format.written_by(dir) == Some(planned.run_start)).count();
+    let is_deleted = |(tag, dir): &&(Tag, PathBuf)| {
+        !planned.plan.is_retained(tag.step) && format.written_by(dir) == Some(planned.run_start)
+    };
+    let present = present.iter().filter(is_deleted).count();
     let n_kept = |save_total_limit: usize| save_total_limit.max(1) + usize::from(planned.keeps_best);
     let n_grown = save_total_limit.map_or(planned.n_checkpoints, |save_total_limit| {
-        planned.n_checkpoints.min((n_kept(save_total_limit) + 1).saturating_sub(present).max(1))
+        let n_limited = (n_kept(save_total_limit) + 1).saturating_sub(present).max(1);
+        planned.n_checkpoints.min(n_limited + planned.n_retained)
     });
     Ok(planned.bytes_per_checkpoint.saturating_mul(n_grown as u64))
 }

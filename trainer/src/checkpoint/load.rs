@@ -5,13 +5,13 @@
 //! complete, the run fails: it never restarts from scratch on its own.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Error, Result};
 use candlewick_runtime::process_group::ProcessGroup;
 
 use super::error::CheckpointError;
-use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, search};
+use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, open, search};
 use super::fingerprint::Fingerprint;
 use super::hash::hash_differs;
 use super::manifest::{Manifest, STATE};
@@ -64,6 +64,18 @@ pub fn resume(
     }
     let reasons = skipped.iter().map(|s| format!("{}: {}", s.dir.display(), s.reason)).collect();
     Err(CheckpointError::NoneComplete { output_dir: plan.output_dir.clone(), reasons }.into())
+}
+
+/// Loads the tensors of the checkpoint in `dir` into the state of one rank, and returns the loop's state. Any plan may load
+/// it whose model has the same tensors.
+pub(crate) fn load_checkpoint(dir: &Path, state: &mut dyn TrainState) -> Result<RunState, CheckpointError> {
+    let damaged = |reason| CheckpointError::damaged(dir, reason);
+    let complete = open(dir)?;
+    verify_rank_files(&complete, (0, 1)).map_err(damaged)?;
+    let run = read_state(&complete).map_err(damaged)?;
+    check_compatible(&complete, &run, &run.fingerprint, &state.tensors())?;
+    load_tensors(&complete, state)?;
+    Ok(run)
 }
 
 /// Searches on every rank. Fails unless all ranks find the same checkpoints.

@@ -14,12 +14,14 @@
 //! its final name is complete; hashes detect later changes. `owner` identifies the run that wrote a folder.
 
 mod disk;
+mod early_stopping;
 mod error;
 mod find;
 mod fingerprint;
 mod hash;
 mod latest;
 mod load;
+mod loss_history;
 mod manifest;
 mod owner;
 mod plan;
@@ -35,13 +37,15 @@ mod tests;
 mod weights;
 
 pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight, require_space};
+pub use early_stopping::EarlyStoppingState;
 pub use error::CheckpointError;
 pub use find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, is_checkpoint, newest_complete, search};
 pub(crate) use fingerprint::FROZEN_WEIGHTS;
 pub use fingerprint::Fingerprint;
 pub use latest::update_latest_link;
-pub(crate) use load::read_state;
 pub use load::{Resumed, resume};
+pub(crate) use load::{load_checkpoint, read_state};
+pub use loss_history::LossHistory;
 pub use manifest::{FileEntry, Manifest, TensorEntry};
 pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_occupied, refuse_unowned};
 pub use plan::{CheckpointFormat, CheckpointPlan, Moment, Tag};

@@ -26,6 +26,9 @@ pub struct CheckpointPlan {
     /// Keep only this many of the newest checkpoints; `None` keeps all.
     #[serde(rename = "keep")]
     pub save_total_limit: Option<usize>,
+    /// Also keep the checkpoints whose step is a multiple of this; `None` keeps no further ones.
+    #[serde(default)]
+    pub save_retain_interval: Option<usize>,
     /// Write the checkpoint in the background while training continues (`Sharded` only).
     #[serde(default)]
     pub async_save: bool,
@@ -78,9 +81,23 @@ impl CheckpointPlan {
         self.output_dir.join(self.format.dir_name(tag))
     }
 
+    /// Returns true if `save_total_limit` never deletes the checkpoint of this step.
+    pub fn is_retained(&self, step: usize) -> bool {
+        self.save_retain_interval.is_some_and(|interval| interval > 0 && step.is_multiple_of(interval))
+    }
+
     /// Counts the checkpoints due after `done` steps of a run whose epochs end at the steps `epoch_ends`.
     pub fn n_checkpoints(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> usize {
-        (done + 1..=total_steps).filter(|&step| self.is_due(Moment::of(step, total_steps, epoch_ends))).count()
+        self.due_steps(done, total_steps, epoch_ends).count()
+    }
+
+    /// Counts those of [`CheckpointPlan::n_checkpoints`] that `save_total_limit` never deletes.
+    pub fn n_retained(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> usize {
+        self.due_steps(done, total_steps, epoch_ends).filter(|step| self.is_retained(*step)).count()
+    }
+
+    fn due_steps(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> impl Iterator<Item = usize> {
+        (done + 1..=total_steps).filter(move |&step| self.is_due(Moment::of(step, total_steps, epoch_ends)))
     }
 }
 
@@ -100,7 +117,9 @@ impl fmt::Display for CheckpointPlan {
             (self.async_save, ", in the background"),
         ];
         flags.iter().filter(|(is_so, _)| *is_so).try_for_each(|(_, words)| f.write_str(words))?;
-        self.save_total_limit.map_or(Ok(()), |save_total_limit| write!(f, ", save_total_limit {save_total_limit}"))
+        let limits = [("save_total_limit", self.save_total_limit), ("save_retain_interval", self.save_retain_interval)];
+        let mut limits = limits.into_iter().filter_map(|(name, limit)| Some((name, limit?)));
+        limits.try_for_each(|(name, limit)| write!(f, ", {name} {limit}"))
     }
 }
 
@@ -165,6 +184,7 @@ mod tests {
         save_every_n_epochs: 0,
         save_end_of_training: false,
         save_total_limit: None,
+        save_retain_interval: None,
         async_save: false,
         dtype: None,
     };
@@ -205,6 +225,14 @@ mod tests {
     #[test]
     fn the_last_step_is_saved_between_intervals() {
         check(CheckpointPlan { save_end_of_training: true, ..NEVER }, &[10]);
+    }
+
+    #[test]
+    fn retained_checkpoints_are_the_due_multiples() {
+        let plan = CheckpointPlan { save_every_n_steps: 2, save_retain_interval: Some(4), ..NEVER };
+        assert_eq!((1..=10).filter(|step| plan.is_retained(*step)).collect::<Vec<_>>(), [4, 8]);
+        assert_eq!((plan.n_retained(0, 10, &[]), plan.n_retained(4, 10, &[])), (2, 1));
+        assert!(!NEVER.is_retained(0));
     }
 
     #[test]

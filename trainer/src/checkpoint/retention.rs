@@ -1,4 +1,5 @@
-//! Retention: deletes checkpoints beyond `save_total_limit`, and unfinished ones of a killed run.
+//! Retention: deletes checkpoints beyond `save_total_limit`, and unfinished ones of a killed run. It keeps the newest, the
+//! best, and every one of `save_retain_interval`.
 
 use std::path::{Path, PathBuf};
 
@@ -13,10 +14,8 @@ use super::storage::{LocalDisk, Storage};
 /// The checkpoints of one run in one folder, and the number of them to keep.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention<'a> {
-    /// Their format.
-    pub format: CheckpointFormat,
-    /// Their folder.
-    pub output_dir: &'a Path,
+    /// Their entry of the plan.
+    pub plan: &'a CheckpointPlan,
     /// The start of the run. Checkpoints of other runs are never deleted.
     pub run_start: u64,
     /// The number of the newest to keep.
@@ -28,31 +27,28 @@ pub struct Retention<'a> {
 impl CheckpointPlan {
     /// Returns the retention policy of this run's checkpoints.
     pub(crate) fn retention<'a>(&'a self, save_total_limit: usize, run: &'a RunState) -> Retention<'a> {
-        Retention {
-            format: self.format,
-            output_dir: &self.output_dir,
-            run_start: run.run_start,
-            save_total_limit,
-            scores: &run.scores,
-        }
+        Retention { plan: self, run_start: run.run_start, save_total_limit, scores: &run.scores }
     }
 }
 
 impl Retention<'_> {
-    /// Deletes this run's checkpoints up to `newest`, except the newest and the best. Returns the deleted folders.
+    /// Deletes this run's checkpoints up to `newest`, except the newest, the best and the retained ones. Returns the deleted
+    /// folders.
     pub fn prune(&self, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
         self.prune_with(&LocalDisk, newest)
     }
 
     pub(crate) fn prune_with(&self, storage: &dyn Storage, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
-        let Self { format, output_dir, run_start, save_total_limit, scores } = *self;
+        let Self { plan, run_start, save_total_limit, scores } = *self;
+        let CheckpointPlan { format, output_dir, .. } = plan;
         let mut checkpoints = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
         checkpoints.retain(|(tag, dir)| tag.step <= newest.step && format.written_by(dir) == Some(run_start));
         let steps: Vec<usize> = checkpoints.iter().map(|(tag, _)| tag.step).collect();
         let best = scores.best_of(&steps);
         let older = checkpoints.into_iter().filter(|(tag, _)| tag.step < newest.step);
+        let is_kept = |step: usize| Some(step) == best || plan.is_retained(step);
         let mut removed = Vec::new();
-        for (_, dir) in older.skip(save_total_limit.saturating_sub(1)).filter(|(tag, _)| Some(tag.step) != best) {
+        for (_, dir) in older.skip(save_total_limit.saturating_sub(1)).filter(|(tag, _)| !is_kept(tag.step)) {
             // Rename first: otherwise a kill during deletion would leave a damaged checkpoint.
             let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;

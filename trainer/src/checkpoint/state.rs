@@ -9,7 +9,9 @@ use candlewick_ops::ScalerState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::early_stopping::EarlyStoppingState;
 use super::fingerprint::Fingerprint;
+use super::loss_history::LossHistory;
 use super::plan::{CheckpointFormat, Tag};
 use super::scores::Scores;
 
@@ -104,6 +106,12 @@ pub struct RunState {
     /// The last step whose evaluations are done.
     #[serde(default)]
     pub evaluated: Option<usize>,
+    /// The state of early stopping. Old checkpoints have none.
+    #[serde(default)]
+    pub early_stopping: EarlyStoppingState,
+    /// The last losses and the number of loss spikes. Old checkpoints have none.
+    #[serde(default)]
+    pub loss_history: LossHistory,
     /// The token statistics.
     #[serde(rename = "ledger")]
     pub token_stats: Value,

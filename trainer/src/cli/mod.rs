@@ -17,6 +17,7 @@ mod preprocess;
 mod profile;
 mod recipes;
 mod report;
+mod replay;
 mod serve;
 mod train;
 mod ui;
@@ -107,6 +108,9 @@ enum Command {
     /// Write an HTML page of one or more runs: curves, results, settings, token statistics
     #[command(after_long_help = report::EXAMPLES)]
     Report(report::ReportArgs),
+    /// Compute loss and gradient of a batch that the loss watchdog or on_nonfinite kept, and print its worst rows
+    #[command(after_long_help = replay::EXAMPLES)]
+    Replay(replay::ReplayArgs),
     /// Chat with a model in the terminal
     #[command(after_long_help = chat::EXAMPLES)]
     Chat(chat::ChatCommand),
@@ -235,6 +239,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
         Command::Watch(args) => watch::run(args, &ui),
         Command::Report(args) => report::run(args, &ui),
+        Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             chat::run(args, &hub(&ui)?)
@@ -281,7 +286,7 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
-        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
+        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, replay::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
         let runs = [watch::EXAMPLES, report::EXAMPLES].join("\n");
         let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;

@@ -15,7 +15,8 @@ use super::{Ui, logging};
 use crate::data::{Batch, Cursor, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
-use crate::run::prepare_data;
+use crate::run::prepare_data_until;
+use crate::signals::{SignalReaction, StopSignals};
 
 #[derive(Debug, Args)]
 pub(super) struct PreprocessArgs {
@@ -50,7 +51,9 @@ pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity, ui: &Ui) -> Resul
 
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
 fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: OutputFormat) -> Result<ExitCode> {
-    let (assets, prepared) = prepare_data(plan, hub, RunId::now())?;
+    let signals = StopSignals::install(None).context("failed to watch for signals")?;
+    let (assets, prepared) = prepare_data_until(plan, hub, RunId::now(), &signals)?;
+    signals.set_reaction(SignalReaction::EndAtOnce);
     let mut out = io::stdout().lock();
     let shown = match format {
         OutputFormat::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),

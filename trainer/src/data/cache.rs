@@ -4,7 +4,8 @@
 //! content. An entry of another user is refused. An entry with a wrong checksum is written again.
 //!
 //! An entry is written under a temporary name, synced and then renamed. A killed run or two concurrent runs therefore
-//! leave no partial entry.
+//! leave no partial entry. A run that is stopped by a signal leaves the finished samples under the name of the entry with a
+//! dot and `.partial`, and the next run continues them.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io;
@@ -21,6 +22,7 @@ use crate::failpoint::failpoint;
 const KEY_FILE: &str = "key.json";
 const CHECKSUM_FILE: &str = "checksum";
 const UNFINISHED: &str = ".incomplete";
+const PARTIAL: &str = ".partial";
 
 /// A folder of token stores.
 pub(crate) struct TokenCache {
@@ -32,6 +34,22 @@ pub(crate) enum CacheLookup {
     Hit(Arc<TokenStore>),
     /// The reason for the miss.
     Miss(String),
+}
+
+/// A store that is being written.
+pub(crate) struct PartialStore<'a> {
+    pub(crate) writer: &'a mut TokenStoreWriter,
+    /// The number of samples that a stopped run has written.
+    pub(crate) n_done: usize,
+}
+
+/// The end of the writing of an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FillStatus {
+    /// The entry has all samples.
+    Complete,
+    /// A signal has stopped it.
+    Stopped,
 }
 
 impl TokenCache {
@@ -63,27 +81,80 @@ impl TokenCache {
         })
     }
 
-    /// Writes an entry with the samples that `fill` pushes.
+    /// Writes an entry with the samples that `fill` pushes, after those of a stopped run, whose number it gets.
+    ///
+    /// If `fill` was stopped, keeps the finished samples for the next run, and fails with [`DataError::Stopped`].
     pub(crate) fn write(
         &self,
         key: &CacheKey,
-        fill: impl FnOnce(&mut TokenStoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
+        fill: impl FnOnce(PartialStore, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<FillStatus, DataError>,
     ) -> Result<Arc<TokenStore>, DataError> {
         let failed = |source| self.failed(source);
         let private = Permissions::from_mode(0o700);
         let mut builder = tempfile::Builder::new();
         let unfinished = builder.prefix(".").suffix(UNFINISHED).permissions(private);
         let unfinished = unfinished.tempdir_in(&self.folder).map_err(failed)?;
-        let mut writer = TokenStoreWriter::create(unfinished.path()).map_err(failed)?;
-        fill(&mut writer, &failed)?;
+        let n_done = self.take_partial(key, unfinished.path());
+        let mut writer = match n_done {
+            0 => TokenStoreWriter::create(unfinished.path()),
+            _ => TokenStoreWriter::resume(unfinished.path()),
+        }
+        .map_err(failed)?;
+        let filled = fill(PartialStore { writer: &mut writer, n_done }, &failed)?;
         writer.finish().map_err(failed)?;
         let parts = serde_json::to_vec_pretty(key).map_err(|error| failed(error.into()))?;
         std::fs::write(unfinished.path().join(KEY_FILE), parts).map_err(failed)?;
-        let checksum = TokenStore::open(unfinished.path()).map_err(failed)?.checksum();
-        std::fs::write(unfinished.path().join(CHECKSUM_FILE), checksum).map_err(failed)?;
+        let store = TokenStore::open(unfinished.path()).map_err(failed)?;
+        std::fs::write(unfinished.path().join(CHECKSUM_FILE), store.checksum()).map_err(failed)?;
+        if filled == FillStatus::Stopped {
+            return Err(self.keep_partial(key, unfinished.path(), store.len()));
+        }
         let path = self.path(key);
         sync(unfinished.path()).and_then(|()| rename_into_place(unfinished.path(), &path)).map_err(failed)?;
         open(&path).map(Arc::new).map_err(failed)
+    }
+
+    /// Moves the samples of a stopped run into `unfinished`, and returns their number. Damaged ones are dropped.
+    fn take_partial(&self, key: &CacheKey, unfinished: &Path) -> usize {
+        let partial = self.partial_path(key);
+        let taken = || {
+            refuse_other_owner(&partial)?;
+            let n_done = open(&partial)?.len();
+            // Of two concurrent runs, one gets the folder.
+            let taken = unfinished.join("taken");
+            std::fs::rename(&partial, &taken)?;
+            for entry in std::fs::read_dir(&taken)? {
+                let entry = entry?;
+                std::fs::rename(entry.path(), unfinished.join(entry.file_name()))?;
+            }
+            std::fs::remove_dir(&taken)?;
+            Ok::<_, io::Error>(n_done)
+        };
+        match partial.exists().then(taken) {
+            None => 0,
+            Some(Ok(n_done)) => n_done,
+            Some(Err(error)) => {
+                tracing::warn!("the samples of a stopped run in {} are not used: {error}", partial.display());
+                0
+            }
+        }
+    }
+
+    /// Keeps the samples of a stopped run, and returns the error that reports them.
+    fn keep_partial(&self, key: &CacheKey, unfinished: &Path, n_samples: usize) -> DataError {
+        let partial = self.partial_path(key);
+        let replaced = if partial.exists() { std::fs::remove_dir_all(&partial) } else { Ok(()) };
+        match replaced.and_then(|()| std::fs::rename(unfinished, &partial)) {
+            Ok(()) => {
+                DataError::Stopped { kept: format!("{n_samples} samples of {} are tokenized and cached", key.name) }
+            }
+            Err(source) => DataError::Cache { path: partial, source },
+        }
+    }
+
+    fn partial_path(&self, key: &CacheKey) -> PathBuf {
+        let name = self.path(key).file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.folder.join(format!(".{name}{PARTIAL}"))
     }
 
     /// Returns the parts of the key that changed since the most similar entry of the same data set.
@@ -101,7 +172,8 @@ impl TokenCache {
 
     fn keys(&self) -> impl Iterator<Item = CacheKey> {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        entries.filter_map(|entry| {
+        let is_entry = |entry: &std::fs::DirEntry| !entry.file_name().to_string_lossy().starts_with('.');
+        entries.filter(is_entry).filter_map(|entry| {
             let bytes = std::fs::read(entry.path().join(KEY_FILE)).ok()?;
             serde_json::from_slice(&bytes).ok()
         })
@@ -140,13 +212,15 @@ fn refuse_other_owner(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the partial entries of killed runs: those without a write for a day.
+/// Removes the partial entries of killed runs, those without a write for a day, and of stopped runs, those without a write
+/// for 30 days.
 fn remove_abandoned(folder: &Path) {
-    const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+    const DAY: Duration = Duration::from_secs(24 * 3600);
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let is_unfinished = name.to_string_lossy().starts_with('.') && name.to_string_lossy().ends_with(UNFINISHED);
-        if is_unfinished && last_written(&entry.path()).is_some_and(|since| since > ABANDONED) {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let kept = [(UNFINISHED, DAY), (PARTIAL, 30 * DAY)];
+        let kept = kept.iter().find(|(suffix, _)| name.starts_with('.') && name.ends_with(suffix));
+        if kept.is_some_and(|(_, kept)| last_written(&entry.path()).is_some_and(|since| since > *kept)) {
             // Another user's entries cannot be removed: the folder may be shared.
             let _ = std::fs::remove_dir_all(entry.path());
         }
@@ -193,7 +267,9 @@ mod tests {
     }
 
     fn write(cache: &TokenCache, key: &CacheKey, ids: &[u32]) -> Result<Arc<TokenStore>, DataError> {
-        cache.write(key, |writer, failed| writer.push(0, &sample(ids)).map_err(failed))
+        cache.write(key, |store, failed| {
+            store.writer.push(0, &sample(ids)).map(|()| FillStatus::Complete).map_err(failed)
+        })
     }
 
     fn why(cache: &TokenCache, key: &CacheKey) -> String {
@@ -295,13 +371,56 @@ mod tests {
         assert_eq!(names(folder.path()).len(), 1);
     }
 
+    /// Pushes samples up to `end`, and returns the number of those before, or the error.
+    fn fill(cache: &TokenCache, end: u32, status: FillStatus) -> Result<usize, DataError> {
+        let mut before = 0;
+        cache.write(&key("a"), |store, failed| {
+            before = store.n_done;
+            let mut push = |id: u32| store.writer.push(id, &sample(&[id, id])).map_err(failed);
+            (before as u32..end).try_for_each(&mut push)?;
+            Ok(status)
+        })?;
+        Ok(before)
+    }
+
+    #[test]
+    fn a_stopped_entry_is_continued_and_equals_one_written_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
+        for end in [3, 5] {
+            let error = fill(&cache, end, FillStatus::Stopped).unwrap_err();
+            assert!(matches!(error, DataError::Stopped { .. }), "{error}");
+            assert!(error.to_string().contains(&format!("{end} samples of data/train.jsonl")), "{error}");
+            assert_eq!(why(&cache, &key("a")), "not cached yet");
+        }
+        assert_eq!(fill(&cache, 8, FillStatus::Complete).unwrap(), 5);
+        let checksum = |cache: &TokenCache| TokenStore::open(&cache.path(&key("a"))).unwrap().checksum();
+        assert_eq!(names(folder.path()).len(), 1);
+        let other = tempfile::tempdir().unwrap();
+        let whole = TokenCache::open(other.path()).unwrap();
+        assert_eq!(fill(&whole, 8, FillStatus::Complete).unwrap(), 0);
+        assert_eq!(checksum(&cache), checksum(&whole));
+    }
+
+    #[test]
+    fn damaged_samples_of_a_stopped_run_are_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
+        fill(&cache, 3, FillStatus::Stopped).unwrap_err();
+        let ids = cache.partial_path(&key("a")).join("ids");
+        let mut bytes = std::fs::read(&ids).unwrap();
+        bytes[0] ^= 1;
+        std::fs::write(ids, bytes).unwrap();
+        assert_eq!(fill(&cache, 4, FillStatus::Complete).unwrap(), 0);
+    }
+
     #[test]
     fn the_slower_of_two_concurrent_writers_uses_the_existing_entry() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
-        let store = cache.write(&key("a"), |writer, failed| {
+        let store = cache.write(&key("a"), |store, failed| {
             write(&cache, &key("a"), &[1, 2])?;
-            writer.push(0, &sample(&[1, 2])).map_err(failed)
+            store.writer.push(0, &sample(&[1, 2])).map(|()| FillStatus::Complete).map_err(failed)
         });
         assert_eq!(store.unwrap().n_tokens(), 2);
         assert_eq!(names(folder.path()).len(), 1);

@@ -79,12 +79,17 @@ impl FieldHasher {
     }
 }
 
-/// Hashes the selected rows. Other rows of the file and its name do not matter.
-pub(crate) fn hash_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String, SourceError> {
+/// Hashes the selected rows. Other rows of the file and its name do not matter. Returns `None` once `is_stopped`.
+pub(crate) fn hash_rows(
+    source: &dyn RowSource,
+    chosen: &[u32],
+    is_stopped: &(dyn Fn() -> bool + Sync),
+) -> Result<Option<String>, SourceError> {
     let chunks: Result<Vec<String>, SourceError> = chosen
         .par_chunks(ROWS)
         .map(|chunk| {
             let mut hash = FieldHasher::default();
+            let chunk = if is_stopped() { &chunk[..0] } else { chunk };
             for &row in chunk {
                 let row = source.row(row as usize)?;
                 hash.add(serde_json::Value::Object(row).to_string().as_bytes());
@@ -96,7 +101,7 @@ pub(crate) fn hash_rows(source: &dyn RowSource, chosen: &[u32]) -> Result<String
     for chunk in chunks? {
         hash.add(chunk.as_bytes());
     }
-    Ok(hash.finish())
+    Ok((!is_stopped()).then(|| hash.finish()))
 }
 
 /// Hashes the files that the token ids depend on.

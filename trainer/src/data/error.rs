@@ -38,6 +38,12 @@ pub enum DataError {
         /// The error of the operating system.
         source: std::io::Error,
     },
+    /// A signal has stopped the preparation.
+    #[error("prepare the data: stopped by a signal; {kept}. The same command continues")]
+    Stopped {
+        /// The finished work.
+        kept: String,
+    },
     /// `fail_on_missing_cache` is set and the cache has no entry.
     #[error("find the tokens of {name} in {path}: {why}; run `trainer preprocess` with this recipe, or unset `data.fail_on_missing_cache`", path = path.display())]
     NotCached {

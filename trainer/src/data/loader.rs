@@ -9,7 +9,7 @@ use super::DataError;
 use super::batch::{Batch, GlobalBatch, collate};
 use super::dataset::Dataset;
 use super::plan::{DataPlan, Horizon, SourcePlan};
-use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps};
+use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps, tokens_of_steps};
 use super::token_stats::TrainedCounts;
 
 /// The position of a run in its data: the complete state of a loader.
@@ -68,6 +68,11 @@ impl TrainLoader {
     /// Counts the steps of the whole run, finished ones included.
     pub fn total_steps(&self) -> usize {
         self.total_steps
+    }
+
+    /// Returns the number of tokens of each step of the run, without padding.
+    pub fn tokens_of_steps(&self) -> impl Iterator<Item = u64> + '_ {
+        tokens_of_steps(&self.dataset, &self.plan).take(self.total_steps)
     }
 
     /// Counts the rows of the next step's epoch.
@@ -175,6 +180,7 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
     }
     Ok(match plan.horizon {
         Horizon::Steps(steps) => steps,
+        Horizon::Tokens(tokens) => steps_until(dataset, plan, tokens as u64)?,
         // Each epoch packs whole samples anew, so its number of rows varies.
         Horizon::Epochs(epochs) if plan.packing == super::Packing::Fit => {
             let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
@@ -182,6 +188,22 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
         }
         Horizon::Epochs(epochs) => epochs * in_epoch,
     })
+}
+
+/// Returns the number of steps until they have `tokens` tokens.
+fn steps_until(dataset: &Dataset, plan: &DataPlan, tokens: u64) -> Result<usize, DataError> {
+    let mut sum = 0;
+    for (of_step, n) in tokens_of_steps(dataset, plan).zip(1..) {
+        sum += of_step;
+        if sum >= tokens {
+            return Ok(n);
+        }
+        if sum == 0 && n > dataset.len() {
+            break;
+        }
+    }
+    let problem = "the data have no tokens; check the sources".to_owned();
+    Err(DataError::Plan { name: "train_tokens".to_owned(), problem })
 }
 
 /// Returns the settings that the order of the steps depends on. The number of micro-batches of a step may change.

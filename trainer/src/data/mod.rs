@@ -38,7 +38,7 @@ pub use loader::{Cursor, EvalLoader, TrainLoader};
 pub use plan::{
     DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Sampling, SourcePlan, Truncation, UnrenderedToolCalls,
 };
-pub use prepare::{PreparedData, prepare};
+pub use prepare::{PreparedData, prepare, prepare_until};
 pub use rows::PackingStats;
 pub use source::open;
 pub use token_stats::{DatasetCounts, TokenCount, TokenStats, TrainedCounts};

@@ -205,6 +205,8 @@ pub enum Horizon {
     Epochs(usize),
     /// After this number of steps (`train_iters`), in as many epochs as needed.
     Steps(usize),
+    /// After the first step that reaches this number of tokens without padding (`train_tokens`).
+    Tokens(usize),
 }
 
 impl DataPlan {

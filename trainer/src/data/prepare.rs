@@ -40,13 +40,24 @@ pub fn prepare(
     template: Option<ChatTemplate>,
     hub: &Hub,
 ) -> Result<PreparedData, DataError> {
+    prepare_until(plan, tokenizer, template, hub, &|| false)
+}
+
+/// Prepares like [`prepare`]. Once `is_stopped`, caches the finished samples and fails with [`DataError::Stopped`].
+pub fn prepare_until(
+    plan: &DataPlan,
+    tokenizer: &Tokenizer,
+    template: Option<ChatTemplate>,
+    hub: &Hub,
+    is_stopped: &(dyn Fn() -> bool + Sync),
+) -> Result<PreparedData, DataError> {
     let mut notes = Vec::new();
     let template_name =
         template.as_ref().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     let template_name = &*template_name;
     let (train, eval) = threads(plan)?.install(|| {
         let renderer = Renderer::new(plan, tokenizer, template);
-        let loader = SourceLoader { renderer, cache: TokenCache::open(&plan.cache_dir)?, hub };
+        let loader = SourceLoader { renderer, cache: TokenCache::open(&plan.cache_dir)?, hub, is_stopped };
         let train = tokenize(&loader, &plan.sources, Split::Train, &mut notes)?;
         let eval = tokenize(&loader, &plan.eval_sources, Split::Eval, &mut notes)?;
         Ok::<_, DataError>((train, eval))

@@ -10,6 +10,7 @@ use candlewick_text::tokenizer::Tokenizer;
 use rayon::prelude::*;
 
 use super::DataError;
+use super::cache::FillStatus;
 use super::cache_key::{self, CacheKey};
 use super::plan::{DataKind, DataPlan};
 
@@ -67,26 +68,36 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Renders rows in their order and passes each sample to `write`. Stops at the first error.
+    /// Renders rows in their order and passes each sample to `write`. Ends at the first error, or once `is_stopped`.
     pub(crate) fn render(
         &self,
         source: &dyn RowSource,
         format: &RowFormat,
         rows: &[u32],
+        is_stopped: &(dyn Fn() -> bool + Sync),
         mut write: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
-    ) -> Result<(), DataError> {
-        let mut write = |rendered: Vec<(u32, Result<Sample, DataError>)>| {
-            rendered.into_iter().try_for_each(|(row, sample)| write(row, &sample?))
+    ) -> Result<FillStatus, DataError> {
+        let mut write = |rendered: Vec<(u32, Option<Result<Sample, DataError>>)>| {
+            for (row, sample) in rendered {
+                let Some(sample) = sample else { return Ok(FillStatus::Stopped) };
+                write(row, &sample?)?;
+            }
+            Ok(FillStatus::Complete)
         };
         let render = |chunk: &[u32]| {
-            let rows = chunk.par_iter().map(|&row| (row, self.row(source, format, row as usize)));
+            let rows = chunk.par_iter().map(|&row| {
+                let sample = (!is_stopped()).then(|| self.row(source, format, row as usize));
+                (row, sample)
+            });
             rows.collect::<Vec<_>>()
         };
         let mut rendered = Vec::new();
         for chunk in rows.chunks(ROWS) {
             // Writes the rendered rows while the next ones are rendered.
             let (written, next) = rayon::join(|| write(rendered), || render(chunk));
-            written?;
+            if written? == FillStatus::Stopped {
+                return Ok(FillStatus::Stopped);
+            }
             rendered = next;
         }
         write(rendered)

@@ -88,6 +88,18 @@ pub(crate) fn n_steps(n_rows: usize, plan: &DataPlan) -> usize {
     if plan.drop_last { n_rows / plan.rows_per_step() } else { n_rows.div_ceil(plan.rows_per_step()) }
 }
 
+/// Yields the number of tokens of each step, without padding and without end.
+pub(crate) fn tokens_of_steps<'a>(dataset: &'a Dataset, plan: &'a DataPlan) -> impl Iterator<Item = u64> + 'a {
+    (0..).flat_map(move |epoch| {
+        let rows = epoch_rows(dataset, plan, if plan.overfit_first_batch { 0 } else { epoch });
+        (0..n_steps(rows.len(), plan)).map(move |step| {
+            let first = if plan.overfit_first_batch { 0 } else { step * plan.rows_per_step() };
+            let sequences = (first..(first + plan.rows_per_step()).min(rows.len())).flat_map(|row| rows.row(row));
+            sequences.map(|&i| dataset.length(i as usize) as u64).sum()
+        })
+    })
+}
+
 fn append_pass(rows: &mut EpochRows, dataset: &Dataset, plan: &DataPlan, epoch: usize, pass: usize) {
     let order = |purpose, n| match plan.order {
         RowOrder::Sequential => identity(n),

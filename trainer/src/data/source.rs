@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
+use candlewick_text::render::Sample;
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
 use super::DataError;
-use super::cache::{CacheLookup, TokenCache};
+use super::cache::{CacheLookup, PartialStore, TokenCache};
 use super::cache_key::{self, CacheKey};
 use super::dataset::TokenizedSource;
 use super::order::{RngPurpose, identity, sample_without_replacement, seeded_rng};
@@ -33,6 +34,8 @@ pub(crate) struct SourceLoader<'a> {
     pub(crate) renderer: Renderer<'a>,
     pub(crate) cache: TokenCache,
     pub(crate) hub: &'a Hub,
+    /// Returns true once the preparation is to stop.
+    pub(crate) is_stopped: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl SourceLoader<'_> {
@@ -44,6 +47,7 @@ impl SourceLoader<'_> {
         notes: &mut Vec<String>,
     ) -> Result<TokenizedSource, DataError> {
         let name = &plan.name_or_path;
+        self.refuse_stopped()?;
         let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
         let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
@@ -54,7 +58,7 @@ impl SourceLoader<'_> {
         let key = self
             .renderer
             .add_to(CacheKey::new(name))
-            .with("the rows", cache_key::hash_rows(&*source, &rows)?)
+            .with("the rows", self.hash_rows(&*source, &rows)?)
             .with("the format", format!("{format:?}"));
         let store = match self.cache.find(&key)? {
             CacheLookup::Hit(store) => {
@@ -80,13 +84,32 @@ impl SourceLoader<'_> {
         if self.renderer.plan.fail_on_missing_cache {
             return Err(DataError::NotCached { name, path, why });
         }
-        let store = self.cache.write(key, |writer, failed| {
-            self.renderer
-                .render(rows.source, &rows.format, &rows.rows, |row, sample| writer.push(row, sample).map_err(failed))
+        let mut n_before = 0;
+        let store = self.cache.write(key, |PartialStore { writer, n_done }, failed| {
+            n_before = n_done;
+            let remaining = rows.rows.get(n_done..).unwrap_or_default();
+            let push = |row, sample: &Sample| writer.push(row, sample).map_err(failed);
+            self.renderer.render(rows.source, &rows.format, remaining, self.is_stopped, push)
         })?;
+        if n_before > 0 {
+            notes.push(format!("{name}: continued after {n_before} rows that a stopped run has tokenized"));
+        }
         let n_tokens = store.n_tokens();
         notes.push(format!("{name}: {n_tokens} tokens cached in {} ({why})", path.display()));
         Ok(store)
+    }
+
+    fn hash_rows(&self, source: &dyn RowSource, rows: &[u32]) -> Result<String, DataError> {
+        let hash = cache_key::hash_rows(source, rows, self.is_stopped)?;
+        hash.ok_or_else(Self::stopped)
+    }
+
+    fn refuse_stopped(&self) -> Result<(), DataError> {
+        if (self.is_stopped)() { Err(Self::stopped()) } else { Ok(()) }
+    }
+
+    fn stopped() -> DataError {
+        DataError::Stopped { kept: "the tokens of finished sources are cached".to_owned() }
     }
 
     fn format_request(&self, plan: &SourcePlan, request: &DatasetRequest) -> FormatRequest {

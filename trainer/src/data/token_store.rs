@@ -5,9 +5,10 @@
 //! `index`: two u64 a sample. The first is the end of its tokens. The second has the index of its row in the source in
 //! the lower half and its warnings in the upper half.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use candlewick_model::checkpoint::little_endian;
@@ -129,6 +130,19 @@ impl TokenStoreWriter {
         Ok(Self { ids: create(IDS)?, targets: create(TARGETS)?, index: create(INDEX)?, n_tokens: 0, bits: 0 })
     }
 
+    /// Continues a store that was finished too early, after its last sample.
+    pub(crate) fn resume(folder: &Path) -> io::Result<Self> {
+        let n_tokens = TokenStore::open(folder)?.n_tokens() as u64;
+        let targets = OpenOptions::new().read(true).write(true).open(folder.join(TARGETS))?;
+        let mut bits = [0];
+        if !n_tokens.is_multiple_of(8) {
+            targets.read_exact_at(&mut bits, n_tokens / 8)?;
+        }
+        targets.set_len(n_tokens / 8)?;
+        let append = |name| OpenOptions::new().append(true).open(folder.join(name)).map(BufWriter::new);
+        Ok(Self { ids: append(IDS)?, targets: append(TARGETS)?, index: append(INDEX)?, n_tokens, bits: bits[0] })
+    }
+
     pub(crate) fn push(&mut self, row: u32, sample: &Sample) -> io::Result<()> {
         let Sample { ids, is_target, sample_warnings } = sample;
         assert_eq!(ids.len(), is_target.len(), "the loss mask has an entry for each token");
@@ -203,6 +217,21 @@ mod tests {
                 assert_eq!(&store.ids(span.clone()).collect::<Vec<_>>(), ids);
                 assert_eq!(&span.map(|t| store.is_target(t)).collect::<Vec<_>>(), is_target);
             }
+        }
+    }
+
+    #[test]
+    fn a_resumed_store_equals_one_that_was_written_at_once() {
+        let samples: Vec<_> = (0..9).map(|i| (i, vec![i as u32; i * 5 % 7], vec![i % 2 == 0; i * 5 % 7])).collect();
+        let whole = TokenStore::open(written(&samples).path()).unwrap().checksum();
+        for n_first in 0..=samples.len() {
+            let folder = written(&samples[..n_first]);
+            let mut writer = TokenStoreWriter::resume(folder.path()).unwrap();
+            for (row, ids, is_target) in &samples[n_first..] {
+                writer.push(*row as u32, &sample(ids, is_target)).unwrap();
+            }
+            writer.finish().unwrap();
+            assert_eq!(TokenStore::open(folder.path()).unwrap().checksum(), whole, "{n_first}");
         }
     }
 

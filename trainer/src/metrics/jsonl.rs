@@ -23,6 +23,36 @@ pub(super) struct MetricsFile {
     file: File,
 }
 
+/// Appends sample generations to `samples.jsonl`, with the rules of a metrics file.
+#[derive(Debug)]
+pub(super) struct SamplesFile(MetricsFile);
+
+impl SamplesFile {
+    /// Opens the file for a run that begins at `start`.
+    pub(super) fn open(path: &Path, start: RunStart) -> io::Result<Self> {
+        MetricsFile::open(path, start).map(Self)
+    }
+}
+
+impl Tracker for SamplesFile {
+    fn destination(&self) -> PathBuf {
+        self.0.destination()
+    }
+
+    /// Writes nothing.
+    fn describe(&mut self, _start: RunStart, _run: &RunDescription) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
+        if record.kind == RecordKind::Samples { self.0.append(&record.fields) } else { Ok(()) }
+    }
+
+    fn finish(&mut self, _code: ExitCode) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 impl MetricsFile {
     /// Opens the file for a run that begins at `start`.
     pub(super) fn open(path: &Path, start: RunStart) -> io::Result<Self> {
@@ -58,8 +88,9 @@ impl Tracker for MetricsFile {
         Ok(())
     }
 
+    /// Sample generations have a file of their own.
     fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
-        self.append(&record.fields)
+        if record.kind == RecordKind::Samples { Ok(()) } else { self.append(&record.fields) }
     }
 
     fn finish(&mut self, _code: ExitCode) -> io::Result<()> {

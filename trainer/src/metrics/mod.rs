@@ -31,7 +31,10 @@ pub use gpu::{GpuMemory, GpuMonitor};
 pub use host::{HostInfo, Versions};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
-pub use record::{CheckpointRecord, EvalRecord, Fp8Record, Fp8TensorRecord, ResumeRecord, StepRecord, TasksRecord};
+pub use record::{
+    CheckpointRecord, EvalRecord, Fp8Record, Fp8TensorRecord, LossSpikeEvent, LossSpikeRecord, ResumeRecord,
+    SampleGeneration, SamplesRecord, StepRecord, TasksRecord,
+};
 pub use reporter::{Reporter, TrackerFailure};
 pub use run_json::{RunExit, RunJson, RunReport};
 pub use tracker::RunStart;

@@ -11,6 +11,9 @@ use super::tracking_plan::TrackingPlan;
 pub struct LogPlan {
     /// The JSON lines file of `train_log_metrics_path`; `None` disables it.
     pub metrics_path: Option<PathBuf>,
+    /// The file of sample generations, if evaluations generate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples_path: Option<PathBuf>,
     /// The folder of `run.json`; `None` (a recipe's `/dev/null`) disables it.
     pub output_dir: Option<PathBuf>,
     /// Print a line at least every this many steps; 0 leaves it to `train_log_iter_interval`.

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::experts::ExpertLoad;
 use super::gpu::GpuMemory;
 use super::memory::Memory;
+use crate::recipe::SpikeAction;
 
 /// A finished optimizer step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -136,6 +137,56 @@ pub struct TasksRecord {
     pub scores: BTreeMap<String, f64>,
     /// Seconds of the evaluation.
     pub eval_time: f64,
+}
+
+/// A loss spike that the loss watchdog found.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LossSpikeRecord {
+    /// Epochs done before the step's first batch.
+    pub epoch: usize,
+    /// The step's number, counted from 1.
+    pub iter: usize,
+    /// The spike and the reaction.
+    pub loss_spike: LossSpikeEvent,
+}
+
+/// A loss spike and the reaction to it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LossSpikeEvent {
+    /// The loss of the step.
+    pub loss: f64,
+    /// Its limit.
+    pub max_loss: f64,
+    /// The reaction: `skip`, `rewind` or `stop`.
+    pub action: SpikeAction,
+    /// The step of the checkpoint that was loaded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rewound_to: Option<usize>,
+    /// The file with the batch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept: Option<PathBuf>,
+}
+
+/// Sample generations after an evaluation.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct SamplesRecord {
+    /// Epochs done.
+    pub epoch: usize,
+    /// Optimizer steps done.
+    pub iter: usize,
+    /// The samples, in the order of the prompts.
+    pub samples: Vec<SampleGeneration>,
+}
+
+/// The reply to a prompt.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct SampleGeneration {
+    /// The prompt: the text, or the last message.
+    pub prompt: String,
+    /// The sampling temperature; 0 is greedy decoding.
+    pub temperature: f64,
+    /// The reply.
+    pub text: String,
 }
 
 /// A finished checkpoint.

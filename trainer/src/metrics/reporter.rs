@@ -11,7 +11,9 @@ use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_l
 use super::description::RunDescription;
 use super::format::duration;
 use super::plan::{Console, LogPlan};
-use super::record::{CheckpointRecord, EvalRecord, Fp8Record, ResumeRecord, StepRecord, TasksRecord};
+use super::record::{
+    CheckpointRecord, EvalRecord, Fp8Record, LossSpikeRecord, ResumeRecord, SamplesRecord, StepRecord, TasksRecord,
+};
 use super::tracker::{MetricsRecord, RecordKind, RunStart, Tracker};
 use super::trackers;
 
@@ -93,6 +95,16 @@ impl Reporter {
         self.record(RecordKind::Other, record);
     }
 
+    /// Writes a loss spike.
+    pub fn log_loss_spike(&mut self, record: &LossSpikeRecord) {
+        self.record(RecordKind::Other, record);
+    }
+
+    /// Writes sample generations.
+    pub fn log_samples(&mut self, record: &SamplesRecord) {
+        self.record(RecordKind::Samples, record);
+    }
+
     /// Reports the scores of tasks.
     pub fn log_tasks(&mut self, record: &TasksRecord) {
         self.record(RecordKind::Other, record);
@@ -172,6 +184,7 @@ mod tests {
     fn plan(metrics_path: &Path, [train_log_iter_interval, eval_log_iter_interval]: [usize; 2]) -> LogPlan {
         LogPlan {
             metrics_path: Some(metrics_path.to_owned()),
+            samples_path: None,
             output_dir: None,
             loss_log_interval: 1,
             train_log_iter_interval,

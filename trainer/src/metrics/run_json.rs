@@ -150,6 +150,7 @@ mod tests {
     fn log(output_dir: Option<PathBuf>) -> LogPlan {
         LogPlan {
             metrics_path: None,
+            samples_path: None,
             output_dir,
             loss_log_interval: 1,
             train_log_iter_interval: 1,

@@ -57,6 +57,8 @@ pub(super) enum RecordKind {
     Step,
     /// A checkpoint on disk.
     Checkpoint,
+    /// Sample generations, which are texts.
+    Samples,
     /// Anything else: an evaluation, statistics of FP8, a resume.
     Other,
 }
@@ -83,8 +85,24 @@ impl MetricsRecord {
         Ok(Self { kind, step: step as usize, fields })
     }
 
-    /// Returns the numbers of the record except `iter`, by name. The parts of a nested name are joined by `/`.
+    /// Returns the texts of sample generations, by name: `samples/0`, `samples/1`, ...
+    pub(super) fn texts(&self) -> Vec<(String, String)> {
+        let samples = self.fields.get("samples").and_then(Value::as_array);
+        let samples = samples.filter(|_| self.kind == RecordKind::Samples).into_iter().flatten();
+        let text = |sample: &Value, name: &str| sample[name].as_str().unwrap_or_default().to_owned();
+        let of_sample = |(idx, sample): (usize, &Value)| {
+            let (prompt, reply) = (text(sample, "prompt"), text(sample, "text"));
+            (format!("samples/{idx}"), format!("temperature {}\n\n> {prompt}\n\n{reply}", sample["temperature"]))
+        };
+        samples.enumerate().map(of_sample).collect()
+    }
+
+    /// Returns the numbers of the record except `iter`, by name. The parts of a nested name are joined by `/`. Sample
+    /// generations have none.
     pub(super) fn scalars(&self) -> Vec<(String, f64)> {
+        if self.kind == RecordKind::Samples {
+            return Vec::new();
+        }
         let fields = self.fields.iter().filter(|(name, _)| *name != "iter");
         let leaves = fields.flat_map(|(name, value)| leaves(name, value));
         leaves.filter_map(|(name, value)| Some((name, value.as_f64()?))).collect()
@@ -108,6 +126,16 @@ mod tests {
     fn scalars_are_the_numbers_of_a_record() {
         check(json!({"iter": 7, "loss": 0.5, "saved": "out/x", "mfu": null}), &[("loss", 0.5)]);
         assert_eq!(MetricsRecord::of(RecordKind::Step, &json!({"iter": 7})).unwrap().step, 7);
+    }
+
+    #[test]
+    fn sample_generations_are_texts_and_no_scalars() {
+        let samples = json!([{"prompt": "Hi", "temperature": 0.5, "text": "Hello."}]);
+        let record = MetricsRecord::of(RecordKind::Samples, &json!({"iter": 7, "samples": samples})).unwrap();
+        assert_eq!(record.scalars(), []);
+        let text = "temperature 0.5\n\n> Hi\n\nHello.".to_owned();
+        assert_eq!(record.texts(), [("samples/0".to_owned(), text)]);
+        assert_eq!(MetricsRecord { kind: RecordKind::Other, ..record }.texts(), []);
     }
 
     #[test]

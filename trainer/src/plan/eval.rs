@@ -58,13 +58,24 @@ pub struct TasksPlan {
     pub confirm_run_unsafe_code: bool,
 }
 
-/// The metric of the best checkpoint, which is never deleted.
+/// The metric of the best checkpoint, which is never deleted, or of early stopping.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BestPlan {
     /// `loss/eval` or `TASK/METRIC`; `None` is the first task's first metric.
     pub metric: Option<String>,
     /// True if a higher metric is better; `None` takes the direction of the metric's task.
     pub greater_is_better: Option<bool>,
+}
+
+/// Early stopping.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct EarlyStoppingPlan {
+    /// The metric and its direction.
+    pub watched: BestPlan,
+    /// The number of consecutive evaluations without an improvement after which the run ends.
+    pub patience: usize,
+    /// The smallest change of the best value that counts as an improvement.
+    pub min_delta: f64,
 }
 
 impl EvalPlan {

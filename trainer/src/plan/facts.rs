@@ -12,6 +12,7 @@ impl Plan {
     pub fn facts(&self) -> Vec<(&'static str, String)> {
         let (steps, per_epoch) = match self.data.horizon {
             Horizon::Steps(steps) => (grouped(steps), ""),
+            Horizon::Tokens(tokens) => (format!("{} tokens", grouped(tokens)), UNKNOWN),
             Horizon::Epochs(1) => ("1 epoch".to_owned(), UNKNOWN),
             Horizon::Epochs(epochs) => (format!("{} epochs", grouped(epochs)), UNKNOWN),
         };

@@ -15,7 +15,7 @@ mod run;
 mod setting;
 mod table;
 
-pub use eval::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
+pub use eval::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
 pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
@@ -24,7 +24,7 @@ pub use ranks::RanksPlan;
 pub use resolve::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, TempDir, TrackingEnv, WorldInfo};
 pub(crate) use resolve::{conversation, is_path};
 pub use router::{RouterLossTerm, RouterPlan, RoutingReplayPlan};
-pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
+pub use run::{ExitPlan, GeneratePlan, LoggerPlan, LossWatchdogPlan, OptimizerPlan, Plan};
 pub use setting::ResolvedSetting;
 pub(crate) use setting::value_in_words;
 pub use table::SettingsFilter;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use candlewick_ops::{DeviceChoice, LossScaling};
 use serde::{Serialize, Serializer};
 
-use super::eval::{BestPlan, EvalPlan, TasksPlan};
+use super::eval::{BestPlan, EarlyStoppingPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
 use super::pipeline::PipelinePlan;
 use super::precision::Fp8Plan;
@@ -16,7 +16,7 @@ use super::setting::ResolvedSetting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{FloatDtype, MemoryMode, OnNonfinite, Prompt};
+use crate::recipe::{FloatDtype, MemoryMode, OnNonfinite, Prompt, SpikeAction};
 use crate::schedule::Schedule;
 
 /// A resolved run.
@@ -62,6 +62,9 @@ pub struct Plan {
     pub tasks: Option<TasksPlan>,
     /// The metric of the best checkpoint.
     pub best: Option<BestPlan>,
+    /// Early stopping.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub early_stopping: Option<EarlyStoppingPlan>,
     /// The conditions that end the run early.
     pub exit: ExitPlan,
     /// The checkpoints.
@@ -70,7 +73,10 @@ pub struct Plan {
     pub log: LogPlan,
     /// The reaction to a loss or gradient that is not finite.
     pub on_nonfinite: OnNonfinite,
-    /// Sample generations after training.
+    /// The loss watchdog.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_watchdog: Option<LossWatchdogPlan>,
+    /// Sample generations.
     pub generate: Option<GeneratePlan>,
     /// Log messages.
     pub logger: LoggerPlan,
@@ -80,6 +86,9 @@ pub struct Plan {
     pub written: Vec<ResolvedSetting>,
     /// Notes for the user, such as keys that are accepted and have no effect, with the reason.
     pub notes: Vec<String>,
+    /// The recipe with its bases and arguments, from which `trainer replay` makes the plan again.
+    #[serde(skip)]
+    pub merged_recipe: serde_json::Value,
 }
 
 /// The settings of AdamW.
@@ -119,6 +128,23 @@ pub struct ExitPlan {
     pub kill_switch_path: Option<PathBuf>,
 }
 
+/// The loss watchdog.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LossWatchdogPlan {
+    /// The reaction to a loss spike.
+    pub action: SpikeAction,
+    /// The number of robust standard deviations between the median loss and the limit.
+    pub sigma_factor: f64,
+    /// The number of last losses that determine the limit.
+    pub rolling_interval_length: usize,
+    /// The number of first steps without this limit.
+    pub warmup_steps: usize,
+    /// A fixed limit.
+    pub max_loss: Option<f64>,
+    /// The number of loss spikes that are skipped or rewound.
+    pub max_events: usize,
+}
+
 /// Sample generations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GeneratePlan {
@@ -126,12 +152,15 @@ pub struct GeneratePlan {
     pub prompts: Vec<Prompt>,
     /// The maximum number of generated tokens.
     pub max_new_tokens: usize,
-    /// The sampling temperature; 0 is greedy decoding.
-    pub temperature: f64,
+    /// The sampling temperatures, with a reply for each; 0 is greedy decoding.
+    #[serde(rename = "temperature")]
+    pub temperatures: Vec<f64>,
     /// The cumulative probability of nucleus sampling.
     pub top_p: f64,
     /// Seeds the sampling.
     pub seed: u64,
+    /// True if each evaluation generates, too.
+    pub on_evaluate: bool,
 }
 
 /// The settings of log messages; [`LogPlan`] has those of metrics.

@@ -117,6 +117,15 @@ impl Loaded {
         keys.iter().map(|(path, node, location)| (canonical(path), value(node), self.origin_at(*location))).collect()
     }
 
+    /// Returns the recipe with its bases and arguments, without the key `base`.
+    pub(crate) fn merged(&self) -> serde_json::Value {
+        let mut merged: serde_json::Value = decode(&self.tree).unwrap_or_default();
+        if let Some(keys) = merged.as_object_mut() {
+            keys.remove("base");
+        }
+        merged
+    }
+
     /// Returns the value of a key as text, if it is a short scalar.
     pub(crate) fn scalar(&self, key: &str) -> Option<String> {
         match &self.tree.at(key)?.0.value {

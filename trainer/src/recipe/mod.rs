@@ -4,6 +4,7 @@
 
 mod arctic_moe;
 mod base;
+mod callbacks;
 mod data;
 mod ddp_backend;
 mod decode;
@@ -33,6 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
 pub use arctic_moe::ArcticMoe;
+pub use callbacks::{EarlyStoppingMode, EarlyStoppingSection, LossWatchdogSection, SpikeAction};
 pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOptions, SourceType, StringPairs};
 pub use ddp_backend::DdpBackend;
 pub use error::{BaseRecipe, Fault, RecipeError, RecipeSource};
@@ -115,6 +117,9 @@ pub struct Recipe {
     pub epochs: Option<HumanInt>,
     /// The number of training steps. Above 0 it replaces `epochs`. Default 0: `epochs` decides.
     pub train_iters: Option<HumanInt>,
+    /// The number of training tokens, without padding. The run ends with the first step that reaches it. It replaces `epochs`,
+    /// and excludes `train_iters`. Default 0: off.
+    pub train_tokens: Option<HumanInt>,
     /// Stops the run at this step. The learning rate schedule keeps its full length. Default 0: off.
     pub exit_iteration: Option<HumanInt>,
     /// Stops after this many steps of this process. A resumed run continues with as many. Default 0: off.
@@ -215,6 +220,8 @@ pub struct Recipe {
     pub metric_for_best_model: Option<String>,
     /// `true` if a higher metric is better. Default: the direction of the metric's task; false for `loss`.
     pub greater_is_better: Option<bool>,
+    /// Early stopping. Default: off.
+    pub early_stopping: Option<EarlyStoppingSection>,
     /// The number of evaluations between two that are recorded and shown; 0 turns this off. Default 1.
     pub eval_log_iter_interval: Option<HumanInt>,
     /// Repeats the batch of the first step in every step. Default false.
@@ -231,7 +238,9 @@ pub struct Recipe {
     pub output_dir: Option<String>,
     /// The reaction to a loss or gradient that is not finite: `stop` (default; exit code 5) or `skip` the step.
     pub on_nonfinite: Option<OnNonfinite>,
-    /// Sample generations, printed after training.
+    /// The loss watchdog. Default: off.
+    pub loss_watchdog: Option<LossWatchdogSection>,
+    /// Sample generations, printed after training and, with `on_evaluate`, after each evaluation.
     pub generate: Option<GenerateSection>,
     /// A key of `type: dpo`. Not implemented yet.
     pub ref_model: Option<JsonMap>,

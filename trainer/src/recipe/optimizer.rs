@@ -60,8 +60,13 @@ pub struct SchedulerSection {
     /// The warm-up in steps. Not allowed with `warmup_ratio`. Default: `warmup_ratio` decides.
     #[serde(alias = "num_warmup_steps")]
     pub warmup_steps: Option<HumanInt>,
+    /// The warm-up in training tokens, rounded up to a full step. Not allowed with `warmup_steps` or `warmup_ratio`. Default:
+    /// `warmup_ratio` decides.
+    pub warmup_tokens: Option<HumanInt>,
     /// The decay of `type: wsd` in steps. Other types set it in `scheduler_specific_kwargs`.
     pub num_decay_steps: Option<HumanInt>,
+    /// The decay of `type: wsd` in training tokens, rounded up to a full step. Not allowed with another length of the decay.
+    pub num_decay_tokens: Option<HumanInt>,
     /// The final learning rate of `type: wsd` as a fraction of the peak. Other types set it in
     /// `scheduler_specific_kwargs`. Default 0.
     pub min_lr_ratio: Option<HumanFloat>,

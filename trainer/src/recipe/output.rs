@@ -8,6 +8,7 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 
 use super::model::{FloatDtype, JsonMap};
 use super::number::{HumanFloat, HumanInt};
+use super::value_or_list::ValueOrList;
 
 /// A checkpoint: its type, folder and interval.
 #[derive(Clone, Debug, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
@@ -33,6 +34,9 @@ pub struct CheckpointSection {
     /// The number of newest checkpoints of this run to keep. The best one (`metric_for_best_model`) is kept in addition.
     /// Default: all.
     pub save_total_limit: Option<HumanInt>,
+    /// Keeps every checkpoint whose step is a multiple of this, in addition to `save_total_limit`, with Megatron-LM's name.
+    /// Default: none.
+    pub save_retain_interval: Option<HumanInt>,
     /// The dtype of the weights of a `huggingface` checkpoint: `bf16`, `f32` or `fp16`. Default: `model.dtype`.
     pub dtype: Option<FloatDtype>,
     /// Writes a `sharded` checkpoint asynchronously, from a copy of master weights and moments in memory. Default false.
@@ -138,7 +142,7 @@ pub struct MlflowSection {
     pub experiment_name: Option<String>,
 }
 
-/// Sample generations, printed after training.
+/// Sample generations.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct GenerateSection {
@@ -147,12 +151,15 @@ pub struct GenerateSection {
     pub prompts: Vec<Prompt>,
     /// The maximum number of generated tokens. Default 64.
     pub max_new_tokens: Option<HumanInt>,
-    /// The sampling temperature. Default 0: greedy decoding.
-    pub temperature: Option<HumanFloat>,
+    /// The sampling temperature, or a list with one reply for each: `[0, 0.8]`. Default 0: greedy decoding.
+    pub temperature: Option<ValueOrList<HumanFloat>>,
     /// The cumulative probability of nucleus sampling. Default 1: all tokens.
     pub top_p: Option<HumanFloat>,
     /// Seeds the sampling. Default: the run's `seed`.
     pub seed: Option<HumanInt>,
+    /// Generates after each evaluation, too: into the file `samples.jsonl` of `output_dir`, and as text to the trackers.
+    /// Default false.
+    pub on_evaluate: Option<bool>,
 }
 
 /// One prompt of the sample generations.

@@ -96,6 +96,31 @@ impl<'a> Checkpointer<'a> {
         let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
             return Ok(None);
         };
+        self.load(checkpoint)
+    }
+
+    /// Loads the newest complete checkpoint that this run wrote or resumed from, if there is one.
+    pub(super) fn load_newest(&mut self) -> Result<Option<Resumed>> {
+        let Some((output_dir, _)) = self.newest_sharded_entry() else { return Ok(None) };
+        let is_entry =
+            |plan: &&CheckpointPlan| plan.format == CheckpointFormat::Sharded && plan.output_dir == output_dir;
+        self.run.plan.checkpoints.iter().find(is_entry).map_or(Ok(None), |checkpoint| self.load(checkpoint))
+    }
+
+    /// Returns the newest `sharded` checkpoint that this run wrote or resumed from.
+    pub(super) fn newest_sharded(&self) -> Option<&Path> {
+        self.newest_sharded_entry().map(|(_, dir)| dir)
+    }
+
+    /// Returns the folder of the entry with the newest `sharded` checkpoint, and the checkpoint. Entries of one step are in
+    /// the order of their folders, equal on all ranks.
+    fn newest_sharded_entry(&self) -> Option<(&Path, &Path)> {
+        let sharded = self.newest.iter().filter(|((format, _), _)| *format == CheckpointFormat::Sharded);
+        let newest = sharded.max_by_key(|((_, output_dir), (step, _))| (*step, output_dir));
+        newest.map(|((_, output_dir), (_, dir))| (output_dir.as_path(), dir.as_path()))
+    }
+
+    fn load(&mut self, checkpoint: &CheckpointPlan) -> Result<Option<Resumed>> {
         let mut state = EngineState::of(self.run.engine)?;
         let resumed = resume(checkpoint, &self.fingerprint, &mut state, &self.run.ranks.process)?;
         if let Some(resumed) = &resumed {
@@ -118,25 +143,16 @@ impl<'a> Checkpointer<'a> {
         let run_start = self.run.run_id.run;
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
-            let n_checkpoints = plan.n_checkpoints(stream.cursor().step, stream.total_steps(), &ends);
+            let (done, total_steps) = (stream.cursor().step, stream.total_steps());
+            let n_checkpoints = plan.n_checkpoints(done, total_steps, &ends);
+            let n_retained = plan.n_retained(done, total_steps, &ends);
             let keeps_best = self.run.plan.best.is_some();
-            match plan.format {
+            let (bytes_per_checkpoint, n_checkpoints) = match plan.format {
                 // A signal may request a checkpoint at any time.
-                CheckpointFormat::Sharded => PlannedCheckpoints {
-                    plan,
-                    bytes_per_checkpoint: sharded,
-                    n_checkpoints: n_checkpoints.max(1),
-                    run_start,
-                    keeps_best,
-                },
-                CheckpointFormat::HuggingFace => PlannedCheckpoints {
-                    plan,
-                    bytes_per_checkpoint: exported(plan),
-                    n_checkpoints,
-                    run_start,
-                    keeps_best,
-                },
-            }
+                CheckpointFormat::Sharded => (sharded, n_checkpoints.max(1)),
+                CheckpointFormat::HuggingFace => (exported(plan), n_checkpoints),
+            };
+            PlannedCheckpoints { plan, bytes_per_checkpoint, n_checkpoints, n_retained, run_start, keeps_best }
         };
         let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
         let check = || -> Result<()> {
@@ -262,6 +278,8 @@ impl<'a> Checkpointer<'a> {
             elapsed_s: progress.before.as_secs_f64(),
             scores: progress.scores,
             evaluated: progress.evaluated,
+            early_stopping: progress.early_stopping,
+            loss_history: progress.loss_history,
             n_skipped: progress.n_skipped,
             scaler: progress.scaler,
             token_stats: json!(cursor.seen),

@@ -6,7 +6,7 @@ use candlewick_ops::ScalerState;
 use candlewick_parallel::Engine;
 use candlewick_runtime::run_id::RunId;
 
-use crate::checkpoint::{RunState, Scores};
+use crate::checkpoint::{EarlyStoppingState, LossHistory, RunState, Scores};
 use crate::data::PreparedData;
 use crate::plan::Plan;
 use crate::signals::{StopRequest, StopSignals};
@@ -29,6 +29,8 @@ pub(super) struct TrainingRun<'a> {
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// The metric that selects the best checkpoint, without values.
     pub(super) scores: &'a Scores,
+    /// The metric of early stopping, without values.
+    pub(super) early_stopping: &'a EarlyStoppingState,
     pub(super) run_id: RunId,
     pub(super) stop: &'a StopSignals,
 }
@@ -42,6 +44,10 @@ pub(super) struct Progress {
     pub(super) scores: Scores,
     /// The last step whose evaluations are done.
     pub(super) evaluated: Option<usize>,
+    /// The evaluations of early stopping.
+    pub(super) early_stopping: EarlyStoppingState,
+    /// The last losses and the number of loss spikes.
+    pub(super) loss_history: LossHistory,
     /// The number of steps skipped because of a non-finite loss or gradient.
     pub(super) n_skipped: usize,
     /// The state of the gradient scaler.
@@ -49,12 +55,14 @@ pub(super) struct Progress {
 }
 
 /// The reason why the training loop ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) enum EndReason {
     /// All steps are done.
     Horizon,
     /// The step of this recipe key was reached: `exit_iteration` or `exit_iteration_this_run`.
     Exit(&'static str),
+    /// The metric of early stopping has stopped to improve.
+    EarlyStopping(EarlyStoppingState),
     /// A stop was requested.
     Stop(StopRequest),
 }
@@ -63,7 +71,8 @@ impl Progress {
     pub(super) fn of(state: &RunState) -> Self {
         let before = Duration::from_secs_f64(state.elapsed_s);
         let RunState { evaluated, n_skipped, scaler, .. } = *state;
-        Self { before, scores: state.scores.clone(), evaluated, n_skipped, scaler }
+        let RunState { scores, early_stopping, loss_history, .. } = state.clone();
+        Self { before, scores, evaluated, early_stopping, loss_history, n_skipped, scaler }
     }
 }
 
@@ -72,6 +81,11 @@ impl EndReason {
         match self {
             EndReason::Horizon => "all steps are done".to_string(),
             EndReason::Exit(key) => format!("{key} was reached"),
+            EndReason::EarlyStopping(state) => {
+                let EarlyStoppingState { metric, best, n_without_improvement: n, .. } = state;
+                let best = best.map_or_else(String::new, |(step, value)| format!(" since step {step} ({value})"));
+                format!("early stopping: {metric} has not improved in {n} evaluations{best}")
+            }
             EndReason::Stop(stop) => format!("stopped by {stop}"),
         }
     }

@@ -13,7 +13,7 @@ use crate::data::{Batch, Cursor, EvalLoader};
 use crate::metrics::{EvalRecord, TasksRecord};
 use crate::plan::{EVAL_LOSS, EvalPlan};
 
-use super::context::TrainingRun;
+use super::context::{EndReason, TrainingRun};
 use super::rank_info::RankInfo;
 use super::session::Session;
 use super::step;
@@ -35,6 +35,12 @@ enum EvalStatus {
 }
 
 impl Session<'_> {
+    /// Returns the reason to end the run if early stopping is due. All ranks return the same.
+    pub(super) fn early_stopping(&self) -> Option<EndReason> {
+        let (state, plan) = (&self.progress.early_stopping, self.run.plan.early_stopping.as_ref()?);
+        (state.n_without_improvement >= plan.patience).then(|| EndReason::EarlyStopping(state.clone()))
+    }
+
     /// Evaluates before the first step of a fresh run, if the plan sets `on_start`.
     pub(super) fn evaluate_first(&mut self) -> Result<()> {
         self.evaluate_as(|plan| plan.on_start)
@@ -61,6 +67,7 @@ impl Session<'_> {
             return Ok(());
         }
         if is_due.eval_loss || is_due.tasks {
+            self.sample_after_evaluation()?;
             self.progress.evaluated = Some(self.stream.cursor().step);
         }
         Ok(())
@@ -108,7 +115,7 @@ impl Session<'_> {
         let Some(tasks) = self.run.tasks else { return Ok(EvalStatus::Complete) };
         let _span = span("tasks", "");
         let started = Instant::now();
-        let TrainingRun { assets, engine, ranks, scores, stop, .. } = self.run;
+        let TrainingRun { assets, engine, ranks, scores, early_stopping, stop, .. } = self.run;
         let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
         let lm_handle = LmHandle::new(engine, &assets.tokenizer, folders.into_iter().flatten());
         let progress = self.reporter.terminal().progress("eval.tasks", "requests");
@@ -117,12 +124,8 @@ impl Session<'_> {
             .context("failed to evaluate the tasks of eval.tasks")?;
         drop(progress);
         let Some(values) = values else { return Ok(EvalStatus::Stopped) };
-        let is_task_metric = !["", EVAL_LOSS].contains(&scores.metric.as_str());
-        if is_task_metric && !values.contains_key(&scores.metric) {
-            let (metric, known) = (&scores.metric, values.keys().cloned().collect::<Vec<_>>().join(", "));
-            let problem = format!("failed to find the metric_for_best_model `{metric}` among {known}");
-            return Err(anyhow::anyhow!(problem).context(ExitCode::Usage));
-        }
+        check_measured("metric_for_best_model", &scores.metric, &values)?;
+        check_measured("early_stopping.metric", &early_stopping.metric, &values)?;
         self.record_score(&values);
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let scores = values.into_iter().map(|(name, value)| (format!("eval/{name}"), value)).collect();
@@ -132,8 +135,12 @@ impl Session<'_> {
         Ok(EvalStatus::Complete)
     }
 
-    /// Records the value of the metric that selects the best checkpoint, if it is among these.
+    /// Records the values of the metrics of early stopping and of the best checkpoint, if they are among these.
     fn record_score(&mut self, values: &ScoresByMetric) {
+        let stopping = &mut self.progress.early_stopping;
+        if let (Some(plan), Some(value)) = (&self.run.plan.early_stopping, values.get(&stopping.metric)) {
+            stopping.add(self.stream.cursor().step, *value, plan.min_delta);
+        }
         let Some(value) = values.get(&self.progress.scores.metric) else { return };
         self.progress.scores.add(self.stream.cursor().step, *value);
         if let Some((step, value)) = self.progress.scores.best() {
@@ -143,4 +150,14 @@ impl Session<'_> {
             });
         }
     }
+}
+
+/// Fails if the tasks did not measure the metric of `key`. The eval loss, and a metric that is not set, are no scores of
+/// tasks.
+fn check_measured(key: &str, metric: &str, values: &ScoresByMetric) -> Result<()> {
+    if ["", EVAL_LOSS].contains(&metric) || values.contains_key(metric) {
+        return Ok(());
+    }
+    let known = values.keys().cloned().collect::<Vec<_>>().join(", ");
+    Err(anyhow::anyhow!("failed to find the {key} `{metric}` among {known}").context(ExitCode::Usage))
 }

@@ -12,16 +12,22 @@ mod context;
 mod describe;
 mod evaluate;
 mod finish;
+mod kept_batch;
 mod lock;
 mod out_of_memory;
 mod rank_info;
 mod ranks;
+mod replay;
 mod routing;
+mod samples;
 mod session;
 mod state;
 mod step;
 mod step_experts;
 mod tasks;
+mod watchdog;
+
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
@@ -34,16 +40,18 @@ use evaluator::chat::ChatTemplateFormatter;
 use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{PreparedData, prepare};
+use crate::data::{PreparedData, prepare_until};
 use crate::failpoint::failpoint;
-use crate::metrics::{RunExit, RunJson};
+use crate::metrics::{RunExit, RunJson, Terminal};
 use crate::plan::Plan;
-use crate::signals::StopSignals;
+use crate::signals::{SignalReaction, StopRequest, StopSignals};
 
 pub use assets::Assets;
 pub(crate) use build::engine_spec;
 pub use connect::connect;
-pub use step::{AllStepsSkipped, NonFinite};
+pub use kept_batch::{KeptBatch, KeptMicroBatch};
+pub use replay::{ReplayReport, ReplayTotals, ReplayWeights, ReplayedSequence, replay};
+pub use step::{AllStepsSkipped, LossSpike, NonFinite};
 pub use tasks::check_tasks;
 
 use build::Built;
@@ -89,29 +97,86 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
 
 /// Loads and tokenizes the data of `plan`, as a run does before its first step.
 pub fn prepare_data(plan: &Plan, hub: &Hub, run_id: RunId) -> Result<(Assets, PreparedData)> {
+    prepare_data_until(plan, hub, run_id, &StopSignals::without_signals(None))
+}
+
+/// Prepares like [`prepare_data`]. A signal stops it: the finished tokens are cached, and the error has the exit code for
+/// preemption.
+pub fn prepare_data_until(
+    plan: &Plan,
+    hub: &Hub,
+    run_id: RunId,
+    signals: &StopSignals,
+) -> Result<(Assets, PreparedData)> {
+    // A download, or a long row, cannot be interrupted.
+    let _deadline = signals.deadline(STOP_LIMIT, ExitCode::Preempted).context("failed to watch for signals")?;
     let assets = Assets::find(plan, hub, run_id)?;
-    let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
+    let is_stopped = || signals.signal().is_some();
+    let prepared = prepare_until(&plan.data, &assets.tokenizer, assets.template()?, hub, &is_stopped)?;
     Ok((assets, prepared))
+}
+
+/// The time after a signal until the process ends, if the preparation of the data does not react.
+const STOP_LIMIT: Duration = Duration::from_secs(4);
+
+/// Prepares the data on every rank, on one of each node first. If a signal stopped a rank, returns the request on all
+/// ranks. All ranks call this.
+fn prepare_on_all_ranks(
+    plan: &Plan,
+    hub: &Hub,
+    ranks: &RankContext,
+    (run_id, signals): (RunId, &StopSignals),
+) -> Result<Result<(Assets, PreparedData), StopRequest>> {
+    // A rank that was stopped has not failed: the others shall end with the same exit code.
+    let prepare = || match prepare_data_until(plan, hub, run_id, signals) {
+        Err(error) if crate::exit::classify(&error) == ExitCode::Preempted => {
+            tracing::warn!("{}", crate::exit::report(&error).trim_end());
+            Ok(None)
+        }
+        prepared => prepared.map(Some),
+    };
+    let requested = || ranks.agree_on_stop(signals.signal().map(StopRequest::Signal), None);
+    let first = ranks.process.on_first_rank_of_node(prepare)?;
+    if let Some(request) = requested()? {
+        return Ok(Err(request));
+    }
+    let prepared = ranks.process.on_other_ranks_of_node(first, prepare)?;
+    match (prepared, requested()?) {
+        (_, Some(request)) => Ok(Err(request)),
+        (Some(prepared), None) => Ok(Ok(prepared)),
+        (None, None) => bail!("failed to prepare the data: stopped without a signal"),
+    }
 }
 
 fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     ranks.process.all_ok(refuse_stale_stop(plan))?;
+    let stop = StopSignals::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let run_id = RunId::agree(&ranks.process, checkpointer::run_id(plan, run_json.run_id()))?;
     run_json.update(|report| report.run_id = Some(run_id.run)).context("failed to write run.json")?;
     let selection = ranks.process.all_ok(tasks::select(plan))?;
     let scores = ranks.process.all_ok(tasks::scores(plan, selection.as_ref()))?;
-    let (assets, prepared) = ranks.process.one_rank_per_node_first(|| prepare_data(plan, hub, run_id))?;
+    let early_stopping = ranks.process.all_ok(tasks::early_stopping(plan, selection.as_ref()))?;
+    let (assets, prepared) = match prepare_on_all_ranks(plan, hub, ranks, (run_id, &stop))? {
+        Ok(prepared) => prepared,
+        Err(request) => {
+            let reason = format!("stopped by {request} while the data were prepared; the same command continues");
+            Terminal::new(plan.log.console, 0, 0).line(&reason);
+            return Ok((ExitCode::Preempted, reason));
+        }
+    };
+    // There is nothing to save until the first step.
+    stop.set_reaction(SignalReaction::EndAtOnce);
     let chat = ranks.process.all_ok(tasks::chat(plan, &assets))?;
     let open = || open_tasks(plan, selection.as_ref(), chat.as_ref(), hub);
     let tasks = ranks.process.one_rank_per_node_first(open)?;
     let explain = |error| out_of_memory::explain(error, plan, &ranks.device, None);
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(explain)?;
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
-    // Until here a signal ends the process at once, because there is nothing to save.
-    let stop = StopSignals::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
+    stop.set_reaction(SignalReaction::Request);
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
-    let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
-    let run = TrainingRun { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, run_id, stop };
+    let (notes, tasks, scores, early_stopping, stop) = (&notes, tasks.as_ref(), &scores, &early_stopping, &stop);
+    let run =
+        TrainingRun { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, early_stopping, run_id, stop };
     train_and_finish(run, run_json)
 }
 
@@ -167,6 +232,9 @@ fn steps(session: &mut Session) -> Result<EndReason> {
         let done = session.stream.cursor().step;
         if done >= session.stream.total_steps() {
             return Ok(EndReason::Horizon);
+        }
+        if let Some(end) = session.early_stopping() {
+            return Ok(end);
         }
         if let Some(request) = session.stop_request()? {
             return Ok(EndReason::Stop(request));

@@ -17,12 +17,13 @@ use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
     AttentionPairs, CheckpointRecord, FlopFactors, Fp8Record, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
-    ResumeRecord, RunJson, RunReport, RunStart, StepRecord, TrackerFailure, flops, model_flops_utilization,
-    recomputed_flops,
+    ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord, StepRecord, TrackerFailure, flops,
+    model_flops_utilization, recomputed_flops,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
 use crate::routing::RoutingFiles;
+use crate::schedule::Schedule;
 use crate::signals::StopRequest;
 
 use super::async_save::FinishedAsyncSave;
@@ -30,7 +31,7 @@ use super::checkpointer::{self, Checkpointer, SaveOutcome, SavedCheckpoint};
 use super::context::{Progress, TrainingRun};
 use super::describe::{describe, lines};
 use super::routing;
-use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome};
+use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome, StepOutput};
 
 pub(super) struct Session<'a> {
     pub(super) run: TrainingRun<'a>,
@@ -40,10 +41,16 @@ pub(super) struct Session<'a> {
     pub(super) progress: Progress,
     pub(super) checkpointer: Checkpointer<'a>,
     scaler: GradScaler,
+    /// The learning rate schedule, with all lengths in steps.
+    schedule: Schedule,
     /// The record of experts that the run writes or replays.
     routing: Option<RoutingFiles>,
-    /// Steps on the device whose results were not read yet, oldest first.
-    in_flight: VecDeque<PendingStep>,
+    /// Steps on the device whose results were not read yet, oldest first, and the positions after them in the data.
+    in_flight: VecDeque<(PendingStep, Cursor)>,
+    /// The number of batches that this process kept.
+    pub(super) n_kept_batches: usize,
+    /// The last sample generations.
+    pub(super) last_samples: Option<SamplesRecord>,
     monitor: Option<GpuMonitor>,
     /// Peak FLOPs per second of the device, if known.
     peak: Option<f64>,
@@ -66,7 +73,8 @@ impl<'a> Session<'a> {
         };
         let stream = TrainLoader::new(prepared.train.clone(), plan.data.clone(), cursor)?;
         let total_steps = stream.total_steps();
-        plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
+        let schedule = plan.schedule.in_steps(|| stream.tokens_of_steps());
+        schedule.check(total_steps, plan.optimizer.learning_rate)?;
         checkpointer.preflight(&stream)?;
         let moved = checkpointer.prepare_folders(&stream)?;
         let routing = routing::open(&run, &stream)?;
@@ -85,16 +93,10 @@ impl<'a> Session<'a> {
         if !progress.scores.has_metric_of(run.scores) {
             progress.scores = run.scores.clone();
         }
-        let policy = GradPolicy {
-            max_norm: plan.optimizer.gradient_clipping,
-            loss_scaling: plan.optimizer.loss_scaling,
-            stop_on_nonfinite: plan.on_nonfinite == OnNonfinite::Stop,
-        };
-        let device = run.engine.device();
-        let scaler = match &progress.scaler {
-            Some(state) => GradScaler::from_state(policy, state, device)?,
-            None => GradScaler::new(policy, stream.cursor().step - progress.n_skipped, device)?,
-        };
+        if !progress.early_stopping.has_metric_of(run.early_stopping) {
+            progress.early_stopping = run.early_stopping.clone();
+        }
+        let scaler = grad_scaler(&run, &progress, stream.cursor().step)?;
         let mut session = Self {
             peak: run.peak,
             run,
@@ -104,8 +106,11 @@ impl<'a> Session<'a> {
             progress,
             checkpointer,
             scaler,
+            schedule,
             routing,
             in_flight: VecDeque::new(),
+            n_kept_batches: 0,
+            last_samples: None,
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
@@ -167,8 +172,9 @@ impl<'a> Session<'a> {
             mtp: self.run.plan.model.mtp,
             plan: &plan.optimizer,
             grad_zeros: if plan.log.log_num_zeros_in_grad { ZeroGradCount::On } else { ZeroGradCount::Off },
-            lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
+            lr: self.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
+            max_loss: self.max_loss(number),
             rounding: master_rounding(plan, number),
             dropout_key: derive_key(plan.seed, number as u64),
             rank: self.run.ranks.rank_info,
@@ -178,7 +184,8 @@ impl<'a> Session<'a> {
         if let Some(fp8) = engine.store().fp8().filter(|_| interval > 0 && number.is_multiple_of(interval)) {
             fp8.request_stats();
         }
-        self.in_flight.push_back(step::start(engine, &self.scaler, step, &config, started)?);
+        let pending = step::start(engine, &self.scaler, step, &config, started)?;
+        self.in_flight.push_back((pending, self.stream.cursor().clone()));
         if let Some(layers) = engine.fp8_stats()? {
             self.reporter.log_fp8(&Fp8Record::of(epoch, number, layers));
         }
@@ -188,14 +195,43 @@ impl<'a> Session<'a> {
 
     /// Reads the results of finished steps, and waits until at most `n_waiting` steps are in flight.
     pub(super) fn drain(&mut self, n_waiting: usize) -> Result<()> {
-        let TrainingRun { plan, prepared, .. } = self.run;
-        while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(PendingStep::is_done) {
-            let Some(in_flight) = self.in_flight.pop_front() else { break };
-            let (step, outcome) = in_flight.outcome(&prepared.train, plan.on_nonfinite, self.routing.as_ref())?;
-            self.progress.n_skipped += usize::from(outcome.decision.outcome != UpdateOutcome::Applied);
-            self.progress.scaler = Some(outcome.decision.next);
-            self.report(&step, &outcome);
+        while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(|(step, _)| self.reads_early(step))
+        {
+            let Some((in_flight, position)) = self.in_flight.pop_front() else { break };
+            let output = in_flight.outcome(&self.run.prepared.train, self.routing.as_ref())?;
+            self.take_output(output, position)?;
         }
+        Ok(())
+    }
+
+    /// Returns true if the result of a step is there. With a watchdog, ranks with GPUs read results at the same time, because
+    /// they rewind together.
+    fn reads_early(&self, step: &PendingStep) -> bool {
+        let reads_together = self.run.plan.loss_watchdog.is_some() && !self.run.engine.device().is_cpu();
+        !reads_together && step.is_done()
+    }
+
+    /// Records and reports the result of a step. `position` follows the step's batch in the data.
+    fn take_output(&mut self, output: StepOutput, position: Cursor) -> Result<()> {
+        let StepOutput { step, outcome } = &output;
+        if let Some(found) = outcome.nonfinite.clone() {
+            self.keep_batch(step, outcome, "the loss or a gradient is not finite");
+            found.stop_or_warn(self.run.plan.on_nonfinite)?;
+        }
+        self.progress.n_skipped += usize::from(outcome.decision.outcome != UpdateOutcome::Applied);
+        self.progress.scaler = Some(outcome.decision.next);
+        self.report(step, outcome);
+        self.watch_loss(&output, position)
+    }
+
+    /// Waits for the steps in flight and drops their results.
+    pub(super) fn discard_in_flight(&mut self) -> Result<()> {
+        std::mem::take(&mut self.in_flight).into_iter().try_for_each(|(step, _)| step.discard())
+    }
+
+    /// Sets the gradient scaler to the progress after `step`.
+    pub(super) fn reset_scaler(&mut self, step: usize) -> Result<()> {
+        self.scaler = grad_scaler(&self.run, &self.progress, step)?;
         Ok(())
     }
 
@@ -401,6 +437,21 @@ impl<'a> Session<'a> {
         }
         Ok(n_checkpoints)
     }
+}
+
+/// Returns the gradient scaler after `step`. Old checkpoints have no state of it.
+fn grad_scaler(run: &TrainingRun, progress: &Progress, step: usize) -> Result<GradScaler> {
+    let plan = run.plan;
+    let policy = GradPolicy {
+        max_norm: plan.optimizer.gradient_clipping,
+        loss_scaling: plan.optimizer.loss_scaling,
+        stop_on_nonfinite: plan.on_nonfinite == OnNonfinite::Stop,
+    };
+    let device = run.engine.device();
+    Ok(match &progress.scaler {
+        Some(state) => GradScaler::from_state(policy, state, device)?,
+        None => GradScaler::new(policy, step.saturating_sub(progress.n_skipped), device)?,
+    })
 }
 
 /// The operations to count.

@@ -23,6 +23,12 @@ use crate::routing::RoutingFiles;
 use super::rank_info::RankInfo;
 use super::step_experts::{StepExperts, record_experts};
 
+/// A finished step: its batch and its result.
+pub(super) struct StepOutput {
+    pub(super) step: GlobalBatch,
+    pub(super) outcome: StepOutcome,
+}
+
 /// The result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct StepOutcome {
@@ -31,6 +37,10 @@ pub(super) struct StepOutcome {
     pub(super) lr: f64,
     /// The mean loss over the step's target tokens.
     pub(super) loss: f64,
+    /// The largest loss whose update is applied; infinity for none.
+    pub(super) max_loss: f64,
+    /// The samples of a loss or gradient that is not finite.
+    pub(super) nonfinite: Option<NonFinite>,
     /// The mean of each auxiliary loss, by name.
     pub(super) auxiliary: BTreeMap<String, f64>,
     /// The load of the experts, for a model with experts.
@@ -44,7 +54,7 @@ pub(super) struct StepOutcome {
 }
 
 /// A non-finite loss or gradient, and the samples that it came from.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(
     "failed to compute step {step}: the {what} is not finite. {rows}. Lower the learning rate, check these samples, or set \
      on_nonfinite: skip"
@@ -58,11 +68,28 @@ pub struct NonFinite {
 /// A run whose steps were all skipped.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "failed to train: all {n_steps} steps were skipped, because the loss or the gradient was not finite; nothing was \
-     exported. Check the weights and the data, or lower the learning rate"
+    "failed to train: all {n_steps} steps were skipped, because the loss or the gradient was not finite, or the loss was \
+     above the limit of loss_watchdog; nothing was exported. Check the weights and the data, or lower the learning rate"
 )]
 pub struct AllStepsSkipped {
     pub(super) n_steps: usize,
+}
+
+/// A loss spike that ends the run.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "failed to train: the loss of step {step} is {loss}, above the limit of loss_watchdog, {max_loss}{why}. Its update was not \
+     applied, and the checkpoints are of earlier steps. {kept}Lower the learning rate, check the rows of the batch, or set \
+     loss_watchdog.action to skip or rewind"
+)]
+pub struct LossSpike {
+    pub(super) step: usize,
+    pub(super) loss: f64,
+    pub(super) max_loss: f64,
+    /// The number of spikes before, if that ends the run.
+    pub(super) why: String,
+    /// The command that replays the batch, if it is kept.
+    pub(super) kept: String,
 }
 
 /// The resolved settings of a step.
@@ -80,6 +107,8 @@ pub(super) struct StepConfig<'a> {
     pub(super) lr: f64,
     /// The step's number, counted from 1.
     pub(super) number: usize,
+    /// The largest loss whose update is applied; infinity for none.
+    pub(super) max_loss: f64,
     /// The rounding of the updated master weights.
     pub(super) rounding: MasterRounding,
     /// The seed of this step's dropout masks.
@@ -97,6 +126,7 @@ pub(super) struct PendingStep {
     data_world: usize,
     number: usize,
     lr: f64,
+    max_loss: f64,
     started: DeviceTimestamp,
     done: DeviceTimestamp,
     in_flight: InFlightStep,
@@ -121,10 +151,7 @@ pub(super) fn start(
     let dropout_keys: Vec<u64> =
         own.iter().map(|micro_idx| derive_key(config.dropout_key, *micro_idx as u64)).collect();
     let n_targets = step.n_targets as f64;
-    let has_targets = |batch: &&Batch| batch.targets.iter().any(|target| *target != Micro::IGNORED);
-    let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
-    let mut auxiliary = config.moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
-    auxiliary.extend(config.mtp.into_iter().flat_map(|mtp| mtp_losses(mtp, &step)));
+    let auxiliary = auxiliary_losses(config.moe, config.mtp, &step);
     let pads_experts = config.moe.is_some_and(|moe| moe.padded_capacity_factor().is_some());
     let most_tokens = pads_experts.then(|| step.most_tokens(config.rank.data_world));
     let experts = StepExperts::read(config.routing, config.number, &step, &own)?;
@@ -137,11 +164,25 @@ pub(super) fn start(
         auxiliary: &auxiliary,
         routing,
     };
-    let optimizer =
-        OptimizerStep { adamw: config.hyper(), scaler, rounding: config.rounding, grad_zeros: config.grad_zeros };
+    let StepConfig { rounding, grad_zeros, max_loss, .. } = *config;
+    let optimizer = OptimizerStep { adamw: config.hyper(), scaler, rounding, grad_zeros, max_loss };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, done) = (config.number, config.lr, DeviceTimestamp::now(engine.device())?);
-    Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, done, in_flight })
+    let data_world = config.rank.data_world;
+    Ok(PendingStep { step, own, data_world, number, lr, max_loss, started, done, in_flight })
+}
+
+/// Returns the auxiliary losses of a step.
+pub(super) fn auxiliary_losses(
+    moe: Option<&RouterPlan>,
+    mtp: Option<MtpPlan>,
+    step: &GlobalBatch,
+) -> Vec<AuxiliaryLoss> {
+    let has_targets = |batch: &&Batch| batch.targets.iter().any(|target| *target != Micro::IGNORED);
+    let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
+    let mut auxiliary = moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
+    auxiliary.extend(mtp.into_iter().flat_map(|mtp| mtp_losses(mtp, step)));
+    auxiliary
 }
 
 /// Returns the losses of the MTP layers in a step.
@@ -162,15 +203,13 @@ impl PendingStep {
 
     /// Waits for the step and returns its result.
     ///
-    /// Writes the step's experts if `routing` is a record to write. A non-finite loss or gradient is an error if `on_nonfinite`
-    /// is `stop`.
+    /// Writes the step's experts if `routing` is a record to write.
     pub(super) fn outcome(
         self,
         dataset: &Dataset,
-        on_nonfinite: OnNonfinite,
         routing: Option<&RoutingFiles>,
-    ) -> Result<(GlobalBatch, StepOutcome)> {
-        let Self { step, own, data_world, number, lr, started, done, in_flight } = self;
+    ) -> Result<StepOutput> {
+        let Self { step, own, data_world, number, lr, max_loss, started, done, in_flight } = self;
         let StepResult {
             own_losses,
             losses,
@@ -185,13 +224,30 @@ impl PendingStep {
         auxiliary_layers.retain(|name, _| RouterLoss::ALL.iter().any(|loss| loss.name() == name));
         let elapsed = done.since(&started)?;
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
-        if decision.outcome == UpdateOutcome::NonFinite {
+        let nonfinite = (decision.outcome == UpdateOutcome::NonFinite).then(|| {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
             let rows = locate(dataset, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
-            stop_or_warn(NonFinite { step: number, what, rows }, on_nonfinite)?;
-        }
+            NonFinite { step: number, what, rows }
+        });
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, grad_zeros, decision, elapsed }))
+        let outcome = StepOutcome {
+            number,
+            lr,
+            loss,
+            max_loss,
+            nonfinite,
+            auxiliary,
+            expert_load,
+            grad_zeros,
+            decision,
+            elapsed,
+        };
+        Ok(StepOutput { step, outcome })
+    }
+
+    /// Waits for the step and drops its result.
+    pub(super) fn discard(self) -> Result<()> {
+        self.in_flight.wait().map(drop).context("failed to compute the step")
     }
 }
 
@@ -208,12 +264,15 @@ fn nonfinite_rows(step: &GlobalBatch, own: &[usize], data_world: usize, [sums, o
     batches.flat_map(|batch| batch.samples.iter().copied()).collect()
 }
 
-fn stop_or_warn(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {
-    match on_nonfinite {
-        OnNonfinite::Stop => Err(found.into()),
-        OnNonfinite::Skip => {
-            tracing::warn!("skipped step {}: the {} is not finite. {}", found.step, found.what, found.rows);
-            Ok(())
+impl NonFinite {
+    /// Fails if `on_nonfinite` is `stop`, else warns.
+    pub(super) fn stop_or_warn(self, on_nonfinite: OnNonfinite) -> Result<()> {
+        match on_nonfinite {
+            OnNonfinite::Stop => Err(self.into()),
+            OnNonfinite::Skip => {
+                tracing::warn!("skipped step {}: the {} is not finite. {}", self.step, self.what, self.rows);
+                Ok(())
+            }
         }
     }
 }

@@ -15,7 +15,7 @@ use evaluator::task::{ChatFormatter, DataOverrides, PromptOptions, Task, TaskCon
 
 use super::RankContext;
 use super::assets::Assets;
-use crate::checkpoint::Scores;
+use crate::checkpoint::{EarlyStoppingState, Scores};
 use crate::plan::{BestPlan, EVAL_LOSS, Plan, TasksPlan};
 use crate::signals::StopSignals;
 
@@ -62,18 +62,33 @@ fn data_paths(plan: &TasksPlan, selection: &TaskSelection) -> Result<DataOverrid
 
 /// Fails if a task or the `metric_for_best_model` is unknown. Reads no data.
 pub fn check_tasks(plan: &Plan) -> Result<()> {
-    scores(plan, select(plan)?.as_ref()).map(drop)
+    let selection = select(plan)?;
+    scores(plan, selection.as_ref())?;
+    early_stopping(plan, selection.as_ref()).map(drop)
 }
 
 /// Returns the metric that selects the best checkpoint, without values.
 pub(super) fn scores(plan: &Plan, selection: Option<&TaskSelection>) -> Result<Scores> {
-    let Some(BestPlan { metric, greater_is_better }) = &plan.best else { return Ok(Scores::default()) };
-    let (metric, of_task) = match (metric.as_deref(), selection) {
+    let Some(best) = &plan.best else { return Ok(Scores::default()) };
+    let (metric, greater_is_better) = watched_metric("metric_for_best_model", best, selection)?;
+    Ok(Scores::of(metric, greater_is_better))
+}
+
+/// Returns the state of early stopping before the first evaluation.
+pub(super) fn early_stopping(plan: &Plan, selection: Option<&TaskSelection>) -> Result<EarlyStoppingState> {
+    let Some(stopping) = &plan.early_stopping else { return Ok(EarlyStoppingState::default()) };
+    let (metric, greater_is_better) = watched_metric("early_stopping.metric", &stopping.watched, selection)?;
+    Ok(EarlyStoppingState::of(metric, greater_is_better))
+}
+
+/// Returns the name and the direction of the metric of a recipe key.
+fn watched_metric(key: &str, watched: &BestPlan, selection: Option<&TaskSelection>) -> Result<(String, bool)> {
+    let (metric, of_task) = match (watched.metric.as_deref(), selection) {
         (Some(EVAL_LOSS), _) | (_, None) => (EVAL_LOSS.to_owned(), Some(false)),
-        (Some(name), Some(selection)) => (name.to_owned(), direction(name, selection)?),
+        (Some(name), Some(selection)) => (name.to_owned(), direction(key, name, selection)?),
         (None, Some(selection)) => first_score(selection)?,
     };
-    Ok(Scores::of(metric, greater_is_better.or(of_task).unwrap_or(true)))
+    Ok((metric, watched.greater_is_better.or(of_task).unwrap_or(true)))
 }
 
 /// Returns the first metric of the first task.
@@ -86,8 +101,8 @@ fn first_score(selection: &TaskSelection) -> Result<(String, Option<bool>)> {
 
 /// Returns true if a greater `TASK/METRIC` is better, and `None` if the task does not define it. Fails if the task or
 /// group is not selected.
-fn direction(name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
-    let usage = |problem: String| anyhow!("failed to start: metric_for_best_model: {problem}").context(ExitCode::Usage);
+fn direction(key: &str, name: &str, selection: &TaskSelection) -> Result<Option<bool>> {
+    let usage = |problem: String| anyhow!("failed to start: {key}: {problem}").context(ExitCode::Usage);
     let (task, metric) = name.split_once('/').unwrap_or((name, ""));
     let in_group = selection.groups.iter().find(|group| group.name == task).map(|group| &group.tasks);
     let is_meant = |config: &&TaskConfig| match in_group {

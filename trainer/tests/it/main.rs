@@ -2,12 +2,14 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod bad_input;
+mod callbacks;
 mod cli;
 mod config;
 mod convert;
 mod data;
 mod flops;
 mod fp8;
+mod loss_watchdog;
 mod memory_auto;
 mod modes;
 mod mtp;

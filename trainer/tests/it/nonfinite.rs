@@ -48,6 +48,12 @@ fn a_nonfinite_loss_ends_the_run_and_names_its_row() {
     assert_eq!(output.status.code(), Some(i32::from(trainer::exit::ExitCode::NonFinite as u8)), "{said}");
     assert!(said.contains("the loss is not finite") && said.contains("train.jsonl:81"), "{said}");
     assert!(run.losses().iter().all(|loss| loss.is_finite()), "{:?}", run.losses());
+    let replayed = run.replay(&["--rows", "1"]);
+    let text = String::from_utf8_lossy(&replayed.stdout).into_owned();
+    assert!(replayed.status.success(), "{}", stderr(&replayed));
+    for words in ["the loss or a gradient is not finite", "loss not finite", "train.jsonl:81", "What is in §?"] {
+        assert!(text.contains(words), "no {words:?} in:\n{text}");
+    }
 }
 
 #[test]

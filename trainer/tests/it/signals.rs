@@ -1,10 +1,13 @@
 //! Signals. Each case runs in a child process, which is this test program again.
 
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::low_level::raise;
-use trainer::signals::{Signal, StopRequest, StopSignals};
+use trainer::exit::ExitCode;
+use trainer::signals::{Signal, SignalReaction, StopRequest, StopSignals};
 
 const SIGNALS: &str = "CANDLEWICK_TEST_SIGNALS";
 
@@ -36,6 +39,59 @@ fn child() {
         Some(StopRequest::Signal(Signal::Preempt)) => 12,
         Some(StopRequest::KillSwitch(_)) | None => 19,
     });
+}
+
+const REACTION: &str = "CANDLEWICK_TEST_REACTION";
+
+/// Runs `signals::reacting_child` with this case, and returns its status.
+fn status_of(case: &str) -> ExitStatus {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "signals::reacting_child", "--nocapture"]).env(REACTION, case).stdout(Stdio::null());
+    child.status().unwrap()
+}
+
+#[test]
+fn reacting_child() {
+    let Ok(case) = std::env::var(REACTION) else { return };
+    let requests = StopSignals::install(None).unwrap();
+    match case.as_str() {
+        "deadline" => {
+            let _deadline = requests.deadline(Duration::from_millis(1), ExitCode::Preempted).unwrap();
+            raise(SIGTERM).unwrap();
+            loop {
+                std::thread::park();
+            }
+        }
+        "handled" => {
+            let deadline = requests.deadline(Duration::from_secs(3600), ExitCode::Preempted).unwrap();
+            raise(SIGTERM).unwrap();
+            drop(deadline);
+            std::process::exit(10);
+        }
+        "at once" => {
+            requests.set_reaction(SignalReaction::EndAtOnce);
+            raise(SIGTERM).unwrap();
+            std::process::exit(11);
+        }
+        _ => {
+            requests.set_reaction(SignalReaction::EndAtOnce);
+            requests.set_reaction(SignalReaction::Request);
+            raise(SIGTERM).unwrap();
+            std::process::exit(if requests.signal() == Some(Signal::Terminate) { 12 } else { 13 });
+        }
+    }
+}
+
+#[test]
+fn work_that_does_not_react_ends_at_its_deadline() {
+    assert_eq!(status_of("deadline").code(), Some(ExitCode::Preempted as i32));
+    assert_eq!(status_of("handled").code(), Some(10));
+}
+
+#[test]
+fn a_signal_ends_the_process_at_once_only_while_that_is_its_reaction() {
+    assert_eq!(status_of("at once").signal(), Some(SIGTERM));
+    assert_eq!(status_of("request").code(), Some(12));
 }
 
 #[test]

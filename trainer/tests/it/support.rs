@@ -63,6 +63,14 @@ impl Run {
         assert!(output.status.success(), "{}", stderr(&output));
     }
 
+    /// Replays a batch that the run kept. Relative paths of the recipe do not start at this folder.
+    pub(crate) fn replay(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command.arg("replay").arg(self.path().join("run")).args(arguments).current_dir("/");
+        command.env("RAYON_NUM_THREADS", "2").env("HF_HUB_OFFLINE", "1").env_remove("RUST_BACKTRACE");
+        command.output().unwrap()
+    }
+
     /// Returns run.json of the last start.
     pub(crate) fn report(&self) -> serde_json::Value {
         serde_json::from_slice(&fs::read(self.path().join("run/run.json")).unwrap()).unwrap()

@@ -124,6 +124,18 @@ fn every_tracker_receives_the_metrics_and_the_description_of_a_run() {
 }
 
 #[test]
+fn every_tracker_receives_sample_generations_as_texts() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let generate = "generate={prompts: [hello], max_new_tokens: 2, on_evaluate: true}";
+    let output = command(&run, server.url(), &[generate]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let received = server.received();
+    assert!(received.runs[0].tags["samples/0"].contains("> hello"), "{:?}", received.runs[0].tags);
+    let texts = received.history.iter().filter_map(|row| row["samples/0"].as_str());
+    assert_eq!(texts.filter(|text| text.contains("> hello")).count(), 2, "{:?}", received.history);
+}
+
+#[test]
 fn a_resumed_run_continues_its_runs_without_duplicates() {
     let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
     let train = |overrides: &[&str]| {

@@ -189,6 +189,7 @@ impl Received {
                 assert!(params.len() <= 100 && metrics.len() <= 1000, "the batch is larger than MLflow's limits");
                 let run = self.run(body);
                 run.params.extend(params);
+                run.tags.extend(pairs(&body["tags"]));
                 let metric = |metric: &Value| {
                     let key = metric["key"].as_str().unwrap().to_owned();
                     (key, metric["step"].as_u64().unwrap(), metric["value"].as_f64().unwrap())

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::policy::{GradPolicy, MAX_LOSS_SCALE};
+use super::policy::{GradPolicy, LossLimit, MAX_LOSS_SCALE};
 use crate::cuda::{Arg, address, gpu, kernels};
 
 kernels!("grad_scaler");
@@ -15,6 +15,7 @@ const THREADS: usize = 32;
 pub(super) fn update(
     state: &Tensor,
     policy: &GradPolicy,
+    limit: LossLimit,
     [squares, losses]: [&Tensor; 2],
     [beta1, beta2]: [f64; 2],
 ) -> Result<()> {
@@ -25,6 +26,7 @@ pub(super) fn update(
         Arg::Address(address(OP, losses)?),
         Arg::I32(squares.elem_count() as i32),
         Arg::I32(losses.elem_count() as i32),
+        Arg::I32(limit.n_losses as i32),
         Arg::I32(i32::from(policy.stop_on_nonfinite)),
         Arg::I32(scaling.window as i32),
         Arg::I32(scaling.hysteresis as i32),
@@ -33,6 +35,7 @@ pub(super) fn update(
         Arg::F64(beta2),
         Arg::F64(scaling.min),
         Arg::F64(MAX_LOSS_SCALE),
+        Arg::F64(limit.max_sum),
     ];
     // SAFETY: `squares` and `losses` have the lengths in the arguments; the state has its full length.
     unsafe { KERNELS.launch(gpu(OP, squares)?, "update_scaler", [1, 1, 1], THREADS, &args) }

@@ -7,10 +7,13 @@ struct Policy {
     double max_norm, beta1, beta2, min_scale, max_scale;
 };
 
-__device__ __forceinline__ void decide(float* state, double norm, bool is_loss_finite, const Policy& policy) {
+__device__ __forceinline__ void decide(
+        float* state, double norm, bool is_loss_finite, bool is_spike, const Policy& policy) {
     const double scale = state[LOSS_SCALE];
     state[NORM] = static_cast<float>(norm);
-    if (isfinite(norm) && is_loss_finite) {
+    if (isfinite(norm) && is_loss_finite && is_spike) {
+        state[OUTCOME] = LOSS_SPIKE;
+    } else if (isfinite(norm) && is_loss_finite) {
         const double clip = fmin(policy.max_norm / (norm + 1e-6), 1.0);
         const float n = state[N_UPDATES] + 1.0f;
         const double root = sqrt(1.0 - pow(policy.beta2, static_cast<double>(n)));
@@ -35,23 +38,26 @@ __device__ __forceinline__ void decide(float* state, double norm, bool is_loss_f
     }
 }
 
-KERNEL(32) update_scaler(float* state, const double* squares, const float* losses, int n_squares, int n_losses, int halts,
-        int window, int hysteresis, double max_norm, double beta1, double beta2, double min_scale,
-        double max_scale) {
+KERNEL(32) update_scaler(float* state, const double* squares, const float* losses, int n_squares, int n_losses, int n_limited,
+        int halts, int window, int hysteresis, double max_norm, double beta1, double beta2, double min_scale,
+        double max_scale, double max_loss) {
     double sum = 0.0;
+    double loss = 0.0;
     int n_bad = 0;
     for (int i = threadIdx.x; i < n_squares; i += 32) sum += squares[i];
     for (int i = threadIdx.x; i < n_losses; i += 32) n_bad += isfinite(losses[i]) ? 0 : 1;
+    for (int i = threadIdx.x; i < n_limited; i += 32) loss += losses[i];
 #pragma unroll
     for (int offset = 16; offset > 0; offset >>= 1) {
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        loss += __shfl_xor_sync(0xffffffffu, loss, offset);
         n_bad += __shfl_xor_sync(0xffffffffu, n_bad, offset);
     }
     if (threadIdx.x != 0) return;
-    if (halts && state[OUTCOME] >= NON_FINITE) {
+    if (halts && (state[OUTCOME] == NON_FINITE || state[OUTCOME] == HALTED)) {
         state[OUTCOME] = HALTED;
         return;
     }
     const Policy policy = {halts, window, hysteresis, max_norm, beta1, beta2, min_scale, max_scale};
-    decide(state, sqrt(sum) / state[LOSS_SCALE], n_bad == 0, policy);
+    decide(state, sqrt(sum) / state[LOSS_SCALE], n_bad == 0, loss > max_loss, policy);
 }

@@ -15,7 +15,7 @@ use crate::floats::FloatsMut;
 use crate::storage::{host, update};
 use crate::transfer::to_host;
 use policy::MAX_LOSS_SCALE;
-pub use policy::{GradPolicy, LossScaling};
+pub use policy::{GradPolicy, LossLimit, LossScaling};
 
 /// Outcome of a step: the weights were updated, or the reason why not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub enum UpdateOutcome {
     NonFinite,
     /// Skipped because of an earlier [`UpdateOutcome::NonFinite`] under [`GradPolicy::stop_on_nonfinite`].
     Halted,
+    /// Skipped: the loss was above its [`LossLimit`].
+    LossSpike,
 }
 
 /// Decision about a step's gradients.
@@ -99,7 +101,8 @@ impl StepDecision {
             0 => UpdateOutcome::Applied,
             1 => UpdateOutcome::Overflowed,
             2 => UpdateOutcome::NonFinite,
-            _ => UpdateOutcome::Halted,
+            3 => UpdateOutcome::Halted,
+            _ => UpdateOutcome::LossSpike,
         };
         Self {
             norm: f64::from(state[State::NORM]),
@@ -173,6 +176,14 @@ impl GradScaler {
 
     /// Decides about a step from its gradients' sums of squares, f64 [n], and losses, f32 [m]. `betas` are AdamW's.
     pub fn update(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
+        self.update_within(LossLimit::NONE, squares, losses, betas)
+    }
+
+    /// Decides like [`GradScaler::update`], and skips the step if its loss is above `limit`.
+    pub fn update_within(&self, limit: LossLimit, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
+        if limit.n_losses > losses.elem_count() {
+            bail!("grad_scaler: the limit is for {} losses of {}", limit.n_losses, losses.elem_count())
+        }
         if squares.dtype() != DType::F64 || losses.dtype() != DType::F32 {
             bail!("grad_scaler: squares are {:?} and losses {:?}, want f64 and f32", squares.dtype(), losses.dtype())
         }
@@ -183,19 +194,25 @@ impl GradScaler {
                 let (squares, losses) = (squares.slice::<f64>()?, losses.slice::<f32>()?);
                 update(&self.state, "grad_scaler", |state| {
                     if let FloatsMut::F32(state) = state {
-                        decide(state, &self.policy, squares, losses, betas);
+                        decide(state, &self.policy, limit, (squares, losses), betas);
                     }
                     Ok(())
                 })
             },
-            cuda => cuda::update(&self.state, &self.policy, [&squares, &losses], betas),
+            cuda => cuda::update(&self.state, &self.policy, limit, [&squares, &losses], betas),
         })
     }
 }
 
-fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32], betas: [f64; 2]) {
+fn decide(
+    state: &mut [f32],
+    policy: &GradPolicy,
+    limit: LossLimit,
+    (squares, losses): (&[f64], &[f32]),
+    betas: [f64; 2],
+) {
     let scaling = &policy.loss_scaling;
-    let was_fatal = state[State::OUTCOME] >= 2.0;
+    let was_fatal = [2.0, 3.0].contains(&state[State::OUTCOME]);
     if policy.stop_on_nonfinite && was_fatal {
         state[State::OUTCOME] = 3.0;
         return;
@@ -204,7 +221,10 @@ fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32
     let norm = squares.iter().sum::<f64>().sqrt() / loss_scale;
     state[State::NORM] = norm as f32;
     let is_loss_finite = losses.iter().all(|loss| loss.is_finite());
-    if norm.is_finite() && is_loss_finite {
+    let loss: f64 = losses[..limit.n_losses].iter().copied().map(f64::from).sum();
+    if norm.is_finite() && is_loss_finite && loss > limit.max_sum {
+        state[State::OUTCOME] = 4.0;
+    } else if norm.is_finite() && is_loss_finite {
         let clip = policy.max_norm.map_or(1.0, |max| (max / (norm + 1e-6)).min(1.0));
         let n = state[State::N_UPDATES] + 1.0;
         let [correction1, correction2] = betas.map(|beta| 1.0 - beta.powf(f64::from(n)));

@@ -26,6 +26,20 @@ pub struct GradPolicy {
     pub stop_on_nonfinite: bool,
 }
 
+/// Limit of the sum of a step's losses. A step above it is skipped.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossLimit {
+    /// Number of the losses in the sum: the first ones of those that the scaler gets.
+    pub n_losses: usize,
+    /// Largest sum.
+    pub max_sum: f64,
+}
+
+impl LossLimit {
+    /// No limit.
+    pub const NONE: Self = Self { n_losses: 0, max_sum: f64::INFINITY };
+}
+
 /// Upper bound of the loss scale. Gradients that need more are zero.
 pub(super) const MAX_LOSS_SCALE: f64 = (1u64 << 32) as f64;
 

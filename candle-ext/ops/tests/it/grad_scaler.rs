@@ -1,5 +1,5 @@
 use candle_core::{Device, Tensor};
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, StepDecision, UpdateOutcome};
+use candlewick_ops::{GradPolicy, GradScaler, LossLimit, LossScaling, StepDecision, UpdateOutcome};
 
 use crate::cases::{TestDevice, assert_error};
 
@@ -7,10 +7,19 @@ const DYNAMIC: LossScaling = LossScaling { initial: 8.0, window: 3, hysteresis: 
 
 /// Decides about a step whose gradients have these sums of squares.
 fn judge(test_device: &TestDevice, scaler: &GradScaler, squares: &[f64], losses: &[f32]) -> StepDecision {
+    judge_within(LossLimit::NONE, test_device, scaler, (squares, losses))
+}
+
+fn judge_within(
+    limit: LossLimit,
+    test_device: &TestDevice,
+    scaler: &GradScaler,
+    (squares, losses): (&[f64], &[f32]),
+) -> StepDecision {
     let put = |x: Tensor| test_device.put(&x);
     let squares = put(Tensor::new(squares, &Device::Cpu).unwrap());
     let losses = put(Tensor::new(losses, &Device::Cpu).unwrap());
-    test_device.run(|| scaler.update(&squares, &losses, [0.9, 0.999])).unwrap();
+    test_device.run(|| scaler.update_within(limit, &squares, &losses, [0.9, 0.999])).unwrap();
     StepDecision::read(&scaler.state().to_vec1::<f32>().unwrap())
 }
 
@@ -129,4 +138,43 @@ fn wrong_arguments_are_named() {
     let scaler = scaler(&TestDevice::Cpu, GradPolicy::NO_CLIP_NO_SCALE);
     let losses = Tensor::new(&[1f32], &Device::Cpu).unwrap();
     assert_error(scaler.update(&losses, &losses, [0.9, 0.999]), "squares are F32");
+}
+
+#[test]
+fn a_loss_above_its_limit_skips_the_step_and_changes_no_state() {
+    for test_device in TestDevice::all() {
+        let policy = GradPolicy { loss_scaling: DYNAMIC, stop_on_nonfinite: true, ..GradPolicy::NO_CLIP_NO_SCALE };
+        let scaler = scaler(&test_device, policy);
+        let first = judge(&test_device, &scaler, &[1.0], &[9.0]);
+        let limit = |n_losses, max_sum| LossLimit { n_losses, max_sum };
+        // More losses than threads of the kernel: 40 of 0.5, and one that does not count.
+        let losses = [&[0.5f32; 40][..], &[100.0]].concat();
+        for (limit, outcome) in [
+            (limit(40, 19.5), UpdateOutcome::LossSpike),
+            (limit(40, 20.0), UpdateOutcome::Applied),
+            (limit(41, 119.5), UpdateOutcome::LossSpike),
+            (limit(2, 0.5), UpdateOutcome::LossSpike),
+        ] {
+            let before = scaler.state().to_vec1::<f32>().unwrap();
+            let decision = judge_within(limit, &test_device, &scaler, (&[1.0], &losses));
+            assert_eq!(decision.outcome, outcome, "{limit:?}");
+            let after = scaler.state().to_vec1::<f32>().unwrap();
+            let is_skipped = outcome == UpdateOutcome::LossSpike;
+            assert_eq!(before[3..] == after[3..], is_skipped, "{before:?} {after:?}");
+            assert_eq!(scaler.applied().unwrap().to_vec0::<f32>().unwrap(), if is_skipped { 0.0 } else { 1.0 });
+        }
+        assert_eq!(first.outcome, UpdateOutcome::Applied);
+        // A spike is not fatal, and a gradient that is not finite is no spike.
+        let overflow = judge_within(limit(1, 0.0), &test_device, &scaler, (&[f64::INFINITY], &[1.0]));
+        assert_eq!(overflow.outcome, UpdateOutcome::Overflowed);
+        assert_eq!(judge(&test_device, &scaler, &[1.0], &[1.0]).outcome, UpdateOutcome::Applied);
+    }
+}
+
+#[test]
+fn a_limit_of_more_losses_than_there_are_is_an_error() {
+    let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu).unwrap();
+    let (squares, losses) = (Tensor::new(&[1f64], &Device::Cpu).unwrap(), Tensor::new(&[1f32], &Device::Cpu).unwrap());
+    let limit = LossLimit { n_losses: 2, max_sum: 1.0 };
+    assert_error(scaler.update_within(limit, &squares, &losses, [0.9, 0.999]), "2 losses of 1");
 }

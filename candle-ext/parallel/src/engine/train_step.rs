@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Reduce;
 use candlewick_model::RouterTotal;
-use candlewick_ops::{AdamW, DeviceReadback, GradScaler, StepDecision, span};
+use candlewick_ops::{AdamW, DeviceReadback, GradScaler, LossLimit, StepDecision, span};
 
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
@@ -38,6 +38,8 @@ pub struct OptimizerStep<'a> {
     pub rounding: MasterRounding,
     /// Count of zero gradients.
     pub grad_zeros: ZeroGradCount,
+    /// Largest mean loss of the step whose update is applied; infinity for none.
+    pub max_loss: f64,
 }
 
 /// Choice to count the gradient elements that are zero, which reads all gradients once more.
@@ -97,7 +99,7 @@ impl Engine {
         objective: &dyn Objective,
         optimizer: &OptimizerStep<'_>,
     ) -> Result<InFlightStep> {
-        let OptimizerStep { adamw, scaler, rounding, grad_zeros } = optimizer;
+        let OptimizerStep { adamw, scaler, rounding, grad_zeros, max_loss } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -111,7 +113,8 @@ impl Engine {
         let own = Tensor::cat(&own, 0)?;
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
-        scaler.update(&self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
+        let limit = LossLimit { n_losses: batch.micros.len(), max_sum: max_loss * batch.n_targets.max(1.0) };
+        scaler.update_within(limit, &self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
         let zeros = match grad_zeros {
             ZeroGradCount::Off => None,
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),

@@ -81,6 +81,7 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
             scaler: &scaler,
             rounding: MasterRounding::Nearest,
             grad_zeros: ZeroGradCount::On,
+            max_loss: f64::INFINITY,
         };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;

@@ -96,6 +96,7 @@ fn step_of(
             scaler: &scaler,
             rounding: MasterRounding::Nearest,
             grad_zeros: ZeroGradCount::Off,
+            max_loss: f64::INFINITY,
         };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let layers = result.auxiliary_layers[loss.name()].clone();

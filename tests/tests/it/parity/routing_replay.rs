@@ -75,6 +75,7 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, jitter: f64, or
             scaler: &scaler,
             rounding: MasterRounding::Nearest,
             grad_zeros: ZeroGradCount::Off,
+            max_loss: f64::INFINITY,
         };
         let result = engine.train_step(&batch, &CausalLm, &optimizer)?.wait()?;
         let counts = result.routers.into_iter().map(|(layer_idx, total)| (layer_idx, total.expert_counts));

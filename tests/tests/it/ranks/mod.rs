@@ -1,9 +1,11 @@
 //! The trainer as several processes, started as torchrun starts them, gives the results of one process.
 
+mod callbacks;
 mod faults;
 mod routing;
 mod run;
 mod starters;
+mod stop_preparation;
 
 use std::fs;
 use std::net::TcpListener;

@@ -25,7 +25,7 @@ fn exports_are_pruned_by_the_same_rule() {
         fs::create_dir(dir.path().join(name)).unwrap();
         fs::write(dir.path().join(name).join("thesis.txt"), "years").unwrap();
     }
-    let removed = exports_of(1, dir.path(), &Scores::default()).prune(Tag { step: 20, epoch: 0 }).unwrap();
+    let removed = retention(1, &exports(dir.path()), &Scores::default()).prune(Tag { step: 20, epoch: 0 }).unwrap();
     assert_eq!(removed.len(), 2);
     assert_eq!(names(dir.path()), ["global_step_2", "global_step_20", "global_step_5", "notes"]);
     assert!(dir.path().join("global_step_2/thesis.txt").exists());
@@ -37,8 +37,51 @@ fn export(output_dir: &Path, name: &str, run_start: u64) {
     fs::write(output_dir.join(name).join(EXPORT_MARK), ExportMark { run_start, step: 0 }.to_json()).unwrap();
 }
 
-fn exports_of<'a>(run_start: u64, output_dir: &'a Path, scores: &'a Scores) -> Retention<'a> {
-    Retention { format: CheckpointFormat::HuggingFace, output_dir, run_start, save_total_limit: 1, scores }
+/// Returns the entry of exports into a folder.
+fn exports(output_dir: &Path) -> CheckpointPlan {
+    let plan = plan(&tempfile::tempdir().unwrap(), Some(1));
+    CheckpointPlan { format: CheckpointFormat::HuggingFace, output_dir: output_dir.to_owned(), ..plan }
+}
+
+fn retention<'a>(run_start: u64, plan: &'a CheckpointPlan, scores: &'a Scores) -> Retention<'a> {
+    Retention { plan, run_start, save_total_limit: 1, scores }
+}
+
+#[test]
+fn retained_and_best_checkpoints_stay_next_to_the_newest() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut scores = Scores::of("loss".to_owned(), false);
+    scores.add(3, 0.1);
+    let plan = CheckpointPlan { save_retain_interval: Some(4), ..exports(dir.path()) };
+    let mut found = Vec::new();
+    for step in 1..=9 {
+        export(dir.path(), &format!("global_step_{step}"), 1);
+        let retention = Retention { save_total_limit: 2, ..retention(1, &plan, &scores) };
+        retention.prune(Tag { step, epoch: 0 }).unwrap();
+        found.push(names(dir.path()).join(" ").replace("global_step_", ""));
+    }
+    assert_eq!(found, ["1", "1 2", "2 3", "3 4", "3 4 5", "3 4 5 6", "3 4 6 7", "3 4 7 8", "3 4 8 9"]);
+}
+
+#[test]
+fn retained_checkpoints_need_extra_space() {
+    let dir = tempfile::tempdir().unwrap();
+    let (free, plan) = (free_bytes(dir.path()).unwrap(), plan(&dir, Some(1)));
+    let plan = CheckpointPlan { save_retain_interval: Some(2), ..plan };
+    let planned = |n_retained| {
+        let plan = &plan;
+        let bytes_per_checkpoint = free / 5 * 2;
+        [PlannedCheckpoints {
+            plan,
+            bytes_per_checkpoint,
+            n_checkpoints: 5,
+            n_retained,
+            run_start: 1,
+            keeps_best: false,
+        }]
+    };
+    preflight(&planned(0)).unwrap();
+    assert!(matches!(preflight(&planned(2)).unwrap_err(), CheckpointError::NotEnoughSpace { .. }));
 }
 
 #[test]
@@ -114,13 +157,14 @@ fn an_occupied_temporary_name_is_reported_before_the_first_step_and_kept() {
 fn the_best_checkpoint_is_kept_until_there_is_a_better_one() {
     let dir = tempfile::tempdir().unwrap();
     let mut scores = Scores::of("acc".to_owned(), true);
+    let plan = exports(dir.path());
     let mut found = Vec::new();
     for (step, value) in [(1, 0.2), (2, 0.5), (3, 0.4), (4, 0.1), (5, 0.6), (6, f64::NAN), (7, 0.3)] {
         // Step 5 is evaluated and never saved.
         scores.add(step, value);
         if step != 5 {
             export(dir.path(), &format!("global_step_{step}"), 1);
-            exports_of(1, dir.path(), &scores).prune(Tag { step, epoch: 0 }).unwrap();
+            retention(1, &plan, &scores).prune(Tag { step, epoch: 0 }).unwrap();
             found.push(names(dir.path()).join(" ").replace("global_step_", ""));
         }
     }
@@ -136,6 +180,7 @@ fn the_best_checkpoint_needs_extra_space() {
             plan: &plan,
             bytes_per_checkpoint: free / 5 * 2,
             n_checkpoints: 5,
+            n_retained: 0,
             run_start: 1,
             keeps_best,
         }]
@@ -150,7 +195,8 @@ fn check_preflight(
     bytes_per_checkpoint: u64,
     n_checkpoints: usize,
 ) -> Result<(), CheckpointError> {
-    preflight(&[PlannedCheckpoints { plan, bytes_per_checkpoint, n_checkpoints, run_start: 1, keeps_best: false }])
+    let (n_retained, run_start, keeps_best) = (0, 1, false);
+    preflight(&[PlannedCheckpoints { plan, bytes_per_checkpoint, n_checkpoints, n_retained, run_start, keeps_best }])
 }
 
 #[test]
@@ -178,6 +224,7 @@ fn preflight_fails_if_the_checkpoints_do_not_fit() {
         plan: &all,
         bytes_per_checkpoint: free / 3 * 2,
         n_checkpoints: 1,
+        n_retained: 0,
         run_start: 1,
         keeps_best: false,
     }; 2];

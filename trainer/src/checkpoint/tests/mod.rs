@@ -68,6 +68,7 @@ fn plan(dir: &TempDir, save_total_limit: Option<usize>) -> CheckpointPlan {
         save_every_n_epochs: 0,
         save_end_of_training: false,
         save_total_limit,
+        save_retain_interval: None,
     }
 }
 
@@ -87,6 +88,8 @@ fn run(step: usize) -> RunState {
         elapsed_s: 1.5,
         scores: Scores::default(),
         evaluated: None,
+        early_stopping: EarlyStoppingState::default(),
+        loss_history: LossHistory::default(),
         token_stats: json!({"read": 3}),
         fingerprint: fingerprint(),
         run_start: 1,

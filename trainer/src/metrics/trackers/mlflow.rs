@@ -26,6 +26,9 @@ const RUN_ID_TAG: &str = "candlewick.run_id";
 const MAX_METRICS: usize = 1_000;
 const MAX_PARAMS: usize = 100;
 const MAX_PARAM_CHARS: usize = 6_000;
+const MAX_TAGS: usize = 100;
+/// Limit of older servers.
+const MAX_TAG_CHARS: usize = 5_000;
 
 /// Logs a run to an MLflow server.
 #[derive(Debug)]
@@ -33,7 +36,7 @@ pub(super) struct Mlflow {
     plan: MlflowPlan,
     metrics_path: Option<PathBuf>,
     terminal: Terminal,
-    uploader: Option<Uploader<Vec<MlflowMetric>>>,
+    uploader: Option<Uploader<MlflowRow>>,
 }
 
 /// A value of a metric at a step.
@@ -46,9 +49,18 @@ struct MlflowMetric {
     step: usize,
 }
 
-impl UploadRow for Vec<MlflowMetric> {
+/// The metrics of a record, and its texts as tags.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct MlflowRow {
+    metrics: Vec<MlflowMetric>,
+    /// Names and values.
+    tags: Vec<(String, String)>,
+}
+
+impl UploadRow for MlflowRow {
     fn n_bytes(&self) -> usize {
-        self.iter().map(|metric| size_of::<MlflowMetric>() + metric.key.len()).sum()
+        let metrics: usize = self.metrics.iter().map(|metric| size_of::<MlflowMetric>() + metric.key.len()).sum();
+        metrics + self.tags.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>()
     }
 }
 
@@ -89,7 +101,7 @@ impl Tracker for Mlflow {
 
     fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
         if let Some(uploader) = &self.uploader {
-            uploader.push(metrics_of(record));
+            uploader.push(row_of(record));
         }
         Ok(())
     }
@@ -131,8 +143,8 @@ struct OpenedMlflowRun {
 }
 
 impl RemoteRun for MlflowRun {
-    /// The metrics of a record.
-    type Row = Vec<MlflowMetric>;
+    /// A record.
+    type Row = MlflowRow;
 
     fn open(&mut self) -> Result<String, UploadError> {
         let run = self.find_or_create()?;
@@ -145,19 +157,26 @@ impl RemoteRun for MlflowRun {
         let last_steps = last_steps(&run["data"]["metrics"]);
         self.opened = Some(OpenedMlflowRun { run_id, last_steps });
         if let Some((path, step)) = &self.earlier {
-            let earlier: Vec<Vec<MlflowMetric>> = records_until(path, *step).iter().map(metrics_of).collect();
+            let earlier: Vec<MlflowRow> = records_until(path, *step).iter().map(row_of).collect();
             self.send(&earlier)?;
         }
         Ok(url)
     }
 
-    fn send(&mut self, rows: &[Vec<MlflowMetric>]) -> Result<(), UploadError> {
+    fn send(&mut self, rows: &[MlflowRow]) -> Result<(), UploadError> {
         let Some(OpenedMlflowRun { run_id, last_steps }) = &self.opened else { return Ok(()) };
         let is_new = |metric: &&MlflowMetric| last_steps.get(&metric.key).is_none_or(|last| metric.step as u64 > *last);
-        let metrics: Vec<Value> = rows.iter().flatten().filter(is_new).map(MlflowMetric::json).collect();
+        let metrics = rows.iter().flat_map(|row| &row.metrics);
+        let metrics: Vec<Value> = metrics.filter(is_new).map(MlflowMetric::json).collect();
         metrics.chunks(MAX_METRICS).try_for_each(|metrics| {
             self.post("runs/log-batch", &json!({"run_id": run_id, "metrics": metrics})).map(drop)
-        })
+        })?;
+        // A later value replaces an earlier one.
+        let tags: BTreeMap<&String, &String> =
+            rows.iter().flat_map(|row| &row.tags).map(|(key, value)| (key, value)).collect();
+        let tags: Vec<Value> = tags.iter().map(|(key, value)| json!({"key": key, "value": value})).collect();
+        tags.chunks(MAX_TAGS)
+            .try_for_each(|tags| self.post("runs/log-batch", &json!({"run_id": run_id, "tags": tags})).map(drop))
     }
 
     fn close(&mut self, code: ExitCode) -> Result<(), UploadError> {
@@ -240,11 +259,13 @@ impl MlflowMetric {
     }
 }
 
-/// Returns the metrics of a record, with the current time.
-fn metrics_of(record: &MetricsRecord) -> Vec<MlflowMetric> {
+/// Returns the metrics and the texts of a record, with the current time.
+fn row_of(record: &MetricsRecord) -> MlflowRow {
     let (timestamp, step) = (now(), record.step);
     let metric = |(name, value): (String, f64)| MlflowMetric { key: key(&name), value, timestamp, step };
-    record.scalars().into_iter().map(metric).collect()
+    let tag = |(name, text): (String, String)| (key(&name), text.chars().take(MAX_TAG_CHARS).collect());
+    let metrics = record.scalars().into_iter().map(metric).collect();
+    MlflowRow { metrics, tags: record.texts().into_iter().map(tag).collect() }
 }
 
 /// Returns the description of a run as MLflow's parameters, which are texts.

@@ -62,7 +62,9 @@ impl Tracker for TensorBoard {
 
     fn log(&mut self, record: &MetricsRecord) -> io::Result<()> {
         let scalar = |(tag, value)| SummaryValue { tag, simple_value: Some(value as f32), ..SummaryValue::default() };
-        let summary = EventSummary { value: record.scalars().into_iter().map(scalar).collect() };
+        let texts = record.texts();
+        let texts = texts.iter().map(|(tag, value)| text(tag, value));
+        let summary = EventSummary { value: record.scalars().into_iter().map(scalar).chain(texts).collect() };
         if summary.value.is_empty() {
             return Ok(());
         }
@@ -186,6 +188,22 @@ mod tests {
         let scalars = events[2..].iter().map(|event| (event.step, event.summary.as_ref().unwrap().value[0].clone()));
         let scalars: Vec<_> = scalars.map(|(step, value)| (step, value.tag, value.simple_value.unwrap())).collect();
         assert_eq!(scalars, [(1, "loss".to_owned(), 0.5), (2, "loss".to_owned(), 1.0)]);
+    }
+
+    #[test]
+    fn sample_generations_are_texts() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("tensorboard");
+        let mut tracker = TensorBoard::new(&folder);
+        tracker.describe(RunStart::Fresh, &RunDescription::default()).unwrap();
+        let samples = json!({"iter": 4, "samples": [{"prompt": "Hi", "temperature": 0, "text": "Hello."}]});
+        tracker.log(&MetricsRecord::of(RecordKind::Samples, &samples).unwrap()).unwrap();
+        let last = events(&folder).pop().unwrap();
+        let value = &last.summary.unwrap().value[0];
+        let text = String::from_utf8(value.tensor.as_ref().unwrap().string_val[0].clone()).unwrap();
+        assert_eq!((last.step, value.tag.as_str()), (4, "samples/0"));
+        assert_eq!(value.metadata.as_ref().unwrap().plugin_data.as_ref().unwrap().plugin_name, "text");
+        assert!(text.contains("> Hi") && text.contains("Hello."), "{text}");
     }
 
     #[test]

@@ -246,9 +246,20 @@ fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
     (micro_batch_size, accumulation)
 }
 
-/// Returns the end of training. `train_iters` replaces `epochs`.
+/// Returns the end of training. `train_iters` or `train_tokens` replaces `epochs`.
 fn horizon(resolver: &mut Resolver) -> Horizon {
     let recipe = resolver.recipe();
+    let tokens = recipe.train_tokens.map_or(0, |tokens| resolver.count("train_tokens", Some(tokens), 0));
+    if tokens > 0 {
+        if recipe.train_iters.is_some_and(|steps| steps.0 > 0) {
+            let message = "train_tokens and train_iters exclude each other";
+            resolver.report_with_advice(&["train_tokens"], message, "keep one of them");
+        }
+        if recipe.epochs.is_some() {
+            resolver.note("epochs is replaced by train_tokens");
+        }
+        return Horizon::Tokens(tokens);
+    }
     let steps = resolver.count("train_iters", recipe.train_iters, 0);
     if recipe.train_iters.is_some() && steps == 0 {
         resolver.note("train_iters: 0 has no effect: epochs decides");

@@ -75,6 +75,7 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
         save_every_n_epochs: 0,
         save_end_of_training: true,
         save_total_limit: None,
+        save_retain_interval: None,
         async_save: false,
         dtype: None,
     };
@@ -130,6 +131,7 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
         save_total_limit: checkpoint.save_total_limit.map(|n| n.0),
+        save_retain_interval: checkpoint.save_retain_interval.map(|n| n.0),
         async_save: checkpoint.async_save == Some(true),
         dtype: checkpoint.dtype,
     };
@@ -137,12 +139,32 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
         let key = format!("{path}.save_total_limit");
         resolver.report(&[&key], format!("{key}: expected at least 1, found 0"));
     }
+    check_retained(resolver, path, &plan);
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
         resolver.note(format!(
             "{path} has no save_* key: it is written when the run is stopped, and at the end if nothing else was saved"
         ));
     }
     plan
+}
+
+/// Checks `save_retain_interval`, which keeps some checkpoints that `save_total_limit` would delete.
+fn check_retained(resolver: &mut Resolver, path: &str, plan: &CheckpointPlan) {
+    let Some(interval) = plan.save_retain_interval else { return };
+    let key = format!("{path}.save_retain_interval");
+    if interval == 0 {
+        resolver.report(&[&key], format!("{key}: expected at least 1, found 0"));
+        return;
+    }
+    if plan.save_total_limit.is_none() {
+        let message = format!("{key} needs save_total_limit: without it every checkpoint is kept");
+        resolver.report_with_advice(&[&key], message, "set save_total_limit, or remove save_retain_interval");
+    }
+    let every = plan.save_every_n_steps;
+    if every > 0 && plan.save_every_n_epochs == 0 && !interval.is_multiple_of(every) {
+        let message = format!("{key}: {interval} is not a multiple of save_every_n_steps, {every}");
+        resolver.note(format!("{message}; it keeps only the checkpoints at multiples of both"));
+    }
 }
 
 /// Refuses keys of the other checkpoint type.

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use super::resolver::Resolver;
 use crate::data::DataPlan;
-use crate::plan::{BestPlan, EVAL_LOSS, EvalPlan, TasksPlan};
-use crate::recipe::{HumanInt, Origin};
+use crate::plan::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
+use crate::recipe::{EarlyStoppingMode, HumanInt, Origin};
 
 const INTERVAL: &str = "eval_interval";
 const TASKS: &str = "eval.tasks";
@@ -80,33 +80,24 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     })
 }
 
-/// Returns the metric of the best checkpoint: the recipe's, or a metric of the tasks; `None` without both.
+/// Returns the metric of the best checkpoint: the recipe's, that of early stopping, or a metric of the tasks; `None`
+/// without all of them.
 pub(super) fn resolve_best(
     resolver: &mut Resolver,
     eval_loss: Option<&EvalPlan>,
     tasks: Option<&TasksPlan>,
+    early_stopping: Option<&EarlyStoppingPlan>,
 ) -> Option<BestPlan> {
     let recipe = resolver.recipe();
-    let given = recipe.metric_for_best_model.as_deref();
-    let metric = given.map(|name| match name.strip_prefix("eval/").or(name.strip_prefix("eval_")).unwrap_or(name) {
-        "loss" | EVAL_LOSS => EVAL_LOSS.to_owned(),
-        other => other.to_owned(),
-    });
-    if let Some(metric) = &metric {
-        resolver.record(METRIC, metric.clone(), resolver.loaded.origin(&[METRIC]));
-    }
-    match metric.as_deref() {
-        Some(EVAL_LOSS) if eval_loss.is_none() => {
-            let advice = "set data.eval_sources or data.train_eval_split";
-            resolver.report_with_advice(&[METRIC], "metric_for_best_model: no evaluation data are set", advice);
+    let metric = metric(resolver, METRIC, recipe.metric_for_best_model.as_deref(), (eval_loss, tasks));
+    if metric.is_none()
+        && let Some(stopping) = early_stopping
+        && recipe.greater_is_better.is_none()
+    {
+        if let Some(metric) = &stopping.watched.metric {
+            resolver.record(METRIC, metric.clone(), Origin::Derived);
         }
-        Some(EVAL_LOSS) | None => {}
-        Some(name) if tasks.is_none() || !name.contains('/') => {
-            let message = format!("metric_for_best_model: this run does not measure `{name}`");
-            let advice = "write `loss`, or `TASK/METRIC` with the task in eval.tasks, such as `arc_easy/acc_norm`";
-            resolver.report_with_advice(&[METRIC], message, advice);
-        }
-        Some(_) => {}
+        return Some(stopping.watched.clone());
     }
     if metric.is_none() && tasks.is_none() {
         if recipe.greater_is_better.is_some() {
@@ -122,4 +113,72 @@ pub(super) fn resolve_best(
         resolver.record(key, greater, origin);
     }
     Some(BestPlan { metric, greater_is_better })
+}
+
+/// Returns the metric that `key` names, in the form `loss/eval` or `TASK/METRIC`, after a check that the run measures it.
+fn metric(
+    resolver: &mut Resolver,
+    key: &str,
+    given: Option<&str>,
+    (eval_loss, tasks): (Option<&EvalPlan>, Option<&TasksPlan>),
+) -> Option<String> {
+    let given = given?;
+    let metric = metric_name(given);
+    resolver.record(key, metric.clone(), resolver.loaded.origin(&[key]));
+    match metric.as_str() {
+        EVAL_LOSS if eval_loss.is_none() => {
+            let advice = "set data.eval_sources or data.train_eval_split";
+            resolver.report_with_advice(&[key], format!("{key}: no evaluation data are set"), advice);
+        }
+        EVAL_LOSS => {}
+        name if tasks.is_none() || !name.contains('/') => {
+            let message = format!("{key}: this run does not measure `{name}`");
+            let advice = "write `loss`, or `TASK/METRIC` with the task in eval.tasks, such as `arc_easy/acc_norm`";
+            resolver.report_with_advice(&[key], message, advice);
+        }
+        _ => {}
+    }
+    Some(metric)
+}
+
+/// Returns a metric in the form `loss/eval` or `TASK/METRIC`.
+fn metric_name(given: &str) -> String {
+    let name = given.strip_prefix("eval/").or(given.strip_prefix("eval_")).unwrap_or(given);
+    if name == "loss" { EVAL_LOSS.to_owned() } else { name.to_owned() }
+}
+
+/// Returns the plan of early stopping, whose metric is by default that of the best checkpoint, the eval loss, or the first
+/// metric of the first task.
+pub(super) fn resolve_early_stopping(
+    resolver: &mut Resolver,
+    eval_loss: Option<&EvalPlan>,
+    tasks: Option<&TasksPlan>,
+) -> Option<EarlyStoppingPlan> {
+    const KEY: &str = "early_stopping.metric";
+    let recipe = resolver.recipe();
+    let given = recipe.early_stopping.as_ref()?;
+    if eval_loss.is_none() && tasks.is_none() {
+        let advice = "set data.eval_sources, data.train_eval_split or eval.tasks, or remove early_stopping";
+        resolver.report_with_advice(&["early_stopping"], "early_stopping: the run has no evaluation", advice);
+    }
+    let measured = (eval_loss, tasks);
+    let (metric, of_best) = match (&given.metric, &recipe.metric_for_best_model) {
+        (Some(name), _) => (metric(resolver, KEY, Some(name), measured), None),
+        // `resolve_best` checks the name.
+        (None, Some(name)) => (Some(metric_name(name)), recipe.greater_is_better),
+        (None, None) => (eval_loss.map(|_| EVAL_LOSS.to_owned()), None),
+    };
+    let of_mode = given.mode.map(|mode| mode == EarlyStoppingMode::Max);
+    let of_loss = (metric.as_deref() == Some(EVAL_LOSS)).then_some(false);
+    let watched = BestPlan { metric, greater_is_better: of_mode.or(of_best).or(of_loss) };
+    if given.metric.is_none() {
+        let name = watched.metric.as_deref().unwrap_or("the first metric of the first task");
+        resolver.record(KEY, name.to_owned(), Origin::Derived);
+    }
+    if let Some(mode) = given.mode {
+        resolver.pick("early_stopping.mode", Some(mode), mode);
+    }
+    let patience = resolver.positive("early_stopping.patience", given.patience, 3);
+    let min_delta = resolver.number("early_stopping.min_delta", given.min_delta, 0.0, 0.0, f64::MAX);
+    Some(EarlyStoppingPlan { watched, patience, min_delta })
 }

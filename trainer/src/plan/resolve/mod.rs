@@ -24,6 +24,7 @@ mod sources;
 mod temp_dir;
 mod tracking;
 mod tracking_env;
+mod watchdog;
 
 use candlewick_ops::DeviceChoice;
 
@@ -62,12 +63,14 @@ impl Plan {
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
         let eval = eval::resolve_eval_loss(&mut resolver, &data);
         let tasks = eval::resolve_tasks(&mut resolver);
-        let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref());
+        let early_stopping = eval::resolve_early_stopping(&mut resolver, eval.as_ref(), tasks.as_ref());
+        let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref(), early_stopping.as_ref());
         let exit = output::resolve_exit(&mut resolver);
         let checkpoints = checkpoints::resolve(&mut resolver);
+        let loss_watchdog = watchdog::resolve(&mut resolver, &checkpoints);
         let log = output::resolve_log(&mut resolver);
         let logger = output::resolve_logger(&mut resolver);
-        let generate = output::resolve_generate(&mut resolver);
+        let generate = output::resolve_generate(&mut resolver, (eval.as_ref(), tasks.as_ref()));
         let recipe = &loaded.recipe;
         if let Some(base) = &recipe.base {
             resolver.record("base", base, loaded.origin(&["base"]));
@@ -98,15 +101,18 @@ impl Plan {
             eval,
             tasks,
             best,
+            early_stopping,
             exit,
             checkpoints,
             log,
             on_nonfinite,
+            loss_watchdog,
             generate,
             logger,
             settings,
             written,
             notes,
+            merged_recipe: loaded.merged(),
         };
         match memory {
             MemoryMode::Manual => Ok(plan),

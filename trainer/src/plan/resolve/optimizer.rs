@@ -123,7 +123,8 @@ pub(super) fn resolve_schedule(resolver: &mut Resolver) -> Schedule {
     if let Ok(serde_json::Value::Object(mut numbers)) = serde_json::to_value(shape) {
         numbers.remove("name");
         if !numbers.is_empty() {
-            let origin = resolver.loaded.origin(&[KWARGS, "scheduler.num_decay_steps", "scheduler.min_lr_ratio"]);
+            let own = ["scheduler.num_decay_steps", "scheduler.num_decay_tokens", "scheduler.min_lr_ratio"];
+            let origin = resolver.loaded.origin(&[&[KWARGS][..], &own[..]].concat());
             resolver.record(KWARGS, numbers, origin);
         }
     }
@@ -141,25 +142,33 @@ fn name(resolver: &mut Resolver) -> SchedulerName {
 }
 
 fn warmup(resolver: &mut Resolver, name: SchedulerName) -> PhaseLength {
-    const KEYS: [&str; 3] = ["scheduler.warmup_steps", "scheduler.num_warmup_steps", "scheduler.warmup_ratio"];
-    let SchedulerSection { warmup_ratio, warmup_steps, .. } = resolver.recipe().scheduler;
-    let some = warmup_ratio.is_some_and(|ratio| ratio.0 != 0.0) || warmup_steps.is_some_and(|steps| steps.0 != 0);
+    const TOKENS: &str = "scheduler.warmup_tokens";
+    const KEYS: [&str; 4] = ["scheduler.warmup_steps", "scheduler.num_warmup_steps", "scheduler.warmup_ratio", TOKENS];
+    let SchedulerSection { warmup_ratio, warmup_steps, warmup_tokens, .. } = resolver.recipe().scheduler;
+    let some = warmup_ratio.is_some_and(|ratio| ratio.0 != 0.0)
+        || [warmup_steps, warmup_tokens].into_iter().flatten().any(|length| length.0 != 0);
     if name == SchedulerName::Constant {
         if some {
             resolver.report_with_advice(&KEYS, "scheduler.name: constant has no warm-up", "use constant_with_warmup");
         }
         return PhaseLength::Steps(0);
     }
-    match (warmup_steps, warmup_ratio) {
-        (Some(_), Some(_)) => {
+    match (warmup_steps, warmup_tokens, warmup_ratio) {
+        (Some(_), None, Some(_)) => {
             resolver.report(&KEYS, "scheduler.warmup_steps and scheduler.warmup_ratio exclude each other");
             PhaseLength::Steps(0)
         }
-        (Some(steps), None) => {
+        (Some(_), Some(_), _) | (_, Some(_), Some(_)) => {
+            let message = "scheduler.warmup_tokens excludes scheduler.warmup_steps and scheduler.warmup_ratio";
+            resolver.report(&[TOKENS], message);
+            PhaseLength::Steps(0)
+        }
+        (Some(steps), None, None) => {
             let origin = resolver.loaded.origin(&KEYS);
             PhaseLength::Steps(resolver.record(KEYS[0], steps.0, origin))
         }
-        (None, ratio) => PhaseLength::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
+        (None, Some(tokens), None) => PhaseLength::Tokens(resolver.pick(TOKENS, Some(tokens.0), 0)),
+        (None, None, ratio) => PhaseLength::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
     }
 }
 
@@ -194,9 +203,11 @@ fn refuse_other_schedules_kwargs(resolver: &mut Resolver, name: SchedulerName) {
         };
         resolver.report_with_advice(&[&path], format!("{path} is not an argument of this schedule"), advice);
     }
-    for (key, given) in
-        [("num_decay_steps", scheduler.num_decay_steps.is_some()), ("min_lr_ratio", scheduler.min_lr_ratio.is_some())]
-    {
+    for (key, given) in [
+        ("num_decay_steps", scheduler.num_decay_steps.is_some()),
+        ("num_decay_tokens", scheduler.num_decay_tokens.is_some()),
+        ("min_lr_ratio", scheduler.min_lr_ratio.is_some()),
+    ] {
         if given && name != WarmupStableDecay {
             let path = format!("scheduler.{key}");
             resolver.report(&[&path], format!("{path} belongs to the warmup_stable_decay schedule"));
@@ -254,11 +265,13 @@ fn wsd(resolver: &mut Resolver, scheduler: &SchedulerSection) -> Shape {
         resolver.report(&[&path], format!("{path} and {KWARGS}.{key} are the same argument; keep one of them"));
     }
     let steps = kwargs.num_decay_steps.or(scheduler.num_decay_steps);
-    let decay = match (steps, kwargs.decay_ratio) {
-        (Some(steps), None) => PhaseLength::Steps(steps.0),
-        (None, Some(ratio)) => PhaseLength::Ratio(ratio.0),
+    let decay = match (steps, kwargs.decay_ratio, scheduler.num_decay_tokens) {
+        (Some(steps), None, None) => PhaseLength::Steps(steps.0),
+        (None, Some(ratio), None) => PhaseLength::Ratio(ratio.0),
+        (None, None, Some(tokens)) => PhaseLength::Tokens(tokens.0),
         _ => {
-            let message = "warmup_stable_decay: set one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
+            let message = "warmup_stable_decay: set one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio, \
+                           or scheduler.num_decay_tokens";
             resolver.report(&[KWARGS, "scheduler.name", "scheduler.type"], message);
             PhaseLength::Steps(0)
         }
@@ -281,7 +294,7 @@ pub(super) fn check_known_horizon(
     schedule: &Schedule,
 ) {
     let Horizon::Steps(total_steps) = data.horizon else { return };
-    if optimizer.learning_rate <= 0.0 {
+    if optimizer.learning_rate <= 0.0 || schedule.has_tokens() {
         return;
     }
     if let Err(error) = schedule.check(total_steps, optimizer.learning_rate) {

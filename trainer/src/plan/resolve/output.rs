@@ -8,8 +8,8 @@ use candlewick_text::conversation::{Conversation, Message, MessageError};
 use super::resolver::Resolver;
 use super::tracking;
 use crate::metrics::{Console, LogPlan};
-use crate::plan::{ExitPlan, GeneratePlan, LoggerPlan};
-use crate::recipe::{DataType, JsonMap, LogLevel, Origin, Prompt};
+use crate::plan::{EvalPlan, ExitPlan, GeneratePlan, LoggerPlan, TasksPlan};
+use crate::recipe::{DataType, HumanFloat, JsonMap, LogLevel, Origin, Prompt, ValueOrList};
 
 const NOWHERE: &str = "/dev/null";
 
@@ -59,7 +59,10 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         (None, None) => None,
     };
     let tracking = tracking::resolve(resolver, output_dir.as_deref());
+    let generates = recipe.generate.as_ref().is_some_and(|generate| generate.on_evaluate == Some(true));
+    let samples_path = output_dir.as_ref().filter(|_| generates).map(|dir| dir.join("samples.jsonl"));
     LogPlan {
+        samples_path,
         metrics_path: metrics_path.filter(|path| path != Path::new(NOWHERE) && reports),
         output_dir,
         loss_log_interval: resolver.count("loss_log_interval", recipe.loss_log_interval, 1),
@@ -99,9 +102,17 @@ pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
     LoggerPlan { level, print: prints(resolver), file }
 }
 
-pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> {
+pub(super) fn resolve_generate(
+    resolver: &mut Resolver,
+    (eval_loss, tasks): (Option<&EvalPlan>, Option<&TasksPlan>),
+) -> Option<GeneratePlan> {
     let recipe = resolver.recipe();
     let generate = recipe.generate.as_ref()?;
+    if generate.on_evaluate == Some(true) && eval_loss.is_none() && tasks.is_none() {
+        let advice = "set data.eval_sources, data.train_eval_split or eval.tasks, or remove generate.on_evaluate";
+        let message = "generate.on_evaluate: the run has no evaluation";
+        resolver.report_with_advice(&["generate.on_evaluate"], message, advice);
+    }
     if generate.prompts.is_empty() && resolver.loaded.is_set("generate.prompts") {
         return None;
     }
@@ -117,14 +128,31 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
     if top_p == 0.0 {
         resolver.report(&["generate.top_p"], "generate.top_p: expected above 0, found 0");
     }
+    let temperatures = temperatures(resolver);
     let seed = generate.seed.or(recipe.seed).map_or(42, |seed| seed.0);
     Some(GeneratePlan {
         prompts: generate.prompts.clone(),
         max_new_tokens: resolver.positive("generate.max_new_tokens", generate.max_new_tokens, 64),
-        temperature: resolver.number("generate.temperature", generate.temperature, 0.0, 0.0, f64::MAX),
+        temperatures,
         top_p,
         seed: seed as u64,
+        on_evaluate: resolver.pick("generate.on_evaluate", generate.on_evaluate, false),
     })
+}
+
+/// Returns the sampling temperatures, with a reply for each.
+fn temperatures(resolver: &mut Resolver) -> Vec<f64> {
+    const KEY: &str = "generate.temperature";
+    let given = resolver.recipe().generate.as_ref().and_then(|generate| generate.temperature.clone());
+    let given = resolver.pick(KEY, given, ValueOrList::Value(HumanFloat(0.0)));
+    let temperatures: Vec<f64> = given.values().iter().map(|temperature| temperature.0).collect();
+    if temperatures.is_empty() {
+        resolver.report(&[KEY], format!("{KEY}: expected a number or a list of numbers, found an empty list"));
+    }
+    if let Some(wrong) = temperatures.iter().find(|temperature| !(0.0..=f64::MAX).contains(*temperature)) {
+        resolver.report(&[KEY], format!("{KEY}: expected at least 0, found {wrong}"));
+    }
+    temperatures
 }
 
 /// Returns the reason why a prompt cannot be answered, if there is one.

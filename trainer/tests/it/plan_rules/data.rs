@@ -86,6 +86,12 @@ fn iterations_replace_epochs() {
     assert_eq!(plan(&[]).data.horizon, Horizon::Epochs(1));
     assert_eq!(plan(&["epochs=3"]).data.horizon, Horizon::Epochs(3));
     assert_eq!(plan(&["epochs=3", "train_iters=10"]).data.horizon, Horizon::Steps(10));
+    assert_eq!(plan(&["epochs=3", "train_tokens=10K"]).data.horizon, Horizon::Tokens(10_000));
+    assert_eq!(plan(&["train_tokens=0", "train_iters=5"]).data.horizon, Horizon::Steps(5));
+    refused(&["train_tokens=10", "train_iters=5"], &["train_tokens and train_iters exclude each other"]);
+    refused(&["scheduler={warmup_tokens: 10, warmup_steps: 1}"], &["warmup_tokens excludes scheduler.warmup_steps"]);
+    refused(&["scheduler={name: constant, warmup_tokens: 10}"], &["constant has no warm-up"]);
+    refused(&["scheduler={num_decay_tokens: 10}"], &["num_decay_tokens belongs to the warmup_stable_decay schedule"]);
     refused(&["epochs=0"], &["trains nothing"]);
     refused(&["micro_batch_size=0"], &["micro_batch_size: expected at least 1, found 0"]);
     refused(&["gradient_accumulation_steps=0"], &["expected at least 1"]);

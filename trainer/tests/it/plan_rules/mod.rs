@@ -418,7 +418,7 @@ fn generation_settings_have_bounds() {
     refused(&["generate={prompts: [a], top_p: 0}"], &["generate.top_p: expected above 0"]);
     refused(&["generate={prompts: [a], temperature: -1}"], &["generate.temperature: expected at least 0"]);
     let generate = plan(&["generate={prompts: [a]}", "seed=7"]).generate.unwrap();
-    assert_eq!((generate.max_new_tokens, generate.temperature, generate.seed), (64, 0.0, 7));
+    assert_eq!((generate.max_new_tokens, generate.temperatures, generate.seed), (64, vec![0.0], 7));
 }
 
 #[test]
@@ -438,4 +438,58 @@ fn a_plan_prints_as_a_table() {
     let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
 optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
     insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(SettingsFilter::All));
+}
+
+#[test]
+fn early_stopping_needs_an_evaluation_and_a_measured_metric() {
+    let eval = "data.eval_sources=[b.jsonl]";
+    refused(&["early_stopping={patience: 1}"], &["early_stopping: the run has no evaluation"]);
+    refused(&[eval, "early_stopping={patience: 0}"], &["early_stopping.patience: expected at least 1"]);
+    refused(&[eval, "early_stopping={min_delta: -1}"], &["early_stopping.min_delta: expected at least 0"]);
+    refused(&[eval, "early_stopping={metric: arc_easy/acc}"], &["early_stopping.metric: this run does not measure"]);
+    refused(&[eval, "early_stopping={monitor: loss}"], &["early_stopping.monitor", "early_stopping.metric"]);
+    let stopping = plan(&[eval, "early_stopping={}"]).early_stopping.unwrap();
+    assert_eq!((stopping.patience, stopping.min_delta), (3, 0.0));
+    let loss = Some("loss/eval".to_owned());
+    assert_eq!((stopping.watched.metric, stopping.watched.greater_is_better), (loss.clone(), Some(false)));
+    // Its metric selects the best checkpoint, too.
+    assert_eq!(plan(&[eval, "early_stopping={mode: max}"]).best.unwrap().greater_is_better, Some(true));
+    let tasks = plan(&["eval.tasks=[a]", "metric_for_best_model=a/acc", "early_stopping={}"]);
+    assert_eq!(tasks.early_stopping.unwrap().watched.metric.as_deref(), Some("a/acc"));
+    let first = plan(&["eval.tasks=[a]", "early_stopping={}"]);
+    assert_eq!((first.early_stopping.unwrap().watched.metric, first.best.unwrap().metric), (None, None));
+}
+
+#[test]
+fn a_loss_watchdog_has_checked_limits() {
+    refused(&["loss_watchdog={action: skp}"], &["loss_watchdog.action", "did you mean `skip`?"]);
+    refused(&["loss_watchdog={sigma_factor: 0}"], &["loss_watchdog.sigma_factor: expected above 0"]);
+    refused(&["loss_watchdog={rolling_interval_length: 1}"], &["rolling_interval_length: expected at least 2"]);
+    refused(&["loss_watchdog={action: rewind}"], &["the run saves none to resume from"]);
+    let only_weights = "checkpoint=[{type: huggingface, output_dir: a, save_every_n_steps: 5}]";
+    refused(&["loss_watchdog={action: rewind}", only_weights], &["add a checkpoint of type sharded"]);
+    let saves = "checkpoint=[{output_dir: a, save_every_n_steps: 5}]";
+    assert!(plan(&["loss_watchdog={action: rewind}", saves]).loss_watchdog.is_some());
+    let watchdog = plan(&["loss_watchdog={rolling_interval_length: 9}"]).loss_watchdog.unwrap();
+    assert_eq!((watchdog.warmup_steps, watchdog.max_events, watchdog.max_loss), (5, 10, None));
+    assert_eq!(plan(&[]).loss_watchdog, None);
+}
+
+#[test]
+fn retained_checkpoints_need_a_limit() {
+    let entry = |keys: &str| format!("checkpoint={{output_dir: a, save_every_n_steps: 2, {keys}}}");
+    refused(&[&entry("save_retain_interval: 4")], &["save_retain_interval needs save_total_limit"]);
+    refused(&[&entry("save_total_limit: 1, save_retain_interval: 0")], &["expected at least 1, found 0"]);
+    let odd = plan(&[&entry("save_total_limit: 1, save_retain_interval: 3")]);
+    assert!(odd.notes.join("\n").contains("3 is not a multiple of save_every_n_steps, 2"), "{:?}", odd.notes);
+}
+
+#[test]
+fn sample_generations_at_evaluations_need_an_evaluation() {
+    refused(&["generate={prompts: [a], on_evaluate: true}"], &["generate.on_evaluate: the run has no evaluation"]);
+    refused(&["generate={prompts: [a], temperature: []}"], &["expected a number or a list of numbers"]);
+    let both =
+        plan(&["generate={prompts: [a], temperature: [0, 0.8], on_evaluate: true}", "data.eval_sources=[b.jsonl]"]);
+    assert_eq!(both.generate.unwrap().temperatures, [0.0, 0.8]);
+    assert!(both.log.samples_path.unwrap().ends_with("samples.jsonl"));
 }

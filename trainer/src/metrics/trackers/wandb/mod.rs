@@ -213,6 +213,7 @@ impl Tracker for Wandb {
             (self.step, self.is_written) = (record.step, false);
         }
         self.row.extend(record.scalars().into_iter().map(|(name, value)| (name, json!(value))));
+        self.row.extend(record.texts().into_iter().map(|(name, text)| (name, json!(text))));
         // A process that resumes after this checkpoint needs the row of its step.
         if record.kind == RecordKind::Checkpoint {
             self.write_row();
