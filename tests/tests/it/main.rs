@@ -17,6 +17,7 @@ mod layers;
 mod module_cycles;
 mod names;
 mod parity;
+mod prefetch;
 mod prose;
 mod ranks;
 mod recipes;

@@ -12,6 +12,7 @@ mod logging;
 mod merge;
 mod mesh;
 mod options;
+mod prefetch;
 mod preprocess;
 mod profile;
 mod recipes;
@@ -83,6 +84,9 @@ enum Command {
     /// Tokenize and pack the data, fill the token cache and print token statistics
     #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
     Preprocess(preprocess::PreprocessArgs),
+    /// Download what a recipe needs from the Hub, and lock the commits for runs without a network
+    #[command(after_long_help = prefetch::EXAMPLES)]
+    Prefetch(prefetch::PrefetchArgs),
     /// Estimate the memory of a run, without loading weights or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
@@ -216,6 +220,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Train(args) => train::run(args, cli.verbosity, &ui),
         Command::Check(args) => check::run(args, cli.verbosity, &ui),
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
+        Command::Prefetch(args) => prefetch::run(args, cli.verbosity, &ui),
         Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
         Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
@@ -267,7 +272,7 @@ mod tests {
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES];
-        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
+        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES, prefetch::EXAMPLES];
         let config = config::EXAMPLES.join("\n");
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {

@@ -12,6 +12,7 @@ mod context;
 mod describe;
 mod evaluate;
 mod finish;
+mod inputs;
 mod lock;
 mod out_of_memory;
 mod rank_info;
@@ -45,6 +46,7 @@ use crate::signals::StopSignals;
 pub use assets::Assets;
 pub(crate) use build::engine_spec;
 pub use connect::connect;
+pub use inputs::open_inputs;
 pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;
 

@@ -116,15 +116,16 @@ impl Hub {
             files: files.into_values().collect(),
         };
         let kept = self.recorder().and_then(|recorder| recorder.kept.as_ref());
-        let endpoint =
-            kept.map_or_else(|| self.settings.redact(&self.settings.endpoint), |kept| kept.endpoint.clone());
+        let endpoint = kept.map_or_else(|| self.settings.redact(&self.settings.endpoint), |kept| kept.endpoint.clone());
         HubLock::new(endpoint, used.unwrap_or_default().into_iter().map(locked).collect())
     }
 
     /// Checks size and SHA-256 of every locked file in the cache.
     pub fn verify(&self, lock: &HubLock) -> Result<Vec<LockFault>, HubError> {
-        let repos = lock.repositories.iter().map(|repo| Ok((repo.repo_id()?, repo))).collect::<Result<Vec<_>, HubError>>()?;
-        let files: Vec<_> = repos.iter().flat_map(|(id, repo)| repo.files.iter().map(move |file| (id, *repo, file))).collect();
+        let repos =
+            lock.repositories.iter().map(|repo| Ok((repo.repo_id()?, repo))).collect::<Result<Vec<_>, HubError>>()?;
+        let files: Vec<_> =
+            repos.iter().flat_map(|(id, repo)| repo.files.iter().map(move |file| (id, *repo, file))).collect();
         let fault = |(id, repo, file): &(&RepoId, &LockedRepo, &LockedFile)| {
             let problem = fault_of(&self.cache.pointer(id, &repo.commit, &file.path), file)?;
             Some(LockFault { id: repo.id.clone(), file: file.path.clone(), problem })
@@ -211,7 +212,9 @@ impl EnforcedLock {
         let locked = self.find(&listing.repo, &listing.revision)?;
         match locked.file(&listed.path) {
             Some(file) if file.size == listed.size => Ok(()),
-            _ => Err(self.not_locked(format!("{} of the {} {}", listed.path, listing.repo.kind().name(), listing.repo))),
+            _ => {
+                Err(self.not_locked(format!("{} of the {} {}", listed.path, listing.repo.kind().name(), listing.repo)))
+            }
         }
     }
 
@@ -222,9 +225,14 @@ impl EnforcedLock {
 }
 
 impl LockRecorder {
-    /// Returns the commit of the earlier lock.
-    pub(super) fn kept_commit(&self, repo: &RepoId, revision: &str) -> Option<&str> {
-        self.kept.as_ref()?.find(repo, revision).map(|locked| locked.commit.as_str())
+    /// Returns the commit of the earlier lock, or else of an earlier request: a branch that moves has one commit in the lock.
+    pub(super) fn kept_commit(&self, repo: &RepoId, revision: &str) -> Option<String> {
+        let of_lock = self.kept.as_ref().and_then(|kept| kept.find(repo, revision));
+        let used = || {
+            let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+            used.keys().find(|of| of.repo == *repo && of.revision == revision).map(|of| of.commit.clone())
+        };
+        of_lock.map(|locked| locked.commit.clone()).or_else(used)
     }
 
     fn kept_hash(&self, listing: &Listing, path: &str) -> Option<String> {

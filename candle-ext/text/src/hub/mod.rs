@@ -107,7 +107,7 @@ impl Hub {
             return work(&self.cached(repo, revision)?);
         };
         let kept = self.recorder().and_then(|recorder| recorder.kept_commit(repo, revision));
-        let (commit, files) = match self.list(remote, repo, kept.unwrap_or(revision)) {
+        let (commit, files) = match self.list(remote, repo, kept.as_deref().unwrap_or(revision)) {
             Ok(found) => found,
             Err(error) if error.is_transient() && self.recorder().is_none() => {
                 return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
@@ -136,12 +136,7 @@ impl Hub {
 
     /// Returns the commit of `revision` and its files. The list of a commit never changes, so a recorder uses the cached
     /// one.
-    fn list(
-        &self,
-        remote: &HubApi,
-        repo: &RepoId,
-        revision: &str,
-    ) -> Result<(String, Vec<ListedFile>), HubError> {
+    fn list(&self, remote: &HubApi, repo: &RepoId, revision: &str) -> Result<(String, Vec<ListedFile>), HubError> {
         let is_fixed = is_commit(revision) && self.recorder().is_some();
         match self.cache.listing(repo, revision).filter(|_| is_fixed) {
             Some(files) => Ok((revision.to_owned(), files)),
@@ -202,7 +197,8 @@ impl Hub {
     /// Returns the file list of a locked commit: the cached one, else that of the lock.
     fn locked(&self, enforced: &EnforcedLock, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
         let locked = enforced.find(repo, revision)?;
-        let of_lock = || locked.files.iter().map(|file| ListedFile { path: file.path.clone(), size: file.size }).collect();
+        let of_lock =
+            || locked.files.iter().map(|file| ListedFile { path: file.path.clone(), size: file.size }).collect();
         Ok(Listing {
             repo: repo.clone(),
             revision: revision.to_owned(),

@@ -15,7 +15,12 @@ fn model() -> Repo {
     let weights = "all weights ".repeat(100);
     Repo::new(
         "models/tiny/llama",
-        &[("config.json", "{}"), ("model.safetensors", &weights), ("tokenizer.json", "{\"model\": {}}"), ("model.gguf", "other")],
+        &[
+            ("config.json", "{}"),
+            ("model.safetensors", &weights),
+            ("tokenizer.json", "{\"model\": {}}"),
+            ("model.gguf", "other"),
+        ],
     )
 }
 
@@ -66,7 +71,10 @@ fn a_lock_has_the_commit_and_the_hashes_of_the_used_files() {
     let lock = hub.recorded();
     assert_eq!(lock.repositories.len(), 2);
     let [of_model, of_rows] = &lock.repositories[..] else { panic!("{lock:?}") };
-    assert_eq!((of_model.id.as_str(), of_model.revision.as_str(), of_model.commit.as_str()), (ID, "main", model().commit()));
+    assert_eq!(
+        (of_model.id.as_str(), of_model.revision.as_str(), of_model.commit.as_str()),
+        (ID, "main", model().commit())
+    );
     let paths: Vec<_> = of_model.files.iter().map(|file| file.path.as_str()).collect();
     assert_eq!(paths, ["config.json", "model.safetensors", "tokenizer.json"]);
     let weights = of_model.file("model.safetensors").unwrap();
@@ -75,6 +83,24 @@ fn a_lock_has_the_commit_and_the_hashes_of_the_used_files() {
     assert_eq!((of_rows.kind, of_rows.files.len()), (RepoKind::Dataset, 1));
     assert_eq!(lock.endpoint, bench.server.endpoint());
     assert_eq!(bench.server.count("GET", "model.safetensors"), 2, "the redirect and the file, once");
+}
+
+#[test]
+fn a_branch_that_moves_meanwhile_has_one_commit_in_the_lock() {
+    let bench = Bench::new(HubServer::start([rows()]));
+    let hub = bench.hub().with_recorder(None);
+    open(&hub, "tiny/rows").unwrap();
+    let (tree, n_trees) = ("/tree/", bench.server.count("GET", "/tree/"));
+    bench.server.answer(
+        "GET",
+        "/revision/",
+        FOREVER,
+        Reply::new(200, &format!("{{\"id\":\"x\",\"sha\":\"{}\"}}", "f".repeat(40))),
+    );
+    open(&hub, "tiny/rows:test").unwrap();
+    let lock = hub.recorded();
+    assert_eq!((lock.repositories.len(), lock.n_files()), (1, 2));
+    assert_eq!(bench.server.count("GET", tree), n_trees);
 }
 
 #[test]
@@ -104,14 +130,18 @@ fn other_repositories_revisions_and_files_are_refused_by_name() {
     // The cache has the whole model, but the lock does not.
     bench.hub().model(ID, None, ModelFiles::All).unwrap();
     let locked = bench.locked(&hub.recorded());
-    let refused = |name: &str, revision: Option<&str>| locked.model(name, revision, ModelFiles::All).unwrap_err().to_string();
+    let refused =
+        |name: &str, revision: Option<&str>| locked.model(name, revision, ModelFiles::All).unwrap_err().to_string();
     for (name, revision, want) in [
         ("tiny/other", None, "no entry for the model tiny/other at revision \"main\""),
         (ID, Some("v2"), "no entry for the model tiny/llama at revision \"v2\""),
         (ID, None, "no entry for model.safetensors of the model tiny/llama"),
     ] {
         let error = refused(name, revision);
-        assert!(error.contains(want) && error.contains("run `trainer prefetch r.yaml`"), "{want:?} is not in {error:?}");
+        assert!(
+            error.contains(want) && error.contains("run `trainer prefetch r.yaml`"),
+            "{want:?} is not in {error:?}"
+        );
     }
     assert_eq!(open(&locked, "tiny/rows"), Ok(1));
     let error = open(&locked, "tiny/rows:test").unwrap_err();
