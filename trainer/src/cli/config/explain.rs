@@ -3,9 +3,10 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
+use super::explain_json::as_json;
 use super::settings::{ResolvedSettings, WordedSetting};
 use crate::cli::Ui;
 use crate::cli::options::{Verbosity, key_value};
@@ -23,6 +24,23 @@ pub(in crate::cli) struct ExplainArgs {
     /// Overrides of recipe keys
     #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
     overrides: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The documentation that explains a key.
+pub(super) struct ExplainedKey<'a> {
+    /// The key as the user typed it.
+    pub(super) key: &'a str,
+    /// Path of the documentation.
+    pub(super) path: String,
+    /// Reason why the documentation is of another key.
+    pub(super) note: Option<String>,
+    /// Key whose value a recipe may have.
+    pub(super) value_of: String,
+    /// Documentation of the key, or of the map that holds it.
+    pub(super) doc: Option<&'a KeyDoc>,
 }
 
 /// Examples for the long help.
@@ -31,7 +49,8 @@ Examples:
   trainer config explain data.max_length
   trainer config explain optimizer
   trainer config explain per_device_train_batch_size
-  trainer config explain optimizer.lr recipe.yaml optimizer.lr=1e-4";
+  trainer config explain optimizer.lr recipe.yaml optimizer.lr=1e-4
+  trainer config explain optimizer --json";
 
 pub(super) fn run(args: &ExplainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let docs = key_docs();
@@ -45,31 +64,59 @@ pub(super) fn run(args: &ExplainArgs, verbosity: Verbosity, ui: &Ui) -> Result<E
         Some(path) => Some(ResolvedSettings::of_recipe(path, &args.overrides, verbosity)?),
         None => None,
     };
-    ui.print(explanation(&docs, &args.key, &named, settings.as_ref()).trim_end())
+    let explained = ExplainedKey::new(&docs, &args.key, &named);
+    match args.json {
+        false => ui.print(explained.text(&docs, settings.as_ref()).trim_end()),
+        true => {
+            let json = as_json(&explained, &docs, settings.as_ref());
+            ui.print(&serde_json::to_string_pretty(&json).context("failed to write the explanation as JSON")?)
+        }
+    }
 }
 
-fn explanation(docs: &[KeyDoc], key: &str, named: &NamedKey, settings: Option<&ResolvedSettings>) -> String {
-    let (path, note, value_of) = match named {
-        NamedKey::Documented(path) => (path.clone(), String::new(), key.to_owned()),
-        NamedKey::InMap(map) => {
-            (map.clone(), format!("{key} is a key of the map {map}, which has no fixed keys.\n\n"), key.to_owned())
-        }
-        NamedKey::Foreign(path, advice) => {
-            (path.clone(), format!("{key} is a key of another toolkit: {advice}.\n\n"), path.clone())
-        }
-        NamedKey::Unknown(_) => return String::new(),
-    };
-    // A counterpart may be a key of a map, such as `model.peft_config.r`.
-    let Some(doc) = docs.iter().rfind(|doc| doc.path == path || path.starts_with(&format!("{}.", doc.path))) else {
-        return note;
-    };
-    let mut text = note + &describe(doc);
-    if doc.is_section() && doc.path == path {
-        text += &keys_of_section(docs, doc, settings);
-    } else if let Some(settings) = settings {
-        text += &values(settings, &value_of, doc);
+impl<'a> ExplainedKey<'a> {
+    fn new(docs: &'a [KeyDoc], key: &'a str, named: &NamedKey) -> Self {
+        let (path, note, value_of) = match named {
+            NamedKey::InMap(map) => {
+                let note = format!("{key} is a key of the map {map}, which has no fixed keys.");
+                (map.clone(), Some(note), key.to_owned())
+            }
+            NamedKey::Foreign(path, advice) => {
+                (path.clone(), Some(format!("{key} is a key of another toolkit: {advice}.")), path.clone())
+            }
+            NamedKey::Documented(path) => (path.clone(), None, key.to_owned()),
+            NamedKey::Unknown(_) => (key.to_owned(), None, key.to_owned()),
+        };
+        // A counterpart may be a key of a map, such as `model.peft_config.r`.
+        let doc = docs.iter().rfind(|doc| doc.path == path || path.starts_with(&format!("{}.", doc.path)));
+        Self { key, path, note, value_of, doc }
     }
-    text
+
+    /// Returns the section, if the key is one.
+    pub(super) fn section(&self) -> Option<&'a KeyDoc> {
+        self.doc.filter(|doc| doc.is_section() && doc.path == self.path)
+    }
+
+    /// Returns the settings of the key, or those below the section.
+    pub(super) fn settings<'s>(&self, settings: &'s ResolvedSettings) -> Vec<&'s WordedSetting> {
+        match (self.section(), self.doc) {
+            (Some(section), _) => settings_of_section(settings, section),
+            (None, Some(doc)) => settings_of_key(settings, &self.value_of, doc),
+            (None, None) => Vec::new(),
+        }
+    }
+
+    fn text(&self, docs: &[KeyDoc], settings: Option<&ResolvedSettings>) -> String {
+        let note = self.note.as_ref().map_or_else(String::new, |note| format!("{note}\n\n"));
+        let Some(doc) = self.doc else { return note };
+        let mut text = note + &describe(doc);
+        if let Some(section) = self.section() {
+            text += &keys_of_section(docs, section, settings);
+        } else if let Some(settings) = settings {
+            text += &values(settings, &self.value_of, doc);
+        }
+        text
+    }
 }
 
 /// Describes a key: meaning, type, default, values and other names.
@@ -113,13 +160,10 @@ fn other_names(doc: &KeyDoc) -> Vec<String> {
 
 /// Lists the keys below a section: with defaults, or with the values of a recipe.
 fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&ResolvedSettings>) -> String {
-    let prefix = format!("{}.", section.path);
     let rows: Vec<[String; 3]> = match settings {
         Some(settings) => {
-            let is_below =
-                |setting: &&WordedSetting| setting.key == section.path || numbered(&setting.key).starts_with(&prefix);
             let row = |s: &WordedSetting| [s.key.clone(), value_in_words(&s.value), s.origin.clone()];
-            settings.all().filter(is_below).map(row).collect()
+            settings_of_section(settings, section).into_iter().map(row).collect()
         }
         None => {
             let first_sentence = |text: &str| text.split(". ").next().unwrap_or(text).trim_end_matches('.').to_owned();
@@ -127,7 +171,7 @@ fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&Resolved
                 let default = doc.default.clone().unwrap_or_default();
                 [doc.path.clone(), shortened(&default), first_sentence(&doc.meaning)]
             };
-            docs.iter().filter(|doc| doc.path.starts_with(&prefix)).map(row).collect()
+            keys_below(docs, section).map(row).collect()
         }
     };
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
@@ -140,6 +184,29 @@ fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&Resolved
     text
 }
 
+/// Returns the keys below a section.
+pub(super) fn keys_below<'a>(docs: &'a [KeyDoc], section: &KeyDoc) -> impl Iterator<Item = &'a KeyDoc> {
+    let prefix = format!("{}.", section.path);
+    docs.iter().filter(move |doc| doc.path.starts_with(&prefix))
+}
+
+/// Returns the settings of a section and of the keys below it.
+fn settings_of_section<'s>(settings: &'s ResolvedSettings, section: &KeyDoc) -> Vec<&'s WordedSetting> {
+    let prefix = format!("{}.", section.path);
+    let is_below =
+        |setting: &&WordedSetting| setting.key == section.path || numbered(&setting.key).starts_with(&prefix);
+    settings.all().filter(is_below).collect()
+}
+
+/// Returns the settings of a key. A key of a list has one for each item, unless `key` has an index.
+fn settings_of_key<'s>(settings: &'s ResolvedSettings, key: &str, doc: &KeyDoc) -> Vec<&'s WordedSetting> {
+    let has_index = key.split('.').any(|part| part.parse::<usize>().is_ok());
+    let path = if key.starts_with(&format!("{}.", doc.path)) { key.to_owned() } else { doc.path.clone() };
+    let is_meant =
+        |setting: &&WordedSetting| if has_index { setting.key == key } else { numbered(&setting.key) == path };
+    settings.all().filter(is_meant).collect()
+}
+
 /// Cuts a long default for a table.
 fn shortened(text: &str) -> String {
     const WIDTH: usize = 24;
@@ -149,13 +216,9 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// Lists the values of a key in a recipe. A key of a list has a value for each item, unless `key` has an index.
+/// Lists the values of a key in a recipe.
 fn values(settings: &ResolvedSettings, key: &str, doc: &KeyDoc) -> String {
-    let has_index = key.split('.').any(|part| part.parse::<usize>().is_ok());
-    let path = if key.starts_with(&format!("{}.", doc.path)) { key.to_owned() } else { doc.path.clone() };
-    let is_meant =
-        |setting: &&WordedSetting| if has_index { setting.key == key } else { numbered(&setting.key) == path };
-    let found: Vec<&WordedSetting> = settings.all().filter(is_meant).collect();
+    let found = settings_of_key(settings, key, doc);
     if found.is_empty() {
         return format!("  {:11}not set in {}\n", "value", settings.path.display());
     }

@@ -2,6 +2,7 @@
 
 mod diff;
 mod explain;
+mod explain_json;
 mod settings;
 
 use anyhow::Result;
