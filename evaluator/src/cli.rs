@@ -73,7 +73,7 @@ enum Command {
     Run(Box<run::RunArgs>),
     /// Download a model and the data of tasks from the Hub, and lock the commits for runs without a network
     #[command(after_long_help = prefetch::EXAMPLES)]
-    Prefetch(prefetch::PrefetchArgs),
+    Prefetch(prefetch::TaskPrefetchArgs),
     /// Run the lm-eval requests of a JSONL file
     #[command(hide = true)]
     Answer(answer::AnswerRequestsArgs),

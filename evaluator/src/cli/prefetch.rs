@@ -12,7 +12,7 @@ use crate::task::{DataOverrides, PromptOptions, Task};
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct PrefetchArgs {
+pub(super) struct TaskPrefetchArgs {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder
     #[arg(long, short = 'M', required_unless_present = "tasks")]
     model: Option<String>,
@@ -47,7 +47,7 @@ Examples:
   evaluator run --lock evaluator.lock --model HuggingFaceTB/SmolLM2-135M-Instruct --tasks arc_easy,piqa --num-fewshot 5
   evaluator prefetch --tasks gsm8k --lock gsm8k.lock --output carry";
 
-pub(super) fn run(args: &PrefetchArgs) -> Result<()> {
+pub(super) fn run(args: &TaskPrefetchArgs) -> Result<()> {
     let LockContext { path, prefetch } = lock_context(&args.lock);
     let command = Prefetch { lock: &path, command: prefetch, options: &args.options, on_progress: None };
     print_line(&command.run(HubSettings::from_env(), |hub| args.open(hub))?)
@@ -58,7 +58,7 @@ pub(super) fn lock_context(lock: &Path) -> LockContext {
     LockContext { path: lock.to_owned(), prefetch: format!("evaluator prefetch --lock {}", lock.display()) }
 }
 
-impl PrefetchArgs {
+impl TaskPrefetchArgs {
     /// Opens the model and the tasks, and returns the local paths among them.
     fn open(&self, hub: &Hub) -> Result<Vec<PathBuf>> {
         let mut local = Vec::new();

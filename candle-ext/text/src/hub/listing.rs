@@ -1,9 +1,10 @@
 //! File lists of repositories.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use super::error::HubError;
-use super::locked::LockContext;
 use super::repo::RepoId;
 
 /// File list of a repository at one commit.
@@ -23,6 +24,15 @@ pub(super) enum ListingOrigin {
     Cache,
     /// The cache, at the commit of a lock file.
     Lock(LockContext),
+}
+
+/// Names for error messages about a lock file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LockContext {
+    /// The lock file.
+    pub path: PathBuf,
+    /// Command that writes the lock file.
+    pub prefetch: String,
 }
 
 /// One file of a repository: path and size in bytes.

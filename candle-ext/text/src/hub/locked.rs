@@ -1,43 +1,17 @@
-//! Use and recording of lock files: the commit of each revision, and the files that a run reads.
+//! The Hub client's use of lock files: recording, verification, copies.
 
-use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
 
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use super::cache::HubCache;
+use super::commit_source::{CommitSource, EnforcedLock, LockRecorder};
+use super::listing::LockContext;
 use super::partial_download::hex;
 use super::{Hub, HubError, HubLock, HubSettings, ListedFile, Listing, LockedFile, LockedRepo, RepoId};
-
-/// Source of the commit of each revision.
-pub(super) enum CommitSource {
-    /// The Hub, or the cache when offline.
-    Revisions,
-    /// A lock file.
-    Lock(EnforcedLock),
-    /// The Hub, recorded for a lock file.
-    Recorder(LockRecorder),
-}
-
-/// Lock file whose commits are the only ones in use.
-#[derive(Clone)]
-pub(super) struct EnforcedLock {
-    pub(super) lock: HubLock,
-    pub(super) context: LockContext,
-}
-
-/// Names for error messages about a lock file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LockContext {
-    /// The lock file.
-    pub path: PathBuf,
-    /// Command that writes the lock file.
-    pub prefetch: String,
-}
 
 impl LockContext {
     /// Reads the lock file, and returns a client that uses only its commits.
@@ -45,22 +19,6 @@ impl LockContext {
         let lock = HubLock::read(&self.path)?;
         Ok(Hub::new(HubSettings { offline: true, ..settings })?.with_lock(lock, self.clone()))
     }
-}
-
-/// Record of the files in use.
-pub(super) struct LockRecorder {
-    /// Earlier lock, whose commits are kept.
-    kept: Option<HubLock>,
-    /// Files by repository, revision and commit.
-    used: Mutex<BTreeMap<RecordedRevision, BTreeMap<String, LockedFile>>>,
-}
-
-/// Repository, revision and commit in a record.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct RecordedRevision {
-    repo: RepoId,
-    revision: String,
-    commit: String,
 }
 
 /// Fault of a locked file in the cache.
@@ -94,7 +52,7 @@ impl Hub {
     /// Records the files in use, and verifies their hashes. Keeps the commits of `kept`; other revisions are resolved.
     #[must_use]
     pub fn with_recorder(self, kept: Option<HubLock>) -> Self {
-        Self { commits: CommitSource::Recorder(LockRecorder { kept, used: Mutex::default() }), ..self }
+        Self { commits: CommitSource::Recorder(LockRecorder::new(kept)), ..self }
     }
 
     /// Returns the lock in use and its names.
@@ -107,17 +65,11 @@ impl Hub {
 
     /// Returns the files that were used since [`Hub::with_recorder`].
     pub fn recorded(&self) -> HubLock {
-        let used = self.recorder().map(|recorder| recorder.used.lock().unwrap_or_else(PoisonError::into_inner).clone());
-        let locked = |(of, files): (RecordedRevision, BTreeMap<String, LockedFile>)| LockedRepo {
-            kind: of.repo.kind(),
-            id: of.repo.id().to_owned(),
-            revision: of.revision,
-            commit: of.commit,
-            files: files.into_values().collect(),
-        };
-        let kept = self.recorder().and_then(|recorder| recorder.kept.as_ref());
-        let endpoint = kept.map_or_else(|| self.settings.redact(&self.settings.endpoint), |kept| kept.endpoint.clone());
-        HubLock::new(endpoint, used.unwrap_or_default().into_iter().map(locked).collect())
+        let endpoint = self.settings.redact(&self.settings.endpoint);
+        match self.recorder() {
+            Some(recorder) => recorder.recorded(endpoint),
+            None => HubLock::new(endpoint, Vec::new()),
+        }
     }
 
     /// Checks size and SHA-256 of every locked file in the cache.
@@ -198,65 +150,6 @@ impl Hub {
     }
 }
 
-impl EnforcedLock {
-    /// Returns the entry of a repository, or an error that names the missing entry.
-    pub(super) fn find(&self, repo: &RepoId, revision: &str) -> Result<&LockedRepo, HubError> {
-        self.lock.find(repo, revision).ok_or_else(|| {
-            let entry = format!("the {} {repo} at revision {revision:?}", repo.kind().name());
-            self.not_locked(entry)
-        })
-    }
-
-    /// Checks that the lock has a file of a listing, with the listed size.
-    pub(super) fn check(&self, listing: &Listing, listed: &ListedFile) -> Result<(), HubError> {
-        let locked = self.find(&listing.repo, &listing.revision)?;
-        match locked.file(&listed.path) {
-            Some(file) if file.size == listed.size => Ok(()),
-            _ => {
-                Err(self.not_locked(format!("{} of the {} {}", listed.path, listing.repo.kind().name(), listing.repo)))
-            }
-        }
-    }
-
-    fn not_locked(&self, entry: String) -> HubError {
-        let LockContext { path, prefetch } = self.context.clone();
-        HubError::NotLocked { lock: path, entry, prefetch }
-    }
-}
-
-impl LockRecorder {
-    /// Returns the commit of the earlier lock, or else of an earlier request: a branch that moves has one commit in the lock.
-    pub(super) fn kept_commit(&self, repo: &RepoId, revision: &str) -> Option<String> {
-        let of_lock = self.kept.as_ref().and_then(|kept| kept.find(repo, revision));
-        let used = || {
-            let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-            used.keys().find(|of| of.repo == *repo && of.revision == revision).map(|of| of.commit.clone())
-        };
-        of_lock.map(|locked| locked.commit.clone()).or_else(used)
-    }
-
-    fn kept_hash(&self, listing: &Listing, path: &str) -> Option<String> {
-        let kept = self.kept.as_ref()?.find(&listing.repo, &listing.revision)?;
-        kept.file(path).filter(|_| kept.commit == listing.commit).map(|file| file.sha256.clone())
-    }
-
-    fn has(&self, listing: &Listing, path: &str) -> bool {
-        let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        used.get(&RecordedRevision::of(listing)).is_some_and(|files| files.contains_key(path))
-    }
-
-    fn add(&self, listing: &Listing, file: LockedFile) {
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        used.entry(RecordedRevision::of(listing)).or_default().insert(file.path.clone(), file);
-    }
-}
-
-impl RecordedRevision {
-    fn of(listing: &Listing) -> Self {
-        Self { repo: listing.repo.clone(), revision: listing.revision.clone(), commit: listing.commit.clone() }
-    }
-}
-
 /// Returns the difference between a file on disk and its entry, if there is one.
 fn fault_of(path: &Path, file: &LockedFile) -> Option<String> {
     let size = match fs::metadata(path) {
@@ -275,7 +168,7 @@ fn fault_of(path: &Path, file: &LockedFile) -> Option<String> {
 }
 
 /// Returns the SHA-256 of a file in hexadecimal digits.
-pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
+fn sha256_of(path: &Path) -> io::Result<String> {
     let (mut hasher, mut file) = (Sha256::new(), File::open(path)?);
     let mut piece = vec![0; 1 << 20];
     loop {

@@ -13,6 +13,7 @@
 
 mod api;
 mod cache;
+mod commit_source;
 mod dataset;
 mod error;
 mod fetch;
@@ -32,9 +33,10 @@ mod upload_client;
 pub use dataset::DatasetRequest;
 pub use error::HubError;
 pub use fetch::{DownloadCallback, DownloadProgress};
+pub use listing::LockContext;
 pub use local::{LocalModel, LocalModelKind, local_model};
 pub use lock_file::{HubLock, LockedFile, LockedRepo};
-pub use locked::{LockContext, LockFault};
+pub use locked::LockFault;
 pub use model::{ModelAndAdapter, ModelFiles};
 pub use repo::{RepoId, RepoIdError, RepoKind};
 pub use settings::HubSettings;
@@ -46,10 +48,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use api::HubApi;
 use cache::{HubCache, is_commit};
+use commit_source::{CommitSource, EnforcedLock};
 use fetch::Downloader;
 use listing::ListingOrigin;
 pub(crate) use listing::{ListedFile, Listing};
-use locked::{CommitSource, EnforcedLock};
 
 /// Client of the Hugging Face Hub. Threads share it by reference.
 pub struct Hub {

@@ -7,12 +7,13 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
 use super::explain_json::as_json;
+use super::explained_key::{ExplainedKey, keys_below, settings_of_key, settings_of_section};
 use super::settings::{ResolvedSettings, WordedSetting};
 use crate::cli::Ui;
 use crate::cli::options::{Verbosity, key_value};
 use crate::exit::ExitCode;
 use crate::plan::value_in_words;
-use crate::recipe::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs, numbered};
+use crate::recipe::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
 
 #[derive(Debug, Args)]
 pub(in crate::cli) struct ExplainArgs {
@@ -27,20 +28,6 @@ pub(in crate::cli) struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-}
-
-/// The documentation that explains a key.
-pub(super) struct ExplainedKey<'a> {
-    /// The key as the user typed it.
-    pub(super) key: &'a str,
-    /// Path of the documentation.
-    pub(super) path: String,
-    /// Reason why the documentation is of another key.
-    pub(super) note: Option<String>,
-    /// Key whose value a recipe may have.
-    pub(super) value_of: String,
-    /// Documentation of the key, or of the map that holds it.
-    pub(super) doc: Option<&'a KeyDoc>,
 }
 
 /// Examples for the long help.
@@ -66,7 +53,7 @@ pub(super) fn run(args: &ExplainArgs, verbosity: Verbosity, ui: &Ui) -> Result<E
     };
     let explained = ExplainedKey::new(&docs, &args.key, &named);
     match args.json {
-        false => ui.print(explained.text(&docs, settings.as_ref()).trim_end()),
+        false => ui.print(text(&explained, &docs, settings.as_ref()).trim_end()),
         true => {
             let json = as_json(&explained, &docs, settings.as_ref());
             ui.print(&serde_json::to_string_pretty(&json).context("failed to write the explanation as JSON")?)
@@ -74,49 +61,17 @@ pub(super) fn run(args: &ExplainArgs, verbosity: Verbosity, ui: &Ui) -> Result<E
     }
 }
 
-impl<'a> ExplainedKey<'a> {
-    fn new(docs: &'a [KeyDoc], key: &'a str, named: &NamedKey) -> Self {
-        let (path, note, value_of) = match named {
-            NamedKey::InMap(map) => {
-                let note = format!("{key} is a key of the map {map}, which has no fixed keys.");
-                (map.clone(), Some(note), key.to_owned())
-            }
-            NamedKey::Foreign(path, advice) => {
-                (path.clone(), Some(format!("{key} is a key of another toolkit: {advice}.")), path.clone())
-            }
-            NamedKey::Documented(path) => (path.clone(), None, key.to_owned()),
-            NamedKey::Unknown(_) => (key.to_owned(), None, key.to_owned()),
-        };
-        // A counterpart may be a key of a map, such as `model.peft_config.r`.
-        let doc = docs.iter().rfind(|doc| doc.path == path || path.starts_with(&format!("{}.", doc.path)));
-        Self { key, path, note, value_of, doc }
+/// Explains a key in words.
+fn text(explained: &ExplainedKey, docs: &[KeyDoc], settings: Option<&ResolvedSettings>) -> String {
+    let note = explained.note.as_ref().map_or_else(String::new, |note| format!("{note}\n\n"));
+    let Some(doc) = explained.doc else { return note };
+    let mut text = note + &describe(doc);
+    if let Some(section) = explained.section() {
+        text += &keys_of_section(docs, section, settings);
+    } else if let Some(settings) = settings {
+        text += &values(settings, &explained.value_of, doc);
     }
-
-    /// Returns the section, if the key is one.
-    pub(super) fn section(&self) -> Option<&'a KeyDoc> {
-        self.doc.filter(|doc| doc.is_section() && doc.path == self.path)
-    }
-
-    /// Returns the settings of the key, or those below the section.
-    pub(super) fn settings<'s>(&self, settings: &'s ResolvedSettings) -> Vec<&'s WordedSetting> {
-        match (self.section(), self.doc) {
-            (Some(section), _) => settings_of_section(settings, section),
-            (None, Some(doc)) => settings_of_key(settings, &self.value_of, doc),
-            (None, None) => Vec::new(),
-        }
-    }
-
-    fn text(&self, docs: &[KeyDoc], settings: Option<&ResolvedSettings>) -> String {
-        let note = self.note.as_ref().map_or_else(String::new, |note| format!("{note}\n\n"));
-        let Some(doc) = self.doc else { return note };
-        let mut text = note + &describe(doc);
-        if let Some(section) = self.section() {
-            text += &keys_of_section(docs, section, settings);
-        } else if let Some(settings) = settings {
-            text += &values(settings, &self.value_of, doc);
-        }
-        text
-    }
+    text
 }
 
 /// Describes a key: meaning, type, default, values and other names.
@@ -182,29 +137,6 @@ fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&Resolved
         let _ = writeln!(text, "{}", format!("  {key:keys$}  {value:values$}  {last}").trim_end());
     }
     text
-}
-
-/// Returns the keys below a section.
-pub(super) fn keys_below<'a>(docs: &'a [KeyDoc], section: &KeyDoc) -> impl Iterator<Item = &'a KeyDoc> {
-    let prefix = format!("{}.", section.path);
-    docs.iter().filter(move |doc| doc.path.starts_with(&prefix))
-}
-
-/// Returns the settings of a section and of the keys below it.
-fn settings_of_section<'s>(settings: &'s ResolvedSettings, section: &KeyDoc) -> Vec<&'s WordedSetting> {
-    let prefix = format!("{}.", section.path);
-    let is_below =
-        |setting: &&WordedSetting| setting.key == section.path || numbered(&setting.key).starts_with(&prefix);
-    settings.all().filter(is_below).collect()
-}
-
-/// Returns the settings of a key. A key of a list has one for each item, unless `key` has an index.
-fn settings_of_key<'s>(settings: &'s ResolvedSettings, key: &str, doc: &KeyDoc) -> Vec<&'s WordedSetting> {
-    let has_index = key.split('.').any(|part| part.parse::<usize>().is_ok());
-    let path = if key.starts_with(&format!("{}.", doc.path)) { key.to_owned() } else { doc.path.clone() };
-    let is_meant =
-        |setting: &&WordedSetting| if has_index { setting.key == key } else { numbered(&setting.key) == path };
-    settings.all().filter(is_meant).collect()
 }
 
 /// Cuts a long default for a table.

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::explain::{ExplainedKey, keys_below};
+use super::explained_key::{ExplainedKey, keys_below};
 use super::settings::{ResolvedSettings, WordedSetting};
 use crate::recipe::{KeyDoc, ValueDoc};
 

@@ -3,6 +3,7 @@
 mod diff;
 mod explain;
 mod explain_json;
+mod explained_key;
 mod settings;
 
 use anyhow::Result;
