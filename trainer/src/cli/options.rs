@@ -174,3 +174,21 @@ pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
 pub(super) fn key_value(text: &str) -> Result<String, String> {
     if text.contains('=') { Ok(text.to_owned()) } else { Err("expected KEY=VALUE, such as optimizer.lr=1e-4".into()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_file_is_next_to_the_recipe() {
+        let shipped = shipped::find("quickstart").map(shipped::ShippedRecipe::path).unwrap_or_default();
+        for (recipe, path, name) in [
+            (Path::new("a/r.yaml"), "a/r.yaml.lock", "a/r.yaml"),
+            // Shipped recipes are no files, so their lock file is in the current folder.
+            (&shipped, "quickstart.yaml.lock", "quickstart"),
+        ] {
+            let want = LockContext { path: path.into(), prefetch: format!("trainer prefetch {name}") };
+            assert_eq!(lock_context(recipe), want);
+        }
+    }
+}
