@@ -7,6 +7,7 @@ mod key_values;
 mod limit;
 mod ls;
 mod model_args;
+mod prefetch;
 mod request_args;
 mod run;
 mod score;
@@ -70,6 +71,9 @@ enum Command {
     /// Evaluate a model on lm-evaluation-harness tasks
     #[command(after_long_help = RUN_EXAMPLES)]
     Run(Box<run::RunArgs>),
+    /// Download a model and the data of tasks from the Hub, and lock the commits for runs without a network
+    #[command(after_long_help = prefetch::EXAMPLES)]
+    Prefetch(prefetch::TaskPrefetchArgs),
     /// Run the lm-eval requests of a JSONL file
     #[command(hide = true)]
     Answer(answer::AnswerRequestsArgs),
@@ -190,7 +194,8 @@ fn run(command: &Command) -> Result<()> {
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions(Cli::command(), *shell).trim_end()),
         Command::Man(args) => print_line(&args.run(Cli::command()).map_err(|error| anyhow!("failed to {error}"))?),
-        Command::Run(args) => run::run(args, &hub),
+        Command::Run(args) => run::run(args, &args.hub(hub)?),
+        Command::Prefetch(args) => prefetch::run(args),
         Command::Answer(args) => {
             if is_first_process() {
                 eprintln!(

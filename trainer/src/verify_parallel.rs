@@ -315,8 +315,9 @@ mod tests {
 
     use super::*;
     use crate::metrics::Console;
-    use crate::plan::{Environment, HubAccess, WorldInfo};
+    use crate::plan::{Environment, HubAccess, HubView, WorldInfo};
     use crate::recipe::Loaded;
+    use candlewick_text::hub::{Hub, HubSettings};
 
     /// A group whose all-reduce returns the rank's own values, as do the groups split from it.
     struct LocalReduceGroup(Arc<dyn Collective>);
@@ -385,8 +386,9 @@ mod tests {
         );
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let loaded = Loaded::parse(Path::new("r.yaml"), text, &arguments).unwrap();
-        let known =
-            Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(2)).unwrap();
+        let hub = Hub::new(HubSettings::new("cache")).unwrap();
+        let view = HubView { hub: &hub, access: HubAccess::ThisMachine };
+        let known = Environment::gather(&loaded, view, Console::Quiet, WorldInfo::first_of(2)).unwrap();
         Plan::resolve(&loaded, &known).unwrap()
     }
 

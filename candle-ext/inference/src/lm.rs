@@ -120,6 +120,27 @@ impl Lm {
         Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }
 
+    /// Loads a PEFT adapter on top of this model, which must have none. Both models share the base weights.
+    pub fn with_adapter(&self, adapter: &Path) -> Result<Self> {
+        let folder = self.folder();
+        let tokenizer = tokenizer_of(folder, Some(adapter))?;
+        let template = tokenizer.chat_template(None)?.map(Arc::new);
+        let opened = AdapterFolder::open(adapter)?;
+        let model = Model::new(Config::read(folder)?, Some(opened.config.clone()))?;
+        let layout = PipelineLayout::balanced(model.n_blocks(), 1, 1, 0.0);
+        let (groups, device) = (ParallelConfig::single_rank_groups()?, self.engine.device().clone());
+        let spec = EngineSpec::inference(self.dtype, layout);
+        let engine = spec.build_sharing(model, &groups, device, Some(&self.engine))?;
+        let base = Checkpoint::open(folder)?;
+        opened.check_base(&base)?;
+        let sources = [WeightSource::Checkpoint(&base), WeightSource::Checkpoint(&opened.weights)];
+        let notes = load_weights(&engine, sources[0], sources[1])?;
+        notes.iter().for_each(|note| tracing::warn!("{note}"));
+        let folders = vec![folder.to_owned(), adapter.to_owned()];
+        let (engine, attention) = (engine.with_attention(self.attention), self.attention);
+        Ok(Self { engine, tokenizer: Arc::new(tokenizer), template, folders, dtype: self.dtype, attention })
+    }
+
     /// Sets the attention implementation.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { engine: self.engine.with_attention(attention), attention, ..self }

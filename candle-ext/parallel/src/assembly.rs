@@ -73,11 +73,22 @@ impl EngineSpec {
     ///
     /// Training sums losses over `groups.loss`. Inference returns each rank's own losses.
     pub fn build(self, model: Model, groups: &ParallelGroups, device: Device) -> Result<Engine> {
+        self.build_sharing(model, groups, device, None)
+    }
+
+    /// Builds an engine like [`EngineSpec::build`], which shares the frozen weights of `base`.
+    pub fn build_sharing(
+        self,
+        model: Model,
+        groups: &ParallelGroups,
+        device: Device,
+        base: Option<&Engine>,
+    ) -> Result<Engine> {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
         let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather: self.fp8_param_gather };
-        let mut store = ParamStore::of_units(model.units(), options, &device, sharding)?;
+        let mut store = ParamStore::sharing(model.units(), options, &device, sharding, base.map(Engine::store))?;
         if let Some(config) = self.fp8 {
             store = store.with_fp8(Fp8Layers::new(config, model.fp8_modules(), &device)?)?;
         }

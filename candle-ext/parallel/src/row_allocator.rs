@@ -32,6 +32,21 @@ impl RowAllocator {
         Some(start)
     }
 
+    /// Extends the allocation at `start` to `len` rows. Returns false if other rows are in the way.
+    pub fn grow(&mut self, start: usize, len: usize) -> bool {
+        let end = self.next_after(start).unwrap_or(self.n_rows);
+        let fits = start + len <= end;
+        if fits {
+            self.allocated.insert(start, len);
+        }
+        fits
+    }
+
+    /// Returns the first row of the next allocation.
+    pub fn next_after(&self, start: usize) -> Option<usize> {
+        self.allocated.range(start + 1..).next().map(|(first, _)| *first)
+    }
+
     /// Frees the rows that were allocated at `start`.
     pub fn free(&mut self, start: usize) {
         self.allocated.remove(&start);
@@ -51,5 +66,15 @@ mod tests {
         allocator.free(0);
         allocator.free(3);
         assert_eq!(allocator.allocate(4), Some(0));
+    }
+
+    #[test]
+    fn an_allocation_grows_up_to_the_next_one() {
+        let mut allocator = RowAllocator::new(10);
+        assert_eq!([2, 3, 2].map(|len| allocator.allocate(len)), [Some(0), Some(2), Some(5)]);
+        assert_eq!((allocator.grow(0, 3), allocator.next_after(0)), (false, Some(2)));
+        allocator.free(2);
+        assert_eq!((allocator.grow(0, 5), allocator.grow(0, 6), allocator.allocate(2)), (true, false, Some(7)));
+        assert_eq!((allocator.grow(7, 3), allocator.grow(7, 4), allocator.next_after(7)), (true, false, None));
     }
 }

@@ -12,6 +12,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::key_values::key_values;
 use super::limit::Limit;
+use super::prefetch::lock_context;
 use super::request_args::{ParallelArgs, RequestArgs, progress_reporter};
 use super::seeds::{Seeds, seeds};
 use super::tasks::{PromptArgs, TaskArgs};
@@ -96,6 +97,9 @@ pub(super) struct RunArgs {
     /// Log level on stderr: critical, error, warning, info or debug
     #[arg(long, short, value_name = "LEVEL", default_value = "warning", value_parser = level)]
     verbosity: tracing::Level,
+    /// Lock file of `evaluator prefetch` or `trainer prefetch`: use only its commits, from the cache
+    #[arg(long, value_name = "FILE")]
+    lock: Option<PathBuf>,
     #[command(flatten)]
     unsupported_lm_eval_args: UnsupportedLmEvalArgs,
 }
@@ -154,6 +158,13 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
 }
 
 impl RunArgs {
+    /// Returns a Hub that uses only the commits of `--lock`, if it is given; else `hub`.
+    pub(super) fn hub(&self, hub: Hub) -> Result<Hub> {
+        let Some(lock) = &self.lock else { return Ok(hub) };
+        let locked = lock_context(lock).locked_hub(hub.settings().clone());
+        locked.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))
+    }
+
     /// Returns the log level of stderr.
     pub(super) fn level(&self) -> tracing::Level {
         self.verbosity

@@ -66,6 +66,12 @@ pub struct TaskDataFiles {
 }
 
 impl TaskDataFiles {
+    /// Returns the files of both splits, as paths or below a Hub id.
+    pub fn files(&self) -> Vec<String> {
+        let fewshot = self.fewshot.iter().flat_map(|fewshot| &fewshot.of.files);
+        self.evaluated.files.iter().chain(fewshot).cloned().collect()
+    }
+
     /// Returns a note if few-shot examples come from the evaluated split.
     pub fn fewshot_note(&self) -> Option<String> {
         let split = &self.evaluated.split;

@@ -42,7 +42,7 @@ impl Server {
         let mut said = Vec::new();
         let address = loop {
             let line = lines.next().unwrap_or_else(|| panic!("the server ended: {said:?}")).unwrap();
-            if let Some((_, rest)) = line.split_once("serving tiny at http://") {
+            if let Some((_, rest)) = line.split_once(" at http://").filter(|_| line.starts_with("serving tiny")) {
                 break rest.strip_suffix("/v1").unwrap().to_owned();
             }
             said.push(line);
@@ -493,6 +493,139 @@ fn a_full_queue_refuses_requests_and_a_closed_connection_cancels_one() {
 }
 
 #[test]
+fn requests_do_not_reserve_all_tokens_that_they_may_generate() {
+    // The KV cache holds one sequence of the maximum length.
+    let server = Server::start_with(&["--max-model-len", "150000", "--max-total-tokens", "150001"], lengthen);
+    let running = [endless(&server), endless(&server)];
+    let body = json!({"messages": user("Say wolf"), "stream": true});
+    let mut chat = BufReader::new(server.send(&format!("POST {CHAT}"), &body.to_string()));
+    // The first event is the role, the second a token.
+    read_until_data(&mut chat);
+    read_until_data(&mut chat);
+    drop(running);
+}
+
+/// Sequences that give their rows to earlier ones are computed again, with the same tokens.
+#[test]
+fn a_full_kv_cache_does_not_change_the_tokens() {
+    let server = Server::start_with(&["--max-model-len", "900", "--max-total-tokens", "1000"], lengthen);
+    let body = |i: usize| {
+        let sampling = json!({"temperature": 0, "repetition_penalty": 0.001});
+        with(
+            json!({"prompt": format!("Say wolf {i} times."), "max_tokens": 700, "logprobs": 0, "echo": true}),
+            sampling,
+        )
+    };
+    let alone: Vec<Value> = (0..4).map(|i| server.ok(COMPLETIONS, &body(i))).collect();
+    let together: Vec<Value> = std::thread::scope(|scope| {
+        let server = &server;
+        let send = |i: usize| scope.spawn(move || server.ok(COMPLETIONS, &body(i)));
+        let threads: Vec<_> = (0..4).map(send).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (alone, together) in alone.iter().zip(&together) {
+        assert_eq!(alone["usage"], together["usage"]);
+        assert_eq!(alone["choices"][0]["text"], together["choices"][0]["text"]);
+        let n = |response: &Value| response["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len();
+        assert_eq!(n(alone), n(together), "each token has one log-probability");
+    }
+}
+
+/// Writes an adapter with random factors for some modules of the first layer, and returns its folder.
+fn adapter(folder: &Path, name: &str, r: usize, modules: &[(&str, usize, usize)]) -> PathBuf {
+    let folder = folder.join(name);
+    fs::create_dir(&folder).unwrap();
+    let targets: Vec<&str> = modules.iter().map(|(module, ..)| module.rsplit('.').next().unwrap()).collect();
+    let config = json!({
+        "peft_type": "LORA", "r": r, "lora_alpha": 4 * r, "target_modules": targets, "base_model_name_or_path": "tiny",
+        "task_type": "CAUSAL_LM",
+    });
+    fs::write(folder.join("adapter_config.json"), config.to_string()).unwrap();
+    let mut tensors = std::collections::HashMap::new();
+    for layer in 0..2 {
+        for (module, out, input) in modules {
+            for (factor, shape) in [("A", (r, *input)), ("B", (*out, r))] {
+                let values: Vec<f32> =
+                    (0..shape.0 * shape.1).map(|i| ((i * 37 + r * 11) % 17) as f32 / 17.0 - 0.5).collect();
+                let name = format!("base_model.model.model.layers.{layer}.{module}.lora_{factor}.weight");
+                tensors.insert(name, candle_core::Tensor::from_vec(values, shape, &Device::Cpu).unwrap());
+            }
+        }
+    }
+    candle_core::safetensors::save(&tensors, folder.join("adapter_model.safetensors")).unwrap();
+    folder
+}
+
+fn two_adapters(folder: &Path) -> [PathBuf; 2] {
+    let mlp = [("mlp.up_proj", 24, 16), ("mlp.down_proj", 16, 24)];
+    [adapter(folder, "first", 2, &[("self_attn.q_proj", 16, 16)]), adapter(folder, "second", 4, &mlp)]
+}
+
+#[test]
+fn a_request_chooses_an_adapter_by_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let adapters = two_adapters(folder.path());
+    let [first, second] = adapters.each_ref().map(|path| path.display().to_string());
+    let server = Server::start(&["--lora-modules", &format!("first={first}"), &format!("second={second}")]);
+    let load = |adapter| Lm::load(&server.model, adapter, DType::F32, Device::Cpu).unwrap();
+    let models = [("tiny", load(None)), ("first", load(Some(&adapters[0]))), ("second", load(Some(&adapters[1])))];
+    let prompts: Vec<String> = (0..4).map(|i| format!("Say wolf {i} times.")).collect();
+    let responses: Vec<(usize, usize, Value)> = std::thread::scope(|scope| {
+        let (server, prompts) = (&server, &prompts);
+        let send = |(model, prompt): (usize, usize)| {
+            let name = ["tiny", "first", "second"][model];
+            scope.spawn(move || {
+                let body = json!({"model": name, "prompt": prompts[prompt], "max_tokens": 20, "temperature": 0});
+                (model, prompt, server.ok(COMPLETIONS, &body))
+            })
+        };
+        let threads: Vec<_> = (0..12).map(|i| send((i % 3, i / 3))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let mut texts = std::collections::BTreeSet::new();
+    for (model, prompt, response) in responses {
+        let want = complete(&models[model].1, &prompts[prompt], &greedy(20)).text;
+        assert_eq!((&response["model"], &response["choices"][0]["text"]), (&json!(models[model].0), &json!(want)));
+        texts.insert(want);
+    }
+    assert!(texts.len() > 8, "the adapters change the texts: {texts:?}");
+    // A prompt that another model has computed is computed again.
+    let prompt = "Say wolf 4 times, and cloud 5 times.";
+    for (name, lm) in models.iter().rev() {
+        let body = json!({"model": name, "prompt": prompt, "max_tokens": 20, "temperature": 0});
+        let want = complete(lm, prompt, &greedy(20)).text;
+        assert_eq!(server.ok(COMPLETIONS, &body)["choices"][0]["text"], want, "{name}");
+    }
+    let (status, list) = received(server.send("GET /v1/models", ""));
+    let cards: Vec<(&Value, &Value)> =
+        list["data"].as_array().unwrap().iter().map(|card| (&card["id"], &card["parent"])).collect();
+    let (tiny, none) = (json!("tiny"), Value::Null);
+    assert_eq!((status, cards), (200, vec![(&tiny, &none), (&json!("first"), &tiny), (&json!("second"), &tiny)]));
+    let (status, error) = server.post(COMPLETIONS, &json!({"model": "third", "prompt": "Hi"}));
+    assert_eq!((status, &error["error"]["code"]), (404, &json!("model_not_found")));
+    let names = "this server has \"tiny\", \"first\", \"second\"";
+    assert!(error["error"]["message"].as_str().unwrap().contains(names), "{error}");
+}
+
+#[test]
+fn an_adapter_shares_the_weights_of_its_base() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = support::export(folder.path(), 1);
+    let base = Lm::load(&model, None, DType::F32, Device::Cpu).unwrap();
+    let before = base.score("Say wolf 4 times.").unwrap();
+    for path in two_adapters(folder.path()) {
+        let shared = base.with_adapter(&path).unwrap();
+        let own = Lm::load(&model, Some(&path), DType::F32, Device::Cpu).unwrap();
+        let bytes = |lm: &Lm| lm.engine().store().device_bytes().weights;
+        assert!(bytes(&shared) * 4 < bytes(&base) && bytes(&own) > bytes(&base), "{} {}", bytes(&shared), bytes(&own));
+        let [a, b] = [&shared, &own].map(|lm| format!("{:?}", lm.score("Say wolf 4 times.").unwrap()));
+        assert_eq!(a, b);
+        assert_ne!(a, format!("{before:?}"));
+    }
+    assert_eq!(format!("{:?}", base.score("Say wolf 4 times.").unwrap()), format!("{before:?}"));
+}
+
+#[test]
 fn a_signal_completes_running_requests_and_a_second_one_cancels_them() {
     let mut server = Server::start_with(&[], lengthen);
     let body = json!({"prompt": "Say wolf", "max_tokens": 400, "stream": true, "temperature": 0});
@@ -527,6 +660,9 @@ fn a_server_that_cannot_start_reports_the_option() {
         (&["--port", "0", "--max-model-len", "65"], "--max-model-len 65: the model's context has 64 tokens".to_owned()),
         (&["--host", "example.org"], "invalid value 'example.org' for '--host <ADDRESS>'".to_owned()),
         (&["--max-queue", "0"], "invalid value '0' for '--max-queue <N>'".to_owned()),
+        (&["--lora-modules", "first"], "expected NAME=PATH".to_owned()),
+        (&["--served-model-name", "a", "--lora-modules", "a=x"], "the name a is used twice".to_owned()),
+        (&["--max-model-len", "60", "--max-total-tokens", "60"], "--max-total-tokens must be greater than".to_owned()),
         (&["--chat-template-kwargs", "[1]"], "expected a JSON object".to_owned()),
         (&["--chat-template-kwargs", "{\"tools\": 1}"], "tools is set for each conversation".to_owned()),
     ] {

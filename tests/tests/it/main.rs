@@ -17,6 +17,7 @@ mod module_cycles;
 mod names;
 mod pages;
 mod parity;
+mod prefetch;
 mod prose;
 mod ranks;
 mod recipes;

@@ -121,6 +121,7 @@ fn plan(recipe: &ShippedRecipe, n_ranks: usize) -> Plan {
         capacity: None,
         missing_gpu: None,
         tracking: TrackingEnv::default(),
+        lock: None,
     };
     Plan::resolve(&loaded, &environment).unwrap_or_else(|error| panic!("{error}"))
 }

@@ -3,19 +3,18 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_runtime::run_id::RunId;
-use candlewick_text::hub::{Hub, HubSettings};
+use candlewick_text::hub::HubSettings;
 use candlewick_text::source::FileFormat;
 use clap::Args;
 
 use super::Ui;
-use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, known};
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, known, locked_hub};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{HubAccess, Plan, SettingsFilter};
 use crate::recipe::Loaded;
-use crate::run::{Assets, check_tasks};
+use crate::run::{check_tasks, open_inputs};
 
 #[derive(Debug, Args)]
 pub(super) struct CheckArgs {
@@ -87,12 +86,8 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// Opens the tokenizer and every data set as a run would, from local files and the local Hub cache only.
+/// Opens the tokenizer, every data set and the tasks as a run would, from local files and the local Hub cache only.
 fn open_everything(plan: &Plan) -> Result<()> {
-    let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
-    Assets::find(plan, &hub, RunId::now())?;
-    for source in sources(plan) {
-        crate::data::open(source, plan.data.kind, &hub)?;
-    }
-    Ok(())
+    let settings = HubSettings { offline: true, ..HubSettings::from_env() };
+    open_inputs(plan, &locked_hub(&plan.recipe, settings)?).map(drop)
 }

@@ -13,6 +13,7 @@ mod logging;
 mod merge;
 mod mesh;
 mod options;
+mod prefetch;
 mod preprocess;
 mod profile;
 mod recipes;
@@ -90,6 +91,9 @@ enum Command {
     /// Tokenize and pack the data, fill the token cache and print token statistics
     #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
     Preprocess(preprocess::PreprocessArgs),
+    /// Download what a recipe needs from the Hub, and lock the commits for runs without a network
+    #[command(after_long_help = prefetch::EXAMPLES)]
+    Prefetch(prefetch::PrefetchArgs),
     /// Estimate the memory of a run, without loading weights or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
@@ -233,6 +237,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Check(args) => check::run(args, cli.verbosity, &ui),
         Command::Convert(args) => convert::run(args, &ui),
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
+        Command::Prefetch(args) => prefetch::run(args, cli.verbosity, &ui),
         Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
         Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
@@ -287,7 +292,7 @@ mod tests {
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, replay::EXAMPLES];
-        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES];
+        let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES, prefetch::EXAMPLES];
         let runs = [watch::EXAMPLES, report::EXAMPLES].join("\n");
         let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), runs, config].join("\n");

@@ -1,19 +1,19 @@
 //! Options shared by the commands, and the resolution of a recipe into a plan.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::{Launcher, RankEnv};
 use candlewick_runtime::rank_env::rank_env;
-use candlewick_text::hub::{Hub, HubError, HubSettings};
+use candlewick_text::hub::{Hub, HubError, HubSettings, LockContext};
 use clap::{Args, ValueEnum};
 
 use super::Ui;
 use crate::estimate::parse_bytes;
 use crate::exit::ExitCode;
 use crate::metrics::Console;
-use crate::plan::{Environment, EnvironmentError, HubAccess, Machines, Plan, WorldInfo};
-use crate::recipe::Loaded;
+use crate::plan::{Environment, EnvironmentError, HubAccess, HubView, Machines, Plan, WorldInfo};
+use crate::recipe::{Loaded, shipped};
 
 #[derive(Debug, Args)]
 pub(super) struct RecipeArgs {
@@ -74,6 +74,32 @@ pub(super) fn hub(ui: &Ui) -> Result<Hub> {
     Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
 }
 
+/// Opens the Hub for a recipe. If the recipe has a lock file, only its commits are in use, from the cache.
+pub(super) fn recipe_hub(recipe: &Path, ui: &Ui) -> Result<Hub> {
+    Ok(locked_hub(recipe, HubSettings::from_env())?.with_progress(ui.downloads()))
+}
+
+/// Opens the Hub for a recipe like [`recipe_hub`], with these settings and no progress bar.
+pub(super) fn locked_hub(recipe: &Path, settings: HubSettings) -> Result<Hub> {
+    let context = lock_context(recipe);
+    match context.path.is_file() {
+        true => context.locked_hub(settings).map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage)),
+        false => Ok(Hub::new(settings)?),
+    }
+}
+
+/// Returns the path of a recipe's lock file, and the command that writes it. The lock file of a shipped recipe is in the
+/// current folder.
+pub(super) fn lock_context(recipe: &Path) -> LockContext {
+    let (file, name) = match shipped::at(recipe) {
+        Some(shipped) => (recipe.file_name().unwrap_or_default().to_owned(), shipped.name.to_owned()),
+        None => (recipe.as_os_str().to_owned(), recipe.display().to_string()),
+    };
+    let mut path = file;
+    path.push(".lock");
+    LockContext { path: path.into(), prefetch: format!("trainer prefetch {name}") }
+}
+
 /// Resolves the recipe of a command that does not train.
 pub(super) fn plan(recipe: &RecipeArgs, verbosity: Verbosity, world_info: WorldInfo) -> Result<Plan> {
     resolve(recipe, |loaded, access| known(loaded, access, verbosity, world_info))
@@ -102,7 +128,18 @@ pub(super) fn known(
     verbosity: Verbosity,
     world_info: WorldInfo,
 ) -> Result<Environment> {
-    Environment::gather(loaded, access, verbosity.console(), world_info).map_err(|error| match error {
+    let hub = locked_hub(&loaded.source().path, HubSettings::from_env())?;
+    gathered(loaded, HubView { hub: &hub, access }, verbosity, world_info)
+}
+
+/// Gathers the facts like [`known`], with this Hub.
+pub(super) fn gathered(
+    loaded: &Loaded,
+    view: HubView,
+    verbosity: Verbosity,
+    world_info: WorldInfo,
+) -> Result<Environment> {
+    Environment::gather(loaded, view, verbosity.console(), world_info).map_err(|error| match error {
         EnvironmentError::Recipe(error) => error.into(),
         error => anyhow::Error::new(error).context("failed to find the model's config"),
     })
@@ -136,4 +173,22 @@ pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
 /// Parses an override of a recipe key.
 pub(super) fn key_value(text: &str) -> Result<String, String> {
     if text.contains('=') { Ok(text.to_owned()) } else { Err("expected KEY=VALUE, such as optimizer.lr=1e-4".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_file_is_next_to_the_recipe() {
+        let shipped = shipped::find("quickstart").map(shipped::ShippedRecipe::path).unwrap_or_default();
+        for (recipe, path, name) in [
+            (Path::new("a/r.yaml"), "a/r.yaml.lock", "a/r.yaml"),
+            // Shipped recipes are no files, so their lock file is in the current folder.
+            (&shipped, "quickstart.yaml.lock", "quickstart"),
+        ] {
+            let want = LockContext { path: path.into(), prefetch: format!("trainer prefetch {name}") };
+            assert_eq!(lock_context(recipe), want);
+        }
+    }
 }

@@ -10,7 +10,7 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use clap::Args;
 use serde_json::json;
 
-use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, hub, plan};
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, plan, recipe_hub};
 use super::{Ui, logging};
 use crate::data::{Batch, Cursor, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
 use crate::exit::ExitCode;
@@ -46,7 +46,7 @@ pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity, ui: &Ui) -> Resul
     // Other commands respect `fail_on_missing_cache`; this one fills the cache.
     plan.data.fail_on_missing_cache = false;
     logging::start(verbosity, &plan.logger, None)?;
-    show(&plan, &hub(ui)?, args.steps, args.output_format)
+    show(&plan, &recipe_hub(&plan.recipe, ui)?, args.steps, args.output_format)
 }
 
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.

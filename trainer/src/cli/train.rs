@@ -3,9 +3,10 @@
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
 use candlewick_runtime::rank_env::rank_env;
+use candlewick_text::hub::{HubLock, LockContext, LockedRepo};
 use clap::Args;
 
-use super::options::{RecipeArgs, Verbosity, hub, plan_of_run, world_info};
+use super::options::{RecipeArgs, Verbosity, plan_of_run, recipe_hub, world_info};
 use super::profile::{Profile, ProfileSort};
 use super::{Ui, logging};
 use crate::estimate::{Capacity, Setup, estimate};
@@ -49,11 +50,26 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     }
     let (world, device) = connect(&plan, &env)?;
     check_memory(&plan, &env, ui)?;
-    let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
+    let hub = recipe_hub(&plan.recipe, ui)?;
+    if let Some((lock, context)) = hub.lock().filter(|_| env.rank == 0) {
+        ui.note(&describe_lock(lock, context));
+    }
+    let code = crate::run::train(&plan, &hub, &world, &device)?;
     if let Some(profile) = profile {
         ui.note(&profile.finish()?);
     }
     Ok(code)
+}
+
+/// Describes the commits of the lock file in a note.
+fn describe_lock(lock: &HubLock, context: &LockContext) -> String {
+    let one = |repo: &LockedRepo| format!("{} {} at commit {}", repo.kind.name(), repo.id, &repo.commit[..12]);
+    let repos: Vec<String> = lock.repositories.iter().map(one).collect();
+    let path = context.path.display();
+    match repos.is_empty() {
+        true => format!("note: {path} is in use: no file comes from the Hub"),
+        false => format!("note: {path} is in use, without requests to the Hub: {}", repos.join(", ")),
+    }
 }
 
 /// Fails if the run cannot fit with sequences of any length. Prints a note if it fits only with sequences shorter than

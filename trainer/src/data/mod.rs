@@ -40,5 +40,6 @@ pub use plan::{
 };
 pub use prepare::{PreparedData, prepare, prepare_until};
 pub use rows::PackingStats;
-pub use source::open;
+pub(crate) use source::hub_repo;
+pub use source::{SourceUse, open};
 pub use token_stats::{DatasetCounts, TokenCount, TokenStats, TrainedCounts};

@@ -14,7 +14,7 @@ use super::order::{RngPurpose, permutation, seeded_rng};
 use super::plan::{DataPlan, Packing, SourcePlan};
 use super::render::Renderer;
 use super::rows::{PackingStats, epoch_rows};
-use super::source::{SourceLoader, Split};
+use super::source::{SourceLoader, SourceUse};
 use super::token_stats::{DatasetCounts, TokenStats};
 use super::truncation::apply_truncation;
 use super::warnings::SampleWarningReport;
@@ -58,8 +58,8 @@ pub fn prepare_until(
     let (train, eval) = threads(plan)?.install(|| {
         let renderer = Renderer::new(plan, tokenizer, template);
         let loader = SourceLoader { renderer, cache: TokenCache::open(&plan.cache_dir)?, hub, is_stopped };
-        let train = tokenize(&loader, &plan.sources, Split::Train, &mut notes)?;
-        let eval = tokenize(&loader, &plan.eval_sources, Split::Eval, &mut notes)?;
+        let train = tokenize(&loader, &plan.sources, SourceUse::Train, &mut notes)?;
+        let eval = tokenize(&loader, &plan.eval_sources, SourceUse::Eval, &mut notes)?;
         Ok::<_, DataError>((train, eval))
     })?;
     for source in &eval {
@@ -113,7 +113,7 @@ fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
 fn tokenize(
     loader: &SourceLoader<'_>,
     sources: &[SourcePlan],
-    split: Split,
+    split: SourceUse,
     notes: &mut Vec<String>,
 ) -> Result<Vec<TokenizedSource>, DataError> {
     let tokenized: Vec<TokenizedSource> =

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candlewick_text::format::{FormatRequest, RowFormat};
-use candlewick_text::hub::{DatasetRequest, Hub};
+use candlewick_text::hub::{DatasetRequest, Hub, RepoId};
 use candlewick_text::render::Sample;
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
@@ -18,15 +18,21 @@ use super::token_store::TokenStore;
 
 /// The use of a source, which decides its default split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Split {
+pub enum SourceUse {
+    /// Training.
     Train,
+    /// Evaluation.
     Eval,
 }
 
-/// Opens a source for inspection: its training split, or else its evaluation split.
-pub fn open(plan: &SourcePlan, kind: DataKind, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
-    let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, kind, split)?)?.into());
-    as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
+/// Opens a source for inspection.
+pub fn open(plan: &SourcePlan, kind: DataKind, split: SourceUse, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
+    Ok(hub.dataset(&request(plan, kind, split)?)?.into())
+}
+
+/// Returns the repository and the revision of a source that is not local.
+pub(crate) fn hub_repo(plan: &SourcePlan) -> Option<(RepoId, String)> {
+    request(plan, DataKind::Sft, SourceUse::Train).ok()?.hub_repo()
 }
 
 /// Loads sources as tokens.
@@ -43,7 +49,7 @@ impl SourceLoader<'_> {
     pub(crate) fn load(
         &self,
         plan: &SourcePlan,
-        split: Split,
+        split: SourceUse,
         notes: &mut Vec<String>,
     ) -> Result<TokenizedSource, DataError> {
         let name = &plan.name_or_path;
@@ -136,10 +142,10 @@ fn describe_count(chosen: usize, all: usize) -> String {
     if chosen == all { format!("{all} rows") } else { format!("{chosen} of {all} rows") }
 }
 
-fn request(plan: &SourcePlan, kind: DataKind, split: Split) -> Result<DatasetRequest, DataError> {
+fn request(plan: &SourcePlan, kind: DataKind, split: SourceUse) -> Result<DatasetRequest, DataError> {
     let default_split = match split {
-        Split::Train => "train",
-        Split::Eval => "eval",
+        SourceUse::Train => "train",
+        SourceUse::Eval => "eval",
     };
     let mut request = DatasetRequest::parse(&plan.name_or_path, default_split)?;
     if let Some(split) = &plan.split {

@@ -21,7 +21,10 @@ pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use precision::{Fp8Plan, Fp8RecipePlan, ScaleRulePlan};
 pub use ranks::RanksPlan;
-pub use resolve::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, TempDir, TrackingEnv, WorldInfo};
+pub use resolve::{
+    BuildFeatures, Environment, EnvironmentError, HubAccess, HubView, Machines, RecipeLock, TempDir, TrackingEnv,
+    WorldInfo,
+};
 pub(crate) use resolve::{conversation, is_path};
 pub use router::{RouterLossTerm, RouterPlan, RoutingReplayPlan};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, LossWatchdogPlan, OptimizerPlan, Plan};

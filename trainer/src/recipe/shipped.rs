@@ -85,7 +85,7 @@ pub fn find(name: &str) -> Option<&'static ShippedRecipe> {
 }
 
 /// Finds the shipped recipe that has this path, as [`ShippedRecipe::path`] returns it.
-pub(super) fn at(path: &Path) -> Option<&'static ShippedRecipe> {
+pub(crate) fn at(path: &Path) -> Option<&'static ShippedRecipe> {
     path.strip_prefix(FOLDER).ok()?.to_str().and_then(find)
 }
 

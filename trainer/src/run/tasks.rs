@@ -60,6 +60,18 @@ fn data_paths(plan: &TasksPlan, selection: &TaskSelection) -> Result<DataOverrid
     Ok(DataOverrides::read("eval.data", &plan.data, &selection.tasks)?)
 }
 
+/// Loads the documents of the selected tasks, and returns the names of their files.
+pub(super) fn open_tasks_data(plan: &TasksPlan, selection: TaskSelection, hub: &Hub) -> Result<Vec<String>> {
+    let options = PromptOptions { num_fewshot: plan.num_fewshot, ..PromptOptions::default() };
+    let tasks = open_all(plan, &selection, &options, hub)?;
+    Ok(tasks.iter().flat_map(|task| task.data().files()).collect())
+}
+
+fn open_all(plan: &TasksPlan, selection: &TaskSelection, options: &PromptOptions, hub: &Hub) -> Result<Vec<Task>> {
+    let paths = data_paths(plan, selection)?;
+    selection.tasks.iter().cloned().map(|config| Ok(Task::open(hub, config, &paths, options)?)).collect()
+}
+
 /// Fails if a task or the `metric_for_best_model` is unknown. Reads no data.
 pub fn check_tasks(plan: &Plan) -> Result<()> {
     let selection = select(plan)?;
@@ -144,9 +156,7 @@ impl<'a> Tasks<'a> {
             confirm_run_unsafe_code: plan.confirm_run_unsafe_code,
             ..PromptOptions::default()
         };
-        let paths = data_paths(plan, &selection)?;
-        let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
-        let tasks = selection.tasks.into_iter().map(open).collect::<Result<Vec<Task>>>()?;
+        let tasks = open_all(plan, &selection, &options, hub)?;
         let options = vec![options; tasks.len()];
         Ok(Self { plan, zero3, evaluation: Evaluation::new(tasks, selection.groups, options)? })
     }

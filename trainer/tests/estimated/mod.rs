@@ -3,10 +3,11 @@
 
 use std::path::Path;
 
+use candlewick_text::hub::{Hub, HubSettings};
 use serde_json::{Value, json};
 use trainer::estimate::{DeviceKind, Estimate, Setup, estimate, format_bytes};
 use trainer::metrics::Console;
-use trainer::plan::{Environment, HubAccess, Plan, WorldInfo};
+use trainer::plan::{Environment, HubAccess, HubView, Plan, WorldInfo};
 use trainer::recipe::Loaded;
 
 /// A causal run of two steps over a generated text, on a small model with random weights.
@@ -94,8 +95,9 @@ impl Case {
         };
         let arguments: Vec<String> = arguments.iter().map(argument).collect();
         let loaded = Loaded::parse(&path, text, &arguments).unwrap();
-        let known =
-            Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, WorldInfo::first_of(n_ranks)).unwrap();
+        let hub = Hub::new(HubSettings::new("cache")).unwrap();
+        let view = HubView { hub: &hub, access: HubAccess::ThisMachine };
+        let known = Environment::gather(&loaded, view, Console::Quiet, WorldInfo::first_of(n_ranks)).unwrap();
         let plan = Plan::resolve(&loaded, &known).unwrap();
         Self { folder, arguments, plan }
     }

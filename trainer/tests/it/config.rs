@@ -109,6 +109,28 @@ fn an_unknown_key_exits_with_2_and_a_suggestion() {
 }
 
 #[test]
+fn an_explanation_as_json_has_the_documentation_and_the_settings() {
+    let json = |arguments: &[&str]| -> serde_json::Value {
+        let text = check(&[&["explain"], arguments, &["--json"]].concat(), 0, &[]);
+        serde_json::from_str(&text).unwrap()
+    };
+    let of_key = json(&["optimizer.lr", "r.yaml", "optimizer.lr=0.5"]);
+    assert_eq!(of_key["documentation"]["path"], "optimizer.learning_rate");
+    assert_eq!(of_key["documentation"]["aliases"], serde_json::json!(["lr"]));
+    let setting = serde_json::json!({"key": "optimizer.learning_rate", "value": 0.5, "origin": "command line"});
+    assert_eq!((&of_key["recipe"], &of_key["settings"]), (&"r.yaml".into(), &serde_json::json!([setting])));
+    let unset = json(&["generate.top_p", "r.yaml"]);
+    assert_eq!(unset["settings"], serde_json::json!([]));
+    let section = json(&["optimizer"]);
+    assert!(section["keys"].as_array().unwrap().iter().any(|key| key["path"] == "optimizer.weight_decay"), "{section}");
+    assert!(section["settings"].is_null() && section["documentation"]["default"].is_null(), "{section}");
+    let foreign = json(&["max_steps"]);
+    assert_eq!(foreign["documentation"]["path"], "train_iters");
+    assert!(foreign["note"].as_str().unwrap().contains("another toolkit"), "{foreign}");
+    check(&["explain", "data.max_lenght", "--json"], 2, &["error: unknown key"]);
+}
+
+#[test]
 fn equal_recipes_have_no_difference() {
     check(&["diff", "r.yaml", "r.yaml"], 0, &["the "]);
     check(&["diff", "r.yaml", "r.yaml", "epochs=1"], 0, &["the "]);

@@ -58,6 +58,7 @@ fn resolve_on(
         capacity,
         missing_gpu: None,
         tracking: TrackingEnv::default(),
+        lock: None,
     };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)

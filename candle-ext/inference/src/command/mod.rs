@@ -1,13 +1,16 @@
-//! The commands `chat`, `generate` and `serve`: options, model loading and loops, shared by all programs.
+//! The commands `chat`, `generate`, `prefetch` and `serve`: options, model loading and loops, shared by all programs.
 
 mod chat;
 mod generate;
 mod model;
+mod portable_folder;
+mod prefetch;
 mod sampling;
 mod serve;
 
 pub use chat::{ChatOptions, chat};
 pub use generate::{GenerateArgs, generate};
-pub use model::{ComputeOptions, DtypeOption, ModelOptions, QuantizationOption};
+pub use model::{ComputeOptions, DtypeOption, ModelOptions, QuantizationOption, find_folders};
+pub use prefetch::{Prefetch, PrefetchOptions};
 pub use sampling::SamplingOptions;
 pub use serve::{ServeOptions, serve};

@@ -169,21 +169,7 @@ impl ComputeOptions {
 
     /// Finds the folders of model and adapter, and downloads missing ones.
     fn find(&self, name: &str, hub: &Hub) -> Result<ModelAndAdapter> {
-        let revision = self.revision.as_deref();
-        let Some(adapter) = &self.adapter else {
-            return hub.model_and_adapter(name, revision).map_err(not_found);
-        };
-        let (adapter, note) = hub.adapter(adapter).map_err(not_found)?;
-        let found = hub.find_model(name, revision, ModelFiles::All).map_err(not_found)?;
-        if found.is_adapter() {
-            let error = anyhow!(
-                "failed to load the model {}: it is an adapter, and --adapter names another; give the base model as --model",
-                found.folder.display()
-            );
-            bail!(error.context(ExitCode::Usage));
-        }
-        let notes = found.note("model").into_iter().chain(note).collect();
-        Ok(ModelAndAdapter { model: found.folder, adapter: Some(adapter), notes })
+        find_folders(name, self.revision.as_deref(), self.adapter.as_deref(), hub)
     }
 
     fn load_from(
@@ -217,7 +203,25 @@ impl ComputeOptions {
     }
 }
 
-fn not_found(error: HubError) -> anyhow::Error {
+/// Finds the folders of the model `name` and of the adapter, if one is given. Downloads missing ones.
+pub fn find_folders(name: &str, revision: Option<&str>, adapter: Option<&str>, hub: &Hub) -> Result<ModelAndAdapter> {
+    let Some(adapter) = adapter else {
+        return hub.model_and_adapter(name, revision).map_err(not_found);
+    };
+    let (adapter, note) = hub.adapter(adapter).map_err(not_found)?;
+    let found = hub.find_model(name, revision, ModelFiles::All).map_err(not_found)?;
+    if found.is_adapter() {
+        let error = anyhow!(
+            "failed to load the model {}: it is an adapter, and --adapter names another; give the base model as --model",
+            found.folder.display()
+        );
+        bail!(error.context(ExitCode::Usage));
+    }
+    let notes = found.note("model").into_iter().chain(note).collect();
+    Ok(ModelAndAdapter { model: found.folder, adapter: Some(adapter), notes })
+}
+
+pub(super) fn not_found(error: HubError) -> anyhow::Error {
     anyhow!("failed to {error}").context(ExitCode::Data)
 }
 

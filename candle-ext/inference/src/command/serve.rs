@@ -3,11 +3,12 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::num::NonZeroUsize;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candlewick_text::hub::Hub;
 use clap::Args;
 
-use super::model::{ComputeOptions, TemplateOptions};
+use super::model::{ComputeOptions, QuantizationOption, TemplateOptions, not_found};
+use crate::lm::Lm;
 use crate::serve::{self, ServeSettings};
 use candlewick_runtime::exit::ExitCode;
 
@@ -25,6 +26,9 @@ pub struct ServeOptions {
     /// Key that requests must send as `Authorization: Bearer KEY`
     #[arg(long, value_name = "KEY", env = "CANDLEWICK_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    /// LoRA adapters on the model, which requests choose by name: a folder, a Hub id, or the output folder of a run
+    #[arg(long, value_name = "NAME=PATH", num_args = 1.., value_parser = lora_module)]
+    lora_modules: Vec<LoraModule>,
     /// Name of the model in requests and responses [default: MODEL]
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
@@ -35,11 +39,62 @@ pub struct ServeOptions {
     /// Maximum number of sequences that are generated at the same time [default: 64 on a CPU, 256 on a GPU]
     #[arg(long, value_name = "N")]
     max_num_seqs: Option<NonZeroUsize>,
+    /// Number of tokens in the KV cache [default: 2 GiB of them on a CPU, 8 GiB on a GPU]
+    #[arg(long, value_name = "N")]
+    max_total_tokens: Option<NonZeroUsize>,
     /// Maximum number of waiting sequences; a request that exceeds it gets status 429
     #[arg(long, value_name = "N", default_value = "256")]
     max_queue: NonZeroUsize,
     #[command(flatten)]
     template: TemplateOptions,
+}
+
+/// A LoRA adapter and its name in requests.
+#[derive(Clone, Debug)]
+struct LoraModule {
+    name: String,
+    path: String,
+}
+
+fn lora_module(text: &str) -> Result<LoraModule, String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+            Ok(LoraModule { name: name.to_owned(), path: path.to_owned() })
+        }
+        _ => Err("expected NAME=PATH, such as sql=runs/sql-lora".to_owned()),
+    }
+}
+
+impl ServeOptions {
+    /// Returns the names of the model and of the adapters. Fails if two are equal.
+    fn model_names(&self, model: String) -> Result<Vec<String>> {
+        let mut names = vec![model];
+        for LoraModule { name, .. } in &self.lora_modules {
+            if names.contains(name) {
+                let problem =
+                    format!("--lora-modules: the name {name} is used twice; requests choose a model by its name");
+                return Err(anyhow!("failed to start: {problem}").context(ExitCode::Usage));
+            }
+            names.push(name.clone());
+        }
+        Ok(names)
+    }
+
+    /// Loads the model, and the adapters on its weights.
+    fn load(&self, model: &str, hub: &Hub) -> Result<Vec<Lm>> {
+        if !self.lora_modules.is_empty() && self.compute.quantization != QuantizationOption::None {
+            let problem = "--lora-modules needs weights without --quantization";
+            return Err(anyhow!("failed to start: {problem}").context(ExitCode::Usage));
+        }
+        let mut models = vec![self.compute.load(model, hub)?];
+        for LoraModule { path, .. } in &self.lora_modules {
+            let (folder, note) = hub.adapter(path).map_err(not_found)?;
+            note.iter().for_each(|note| eprintln!("{note}"));
+            let adapted = models[0].with_adapter(&folder);
+            models.push(adapted.with_context(|| format!("failed to load the adapter {path}"))?);
+        }
+        models.into_iter().map(|lm| self.template.apply(lm)).collect()
+    }
 }
 
 /// Serves `model`, a path or Hub id, until SIGINT or SIGTERM.
@@ -48,18 +103,21 @@ pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
     // A used port is an error before the model is loaded.
     let listener = TcpListener::bind(address).with_context(|| format!("failed to listen on {address}"));
     let listener = listener.context(ExitCode::Usage)?;
-    let lm = options.template.apply(options.compute.load(model, hub)?)?;
+    let name = options.served_model_name.clone().unwrap_or_else(|| model.to_owned());
+    let model_names = options.model_names(name)?;
+    let models = options.load(model, hub)?;
     let settings = ServeSettings {
-        model_name: options.served_model_name.clone().unwrap_or_else(|| model.to_owned()),
+        model_names,
         api_key: options.api_key.clone().filter(|key| !key.is_empty()),
         max_model_len: options.max_model_len.map(NonZeroUsize::get),
         max_num_seqs: options.max_num_seqs.map(NonZeroUsize::get),
+        max_total_tokens: options.max_total_tokens.map(NonZeroUsize::get),
         max_queue: options.max_queue.get(),
     };
     let address = listener.local_addr().context("failed to read the server's address")?;
     if !address.ip().is_loopback() && settings.api_key.is_none() {
         eprintln!("warning: other machines can send requests to {address} without a key; set --api-key");
     }
-    eprintln!("serving {} at http://{address}/v1", settings.model_name);
-    serve::serve(&lm, listener, &settings)
+    eprintln!("serving {} at http://{address}/v1", settings.model_names.join(", "));
+    serve::serve(&models, listener, &settings)
 }

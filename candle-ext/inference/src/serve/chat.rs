@@ -12,34 +12,35 @@ use super::fields::{Fields, shown};
 use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top, object_of};
 use super::job::LogprobOptions;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
-use super::server_state::ServerState;
+use super::server_state::{ServedModel, ServerState};
 use crate::lm::with_variables;
 
 /// Parses a request and renders its prompt.
 pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedRequest, ApiError> {
     let generation = GenerationFields::take(&mut fields, state)?;
-    let template = template(&mut fields, state)?;
+    let model = &state.models[generation.model];
+    let template = template(&mut fields, model)?;
     let chat = conversation(&mut fields, &template)?;
     let logprobs = logprobs(&mut fields)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
     let chat = template.with_parsed_tool_arguments(&chat);
-    let ids = render_prompt(&state.tokenizer, &template, &chat)
+    let ids = render_prompt(&model.tokenizer, &template, &chat)
         .map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
     if ids.is_empty() {
         return Err(ApiError::field("messages", "the chat template renders the messages as an empty prompt"));
     }
     let (n_prompt, n_max) = (ids.len(), state.n_max(ids.len(), max_tokens)?);
     let prompts = vec![TokenizedPrompt { ids, n_max }];
-    let (jobs, events) = generation.jobs(prompts, logprobs, &state.chat_stop_ids, state);
-    let format = ResponseFormat::new(ResponseKind::Chat, state, logprobs.is_some());
+    let (jobs, events) = generation.jobs(prompts, logprobs, &model.chat_stop_ids, state);
+    let format = ResponseFormat::new(ResponseKind::Chat, &model.name, logprobs.is_some());
     Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new() })
 }
 
 /// Returns the chat template with the request's variables.
-fn template(fields: &mut Fields, state: &ServerState) -> Result<ChatTemplate, ApiError> {
+fn template(fields: &mut Fields, model: &ServedModel) -> Result<ChatTemplate, ApiError> {
     let variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
-    let Some(template) = &state.template else {
+    let Some(template) = &model.template else {
         let problem = "the model has no chat template; use /v1/completions, or serve the chat version of the model";
         return Err(ApiError::new(StatusCode::BAD_REQUEST, problem));
     };

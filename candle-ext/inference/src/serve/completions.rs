@@ -8,7 +8,7 @@ use super::fields::{Fields, shown};
 use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top};
 use super::job::LogprobOptions;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
-use super::server_state::ServerState;
+use super::server_state::{ServedModel, ServerState};
 
 /// OpenAI's default of `max_tokens`.
 const MAX_TOKENS: usize = 16;
@@ -16,6 +16,7 @@ const MAX_TOKENS: usize = 16;
 /// Parses a request and tokenizes its prompts.
 pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedRequest, ApiError> {
     let generation = GenerationFields::take(&mut fields, state)?;
+    let model = &state.models[generation.model];
     let echo = fields.boolean("echo")?.unwrap_or(false);
     let n_top = fields.count("logprobs")?.map(|n| checked_top("logprobs", n)).transpose()?;
     let logprobs = n_top.map(|n_top| LogprobOptions { n_top, of_prompt: echo });
@@ -27,17 +28,17 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let written = written(&mut fields)?;
     let (mut prompts, mut echoes) = (Vec::new(), Vec::new());
     for written in written {
-        let ids = written.ids(state, specials)?;
+        let ids = written.ids(model, specials)?;
         let n_max = state.n_max(ids.len(), Some(max_tokens))?;
         if echo {
-            let text = written.text(state).map_err(|error| ApiError::internal(&error.into()))?;
+            let text = written.text(model).map_err(|error| ApiError::internal(&error.into()))?;
             echoes.extend(std::iter::repeat_n(text, generation.n));
         }
         prompts.push(TokenizedPrompt { ids, n_max });
     }
     let n_prompt = prompts.iter().map(|prompt| prompt.ids.len()).sum();
-    let (jobs, events) = generation.jobs(prompts, logprobs, &state.stop_ids, state);
-    let format = ResponseFormat::new(ResponseKind::Completion, state, logprobs.is_some());
+    let (jobs, events) = generation.jobs(prompts, logprobs, &model.stop_ids, state);
+    let format = ResponseFormat::new(ResponseKind::Completion, &model.name, logprobs.is_some());
     Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes })
 }
 
@@ -73,13 +74,13 @@ fn written(fields: &mut Fields) -> Result<Vec<WrittenPrompt>, ApiError> {
 
 impl WrittenPrompt {
     /// Returns the token ids, at least one.
-    fn ids(&self, state: &ServerState, specials: SpecialTokens) -> Result<Vec<u32>, ApiError> {
+    fn ids(&self, model: &ServedModel, specials: SpecialTokens) -> Result<Vec<u32>, ApiError> {
         let ids = match self {
             Self::Text(text) => {
                 let refused = |error: TokenizerError| ApiError::field("prompt", format!("failed to {error}"));
-                state.tokenizer.encode(text, specials).map_err(refused)?
+                model.tokenizer.encode(text, specials).map_err(refused)?
             }
-            Self::Ids(ids) => ids.iter().map(|id| checked_id(*id, state.n_vocab)).collect::<Result<_, _>>()?,
+            Self::Ids(ids) => ids.iter().map(|id| checked_id(*id, model.n_vocab)).collect::<Result<_, _>>()?,
         };
         match ids.is_empty() {
             true => Err(ApiError::field("prompt", "a prompt has no tokens")),
@@ -88,12 +89,12 @@ impl WrittenPrompt {
     }
 
     /// Returns the prompt as text. Its ids have been checked.
-    fn text(&self, state: &ServerState) -> Result<String, TokenizerError> {
+    fn text(&self, model: &ServedModel) -> Result<String, TokenizerError> {
         match self {
             Self::Text(text) => Ok(text.clone()),
             Self::Ids(ids) => {
                 let ids: Vec<u32> = ids.iter().map(|id| *id as u32).collect();
-                state.tokenizer.decode(&ids, SpecialTokens::Include)
+                model.tokenizer.decode(&ids, SpecialTokens::Include)
             }
         }
     }

@@ -16,6 +16,8 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 pub(super) struct GenerationFields {
     /// Choices for each prompt.
     pub(super) n: usize,
+    /// Index of the model.
+    pub(super) model: usize,
     /// Options of a streamed response.
     pub(super) stream: Option<StreamOptions>,
     sampling: SamplingParams,
@@ -45,16 +47,16 @@ const MAX_STOPS: usize = 64;
 pub(super) const MAX_TOP_LOGPROBS: usize = 20;
 
 impl GenerationFields {
-    /// Takes the fields of a request, and checks that it is for this server's model.
+    /// Takes the fields of a request, and finds its model.
     pub(super) fn take(fields: &mut Fields, state: &ServerState) -> Result<Self, ApiError> {
-        state.check_model(fields.text("model")?.as_deref())?;
+        let model = state.find_model(fields.text("model")?.as_deref())?;
         refuse_unsupported(fields)?;
         let n = fields.count("n")?.unwrap_or(1);
         if n == 0 {
             return Err(ApiError::field("n", "n is 0, expected at least 1"));
         }
         let seed = fields.integer("seed")?.map_or_else(rand::random, i64::cast_unsigned);
-        Ok(Self { n, stream: stream(fields)?, sampling: sampling(fields)?, seed, stop: stop(fields)? })
+        Ok(Self { n, model, stream: stream(fields)?, sampling: sampling(fields)?, seed, stop: stop(fields)? })
     }
 
     /// Creates the jobs of a request, all choices of the first prompt first, and the receiver of their events.
@@ -67,12 +69,13 @@ impl GenerationFields {
     ) -> (Vec<GenerationJob>, UnboundedReceiver<(usize, GenerationEvent)>) {
         let (events, receiver) = unbounded_channel();
         let stop_ids: Arc<[u32]> =
-            stop_ids.iter().copied().chain(special_stops(&state.tokenizer, &self.stop)).collect();
+            stop_ids.iter().copied().chain(special_stops(&state.models[self.model].tokenizer, &self.stop)).collect();
         let mut jobs = Vec::new();
         for TokenizedPrompt { ids, n_max } in prompts {
             let prompt: Arc<[u32]> = ids.into();
             for index in 0..self.n {
                 jobs.push(GenerationJob {
+                    model: self.model,
                     prompt: Arc::clone(&prompt),
                     n_max,
                     sampling: self.sampling,

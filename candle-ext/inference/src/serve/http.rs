@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use super::api_error::ApiError;
 use super::fields::Fields;
 use super::response::{ParsedRequest, json_response};
-use super::server_state::ServerState;
+use super::server_state::{ServedModel, ServerState};
 use super::{chat, completions};
 
 /// Largest body of a request, in bytes.
@@ -125,7 +125,8 @@ async fn health() -> Response {
 }
 
 async fn models(State(state): State<Arc<ServerState>>, _: Authorized) -> Response {
-    json_response(&json!({"object": "list", "data": [card(&state)]}))
+    let cards: Vec<Json> = state.models.iter().map(|model| card(&state, model)).collect();
+    json_response(&json!({"object": "list", "data": cards}))
 }
 
 async fn model(
@@ -133,13 +134,13 @@ async fn model(
     _: Authorized,
     Path(name): Path<String>,
 ) -> Result<Response, ApiError> {
-    state.check_model(Some(&name))?;
-    Ok(json_response(&card(&state)))
+    let model = &state.models[state.find_model(Some(&name))?];
+    Ok(json_response(&card(&state, model)))
 }
 
-fn card(state: &ServerState) -> Json {
+fn card(state: &ServerState, model: &ServedModel) -> Json {
     json!({
-        "id": state.model_name, "object": "model", "created": state.created, "owned_by": "candlewick",
+        "id": model.name, "parent": model.parent, "object": "model", "created": state.created, "owned_by": "candlewick",
         "max_model_len": state.max_model_len,
     })
 }

@@ -9,6 +9,8 @@ use crate::sampler::SamplingParams;
 
 /// One generation, or the scoring of one prompt.
 pub(super) struct GenerationJob {
+    /// Index of the model.
+    pub(super) model: usize,
     /// Prompt tokens, at least one.
     pub(super) prompt: Arc<[u32]>,
     /// Maximum number of new tokens.

@@ -13,6 +13,7 @@ mod job;
 mod logprobs;
 mod prefix_rows;
 mod response;
+mod sequence;
 mod server_state;
 mod settings;
 mod worker;
@@ -31,13 +32,14 @@ use server_state::{ServerState, limits};
 pub use settings::ServeSettings;
 use worker::Worker;
 
-/// Serves a model on `listener` until SIGINT or SIGTERM. Running requests are completed; a second signal cancels them.
+/// Serves models on `listener` until SIGINT or SIGTERM. Running requests are completed; a second signal cancels them.
 ///
-/// The model runs on the calling thread.
-pub fn serve(lm: &Lm, listener: TcpListener, settings: &ServeSettings) -> Result<()> {
-    let (limits, max_model_len) = limits(lm, settings)?;
+/// The models are the first one and adapters on it. They run on the calling thread.
+pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> Result<()> {
+    let first = models.first().context("failed to serve: there is no model")?;
+    let (limits, max_model_len) = limits(first, settings)?;
     let (queue, jobs) = mpsc::channel(settings.max_queue);
-    let state = Arc::new(ServerState::new(lm, settings, max_model_len, queue));
+    let state = Arc::new(ServerState::new(models, settings, max_model_len, queue));
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to watch for signals")?;
     let handle = signals.handle();
     let (count, counted) = watch::channel(0);
@@ -49,7 +51,7 @@ pub fn serve(lm: &Lm, listener: TcpListener, settings: &ServeSettings) -> Result
             served
         });
         // Ends when the server has dropped the queue.
-        Worker::new(lm, limits).run(jobs);
+        Worker::new(models, limits).run(jobs);
         server.join().map_err(|_| anyhow!("failed to serve: the HTTP server panicked"))?
     })
 }

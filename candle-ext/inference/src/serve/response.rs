@@ -64,10 +64,10 @@ struct Usage {
 
 impl ResponseFormat {
     /// Creates the format of a new response.
-    pub(super) fn new(kind: ResponseKind, state: &ServerState, has_logprobs: bool) -> Self {
+    pub(super) fn new(kind: ResponseKind, model: &str, has_logprobs: bool) -> Self {
         let prefix = if kind == ResponseKind::Chat { "chatcmpl" } else { "cmpl" };
         let id = format!("{prefix}-{:032x}", rand::random::<u128>());
-        Self { kind, id, created: seconds_since_1970(), model: state.model_name.clone(), has_logprobs }
+        Self { kind, id, created: seconds_since_1970(), model: model.to_owned(), has_logprobs }
     }
 
     fn response(&self, object: &str, choices: Vec<Json>, usage: Option<Usage>) -> Json {

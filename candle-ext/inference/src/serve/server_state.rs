@@ -19,56 +19,77 @@ use crate::lm::{Lm, end_of_turn};
 
 /// State of the server.
 pub(super) struct ServerState {
+    /// The models, at least one. The first is the default.
+    pub(super) models: Vec<ServedModel>,
+    pub(super) api_key: Option<String>,
+    pub(super) max_model_len: usize,
+    /// Start of the server, in seconds since 1970.
+    pub(super) created: u64,
+    queue: mpsc::Sender<GenerationJob>,
+}
+
+/// A model, or an adapter on the first one.
+pub(super) struct ServedModel {
+    /// Name in requests and responses.
+    pub(super) name: String,
+    /// Name of the base model of an adapter.
+    pub(super) parent: Option<String>,
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) template: Option<Arc<ChatTemplate>>,
     /// Tokens that end a completion.
     pub(super) stop_ids: Arc<[u32]>,
     /// Tokens that end a reply in a chat.
     pub(super) chat_stop_ids: Arc<[u32]>,
-    pub(super) model_name: String,
-    pub(super) api_key: Option<String>,
-    pub(super) max_model_len: usize,
     /// Rows of the model's embedding.
     pub(super) n_vocab: usize,
-    /// Start of the server, in seconds since 1970.
-    pub(super) created: u64,
-    queue: mpsc::Sender<GenerationJob>,
+}
+
+impl ServedModel {
+    fn new(lm: &Lm, name: &str, parent: Option<&str>) -> Self {
+        let tokenizer = Arc::clone(lm.tokenizer());
+        let stop_ids: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
+        let end_of_turn = lm.template().and_then(|template| end_of_turn(&tokenizer, template));
+        Self {
+            name: name.to_owned(),
+            parent: parent.map(str::to_owned),
+            template: lm.shared_template(),
+            chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
+            stop_ids,
+            n_vocab: lm.engine().model().config().vocab_size(),
+            tokenizer,
+        }
+    }
 }
 
 impl ServerState {
     /// Creates the state of a server. Jobs are sent to `queue`.
     pub(super) fn new(
-        lm: &Lm,
+        models: &[Lm],
         settings: &ServeSettings,
         max_model_len: usize,
         queue: mpsc::Sender<GenerationJob>,
     ) -> Self {
-        let tokenizer = Arc::clone(lm.tokenizer());
-        let stop_ids: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
-        let end_of_turn = lm.template().and_then(|template| end_of_turn(&tokenizer, template));
+        let names = &settings.model_names;
+        let model = |(idx, (lm, name)): (usize, (&Lm, &String))| {
+            ServedModel::new(lm, name, names.first().filter(|_| idx > 0).map(String::as_str))
+        };
         Self {
-            template: lm.shared_template(),
-            chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
-            stop_ids,
-            model_name: settings.model_name.clone(),
+            models: models.iter().zip(names).enumerate().map(model).collect(),
             api_key: settings.api_key.clone(),
             max_model_len,
-            n_vocab: lm.engine().model().config().vocab_size(),
             created: seconds_since_1970(),
-            tokenizer,
             queue,
         }
     }
 
-    /// Rejects a request for another model.
-    pub(super) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
-        match name.filter(|name| *name != self.model_name) {
-            None => Ok(()),
-            Some(other) => {
-                let problem = format!("model is {other:?}, but this server has {:?}", self.model_name);
-                Err(ApiError::new(StatusCode::NOT_FOUND, problem).with_code("model_not_found"))
-            }
-        }
+    /// Returns the index of the model with this name; without a name, of the first.
+    pub(super) fn find_model(&self, name: Option<&str>) -> Result<usize, ApiError> {
+        let Some(name) = name else { return Ok(0) };
+        self.models.iter().position(|model| model.name == name).ok_or_else(|| {
+            let names: Vec<String> = self.models.iter().map(|model| format!("{:?}", model.name)).collect();
+            let problem = format!("model is {name:?}, but this server has {}", names.join(", "));
+            ApiError::new(StatusCode::NOT_FOUND, problem).with_code("model_not_found")
+        })
     }
 
     /// Returns the number of tokens that a request may generate after a prompt of `n_prompt` tokens.
@@ -110,7 +131,8 @@ impl ServerState {
 /// Returns the limits of the worker, and the maximum length of prompt and completion.
 pub(super) fn limits(lm: &Lm, settings: &ServeSettings) -> Result<(WorkerLimits, usize)> {
     let BatchLimits { n_tokens, n_texts, pool_rows, .. } = BatchLimits::of_engine(lm.engine());
-    let max_model_len = settings.max_model_len.unwrap_or(lm.context().min(pool_rows));
+    let pool_rows = settings.max_total_tokens.unwrap_or(pool_rows);
+    let max_model_len = settings.max_model_len.unwrap_or(lm.context().min(pool_rows.saturating_sub(1)));
     ensure!(
         max_model_len > 0 && max_model_len <= lm.context(),
         anyhow::anyhow!(
@@ -118,6 +140,11 @@ pub(super) fn limits(lm: &Lm, settings: &ServeSettings) -> Result<(WorkerLimits,
             lm.context()
         )
         .context(ExitCode::Usage)
+    );
+    ensure!(
+        settings.max_total_tokens.is_none_or(|n_tokens| n_tokens > max_model_len),
+        anyhow::anyhow!("failed to start: --max-total-tokens must be greater than --max-model-len {max_model_len}")
+            .context(ExitCode::Usage)
     );
     let n_sequences = settings.max_num_seqs.unwrap_or(n_texts);
     let most = n_sequences.saturating_mul(max_model_len + 1);

@@ -31,6 +31,8 @@ pub(crate) struct GroupWeights {
     pub(crate) own: Tensor,
     /// True if the unsharded buffer stays on the device.
     is_resident: bool,
+    /// True if the buffer belongs to another store.
+    is_shared: bool,
     shard: Arc<dyn Collective>,
     /// Device that computes.
     device: Device,
@@ -48,18 +50,43 @@ enum Gathering {
 }
 
 impl ShardedBuffers {
-    /// Allocates zero-filled buffers. Trainable weights get the gradient sinks of `reducer`.
-    pub(crate) fn new(layout: &ParamLayout, reducer: &GradReducer, dtype: DType, device: &Device) -> Result<Self> {
+    /// Allocates zero-filled buffers. Trainable weights get the gradient sinks of `reducer`. Frozen groups that `base` has,
+    /// too, share its buffers.
+    pub(crate) fn new(
+        layout: &ParamLayout,
+        reducer: &GradReducer,
+        dtype: DType,
+        device: &Device,
+        base: Option<(&ParamLayout, &Self)>,
+    ) -> Result<Self> {
         let zero_stage = layout.sharding.zero_stage;
         let (mut groups, mut weights) = (Vec::new(), HashMap::new());
         for group in &layout.groups {
-            let of_group = GroupWeights::zeros(group, zero_stage, group.storage.dtype(dtype), device)?;
+            let shared = base.and_then(|(layout, buffers)| buffers.shared(layout, group, group.storage.dtype(dtype)));
+            let of_group = match shared {
+                Some(shared) => shared,
+                None => GroupWeights::zeros(group, zero_stage, group.storage.dtype(dtype), device)?,
+            };
             for param in &group.params {
                 weights.insert(param.spec.name.clone(), of_group.weight(param, reducer)?);
             }
             groups.push(of_group);
         }
         Ok(Self { groups, weights })
+    }
+
+    /// Returns the resident buffer of a frozen group with the same layout and dtype, shared.
+    fn shared(&self, layout: &ParamLayout, group: &ParamGroup, dtype: DType) -> Option<GroupWeights> {
+        let is_same = |(other, weights): &(&ParamGroup, &GroupWeights)| {
+            let is_frozen = !group.is_trainable && !other.is_trainable;
+            is_frozen && weights.is_resident && weights.own.dtype() == dtype && group.has_layout_of(other)
+        };
+        layout.groups.iter().zip(&self.groups).find(is_same).map(|(_, weights)| weights.share())
+    }
+
+    /// Returns true if the group's buffer belongs to another store.
+    pub(crate) fn is_shared(&self, group_idx: usize) -> bool {
+        self.groups[group_idx].is_shared
     }
 
     /// Returns a parameter as an op's weight.
@@ -143,7 +170,22 @@ impl GroupWeights {
             false => (FlatBuffer::unallocated(n, dtype), Tensor::zeros(shard.len(), dtype, location.device(device))?),
         };
         let shard = Arc::clone(&group.ranks.shard);
-        Ok(Self { all, own, is_resident, shard, device: device.clone(), gathering: Mutex::default(), fp8: None })
+        let (device, gathering) = (device.clone(), Mutex::default());
+        Ok(Self { all, own, is_resident, is_shared: false, shard, device, gathering, fp8: None })
+    }
+
+    /// Returns a group that reads this group's resident buffer.
+    fn share(&self) -> Self {
+        Self {
+            all: self.all.clone(),
+            own: self.own.clone(),
+            is_resident: true,
+            is_shared: true,
+            shard: Arc::clone(&self.shard),
+            device: self.device.clone(),
+            gathering: Mutex::default(),
+            fp8: None,
+        }
     }
 
     /// Returns the view of a parameter.
@@ -253,6 +295,9 @@ impl GroupWeights {
     }
 
     fn bytes(&self, device: &Device) -> u64 {
+        if self.is_shared {
+            return 0;
+        }
         // The shard of a resident buffer is a view of it.
         of_buffer(&self.all) + if self.is_resident { 0 } else { of_tensor(&self.own, device) }
     }

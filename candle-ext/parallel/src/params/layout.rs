@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use candle_core::{Result, bail};
-use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
+use candlewick_model::{AdapterSpec, FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
 use candlewick_ops::{ShardPosition, WeightStorage};
 
 use super::offload::UnitOffload;
@@ -191,6 +191,13 @@ impl ParamGroup {
         Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed, gathers_fp8 })
     }
 
+    /// Returns true if another group has the same parameters at the same positions.
+    pub(crate) fn has_layout_of(&self, other: &Self) -> bool {
+        let position = |param: &PlacedParam| (param.spec.name.clone(), param.spec.shape.clone(), param.range.clone());
+        (self.kind, self.storage, self.numel, &self.shard) == (other.kind, other.storage, other.numel, &other.shard)
+            && self.params.iter().map(position).eq(other.params.iter().map(position))
+    }
+
     /// Returns the ranges of these parameters within this rank's shard.
     pub(crate) fn in_shard<'a>(
         &'a self,
@@ -252,9 +259,11 @@ impl PlacedParam {
 }
 
 impl PlaceContext {
-    /// Groups parameters by storage and by the dtype of their all-gather, in order of first occurrence.
+    /// Groups parameters by storage and by the dtype of their all-gather, in order of first occurrence. For inference, an
+    /// adapter has groups of its own, so that several adapters can share the other groups.
     fn by_storage<'s>(&self, specs: Vec<&'s ParamSpec>) -> Vec<Vec<&'s ParamSpec>> {
-        let key = |spec: &ParamSpec| (spec.storage, self.fp8_gathered.contains(&spec.name));
+        let is_adapter = |spec: &ParamSpec| self.mode == StoreMode::Infer && AdapterSpec::owns(&spec.name);
+        let key = |spec: &ParamSpec| (spec.storage, self.fp8_gathered.contains(&spec.name), is_adapter(spec));
         let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
         for spec in specs {
             match groups.iter_mut().find(|group| key(group[0]) == key(spec)) {

@@ -85,6 +85,18 @@ impl ParamStore {
         device: &Device,
         sharding: ShardingGroups,
     ) -> Result<Self> {
+        Self::sharing(units, options, device, sharding, None)
+    }
+
+    /// Allocates buffers like [`ParamStore::of_units`]. Frozen groups of `base` with the same parameters are shared: they have
+    /// the values of `base`, and [`ParamStore::fill`] does not set them.
+    pub fn sharing(
+        units: &[FsdpUnit],
+        options: StoreOptions,
+        device: &Device,
+        sharding: ShardingGroups,
+        base: Option<&Self>,
+    ) -> Result<Self> {
         let StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather } = options;
         if fp8_param_gather && sharding.zero_stage != ZeroStage::Three {
             bail!("fp8_param_gather needs weights that ZeRO stage 3 shards")
@@ -94,7 +106,8 @@ impl ParamStore {
         }
         let layout = ParamLayout::new(units, &options, sharding)?;
         let reducer = GradReducer::new(&layout, dtypes.masters, device)?;
-        let buffers = ShardedBuffers::new(&layout, &reducer, dtypes.compute, device)?;
+        let base = base.map(|base| (&base.layout, &base.buffers));
+        let buffers = ShardedBuffers::new(&layout, &reducer, dtypes.compute, device, base)?;
         let optimizer = ShardedAdamW::new(&layout, &buffers, dtypes, device)?;
         let layers = layers(&layout, &buffers)?;
         Ok(Self { layout, buffers, layers, reducer, optimizer, options, device: device.clone(), fp8: None })
@@ -145,7 +158,8 @@ impl ParamStore {
         mut source: impl FnMut(&ParamSpec) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<(), E> {
         for (unit_idx, unit) in self.layout.units.iter().enumerate().filter(|(idx, _)| self.layout.has(*idx)) {
-            for spec in &unit.params {
+            let is_own = |spec: &&ParamSpec| !self.buffers.is_shared(self.layout.find(unit_idx, &spec.name).0);
+            for spec in unit.params.iter().filter(is_own) {
                 self.set(unit_idx, spec, &source(spec)?)?;
             }
         }

@@ -46,6 +46,12 @@ impl DatasetRequest {
         })
     }
 
+    /// Returns the repository and the revision, unless the data set is local.
+    pub fn hub_repo(&self) -> Option<(RepoId, String)> {
+        let repo = RepoId::parse(RepoKind::Dataset, &self.spec.name).ok().filter(|_| !self.is_local())?;
+        Some((repo, self.revision.as_deref().unwrap_or("main").to_owned()))
+    }
+
     /// Returns the requested splits, under the names that the data set has for them.
     fn parts(&self) -> Vec<SplitSlice> {
         let default = SplitSlice { split: self.default_split.clone(), slice: Default::default() };

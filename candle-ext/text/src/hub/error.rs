@@ -158,6 +158,62 @@ pub enum HubError {
         /// Command that downloads the repository.
         prefetch: String,
     },
+    /// A lock file lacks an entry.
+    #[error(
+        "use {}: it has no entry for {entry}; run `{prefetch}` with a network to add it",
+        lock.display()
+    )]
+    NotLocked {
+        /// The lock file.
+        lock: PathBuf,
+        /// The missing entry: a repository at a revision, or a file of one.
+        entry: String,
+        /// Command that writes the lock file.
+        prefetch: String,
+    },
+    /// The cache lacks a file of a lock file.
+    #[error(
+        "load {id} at the commit in {}: {missing}; run `{prefetch}` with a network, or set HF_HOME to the folder that \
+         holds the files",
+        lock.display()
+    )]
+    NotPrefetched {
+        /// The repository.
+        id: String,
+        /// The lock file.
+        lock: PathBuf,
+        /// Missing files, as a clause.
+        missing: String,
+        /// Command that downloads the files.
+        prefetch: String,
+    },
+    /// A lock file cannot be read.
+    #[error("read the lock file {}: {problem}; remove it and run prefetch again", path.display())]
+    InvalidLock {
+        /// The lock file.
+        path: PathBuf,
+        /// The problem, with its line or repository.
+        problem: String,
+    },
+    /// A lock file cannot be written.
+    #[error("write the lock file {}: {source}", path.display())]
+    WriteLock {
+        /// The lock file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The Hub no longer has the commit of a lock file.
+    #[error(
+        "download {id}: the Hub no longer has the commit {commit} of the lock file; run prefetch with --update to lock the \
+         current commits"
+    )]
+    LockedCommitNotFound {
+        /// The repository.
+        id: String,
+        /// The commit.
+        commit: String,
+    },
     /// The repository is unusable: required files are missing, or its commit or address is invalid.
     #[error("use {id}: {problem}")]
     WrongContents {

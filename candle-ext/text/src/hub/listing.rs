@@ -1,5 +1,7 @@
 //! File lists of repositories.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use super::error::HubError;
@@ -11,8 +13,26 @@ pub(crate) struct Listing {
     pub(super) revision: String,
     pub(super) commit: String,
     pub(super) files: Vec<ListedFile>,
-    /// True for the cached list. The Hub was not reachable, so no file can be downloaded.
-    pub(super) is_cached: bool,
+    pub(super) origin: ListingOrigin,
+}
+
+/// Origin of a file list.
+pub(super) enum ListingOrigin {
+    /// The Hub, from which files can be downloaded.
+    Remote,
+    /// The cache, because the Hub was not reachable.
+    Cache,
+    /// The cache, at the commit of a lock file.
+    Lock(LockContext),
+}
+
+/// Names for error messages about a lock file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LockContext {
+    /// The lock file.
+    pub path: PathBuf,
+    /// Command that writes the lock file.
+    pub prefetch: String,
 }
 
 /// One file of a repository: path and size in bytes.
@@ -23,6 +43,24 @@ pub(crate) struct ListedFile {
 }
 
 impl Listing {
+    /// Returns true if no file can be downloaded.
+    pub(super) fn is_cached(&self) -> bool {
+        !matches!(self.origin, ListingOrigin::Remote)
+    }
+
+    /// Returns the error for a part that the cache lacks.
+    fn not_cached(&self, missing: String) -> HubError {
+        match &self.origin {
+            ListingOrigin::Lock(LockContext { path, prefetch }) => HubError::NotPrefetched {
+                id: self.repo.to_string(),
+                lock: path.clone(),
+                missing,
+                prefetch: prefetch.clone(),
+            },
+            _ => HubError::offline(&self.repo, &self.revision, missing),
+        }
+    }
+
     pub(crate) fn paths(&self) -> Vec<String> {
         self.files.iter().map(|file| file.path.clone()).collect()
     }
@@ -33,17 +71,16 @@ impl Listing {
 
     /// Returns the error for a file that the repository or the cache lacks.
     pub(crate) fn missing_file(&self, path: &str) -> HubError {
-        if self.is_cached {
-            return HubError::offline(&self.repo, &self.revision, format!("{path} is not in the cache"));
+        if self.is_cached() {
+            return self.not_cached(format!("{path} is not in the cache"));
         }
         HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
     }
 
     /// Returns the error for a repository or a cached copy that lacks required files.
     pub(crate) fn unusable(&self, problem: String) -> HubError {
-        if self.is_cached {
-            let missing = format!("the cached copy is incomplete: {problem}");
-            return HubError::offline(&self.repo, &self.revision, missing);
+        if self.is_cached() {
+            return self.not_cached(format!("the cached copy is incomplete: {problem}"));
         }
         HubError::WrongContents { id: self.repo.to_string(), problem }
     }

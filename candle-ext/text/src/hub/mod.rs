@@ -13,11 +13,14 @@
 
 mod api;
 mod cache;
+mod commit_source;
 mod dataset;
 mod error;
 mod fetch;
 mod listing;
 mod local;
+mod lock_file;
+mod locked;
 mod model;
 mod partial_download;
 mod repo;
@@ -30,7 +33,10 @@ mod upload_client;
 pub use dataset::DatasetRequest;
 pub use error::HubError;
 pub use fetch::{DownloadCallback, DownloadProgress};
+pub use listing::LockContext;
 pub use local::{LocalModel, LocalModelKind, local_model};
+pub use lock_file::{HubLock, LockedFile, LockedRepo};
+pub use locked::LockFault;
 pub use model::{ModelAndAdapter, ModelFiles};
 pub use repo::{RepoId, RepoIdError, RepoKind};
 pub use settings::HubSettings;
@@ -41,8 +47,10 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use api::HubApi;
-use cache::HubCache;
+use cache::{HubCache, is_commit};
+use commit_source::{CommitSource, EnforcedLock};
 use fetch::Downloader;
+use listing::ListingOrigin;
 pub(crate) use listing::{ListedFile, Listing};
 
 /// Client of the Hugging Face Hub. Threads share it by reference.
@@ -51,6 +59,7 @@ pub struct Hub {
     cache: HubCache,
     /// `None` when offline.
     online: Option<(HubApi, Downloader)>,
+    commits: CommitSource,
 }
 
 /// Log filter directives that silence the Hub's libraries. [`HubError`] reports their failures.
@@ -66,7 +75,7 @@ impl Hub {
             true => None,
             false => Some((HubApi::new(&settings)?, Downloader::new(&settings)?)),
         };
-        Ok(Self { cache: HubCache::new(&settings.cache), settings, online })
+        Ok(Self { cache: HubCache::new(&settings.cache), settings, online, commits: CommitSource::Revisions })
     }
 
     /// Sets a callback for download progress.
@@ -93,12 +102,16 @@ impl Hub {
         revision: &str,
         work: impl Fn(&Listing) -> Result<T, HubError>,
     ) -> Result<T, HubError> {
+        if let CommitSource::Lock(enforced) = &self.commits {
+            return work(&self.locked(enforced, repo, revision)?);
+        }
         let Some((remote, _)) = &self.online else {
             return work(&self.cached(repo, revision)?);
         };
-        let (commit, files) = match remote.list(repo, revision) {
+        let kept = self.recorder().and_then(|recorder| recorder.kept_commit(repo, revision));
+        let (commit, files) = match self.list(remote, repo, kept.as_deref().unwrap_or(revision)) {
             Ok(found) => found,
-            Err(error) if error.is_transient() => {
+            Err(error) if error.is_transient() && self.recorder().is_none() => {
                 return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
                     Err(HubError::Offline { .. }) => Err(error),
                     other => {
@@ -107,13 +120,30 @@ impl Hub {
                     }
                 };
             }
+            Err(HubError::RevisionNotFound { id, revision }) if kept.is_some() => {
+                return Err(HubError::LockedCommitNotFound { id, commit: revision });
+            }
             Err(error) => return Err(error),
         };
         self.cache.set_listing(repo, &commit, &files)?;
-        let listing = Listing { repo: repo.clone(), revision: revision.to_owned(), commit, files, is_cached: false };
+        let (revision, origin) = (revision.to_owned(), ListingOrigin::Remote);
+        let listing = Listing { repo: repo.clone(), revision, commit, files, origin };
         let done = work(&listing)?;
-        self.cache.set_commit(repo, revision, &listing.commit)?;
+        // An old commit of a lock does not replace a newer one in the cache.
+        if kept.is_none() || self.cache.commit_of(repo, &listing.revision).is_none() {
+            self.cache.set_commit(repo, &listing.revision, &listing.commit)?;
+        }
         Ok(done)
+    }
+
+    /// Returns the commit of `revision` and its files. The list of a commit never changes, so a recorder uses the cached
+    /// one.
+    fn list(&self, remote: &HubApi, repo: &RepoId, revision: &str) -> Result<(String, Vec<ListedFile>), HubError> {
+        let is_fixed = is_commit(revision) && self.recorder().is_some();
+        match self.cache.listing(repo, revision).filter(|_| is_fixed) {
+            Some(files) => Ok((revision.to_owned(), files)),
+            None => remote.list(repo, revision),
+        }
     }
 
     /// Downloads `paths` concurrently and returns their local paths in the same order.
@@ -140,9 +170,22 @@ impl Hub {
     }
 
     fn fetch_one(&self, listing: &Listing, path: &str, previous: Option<&str>) -> Result<(), HubError> {
-        let (repo, commit) = (&listing.repo, listing.commit.as_str());
         let listed = listing.files.iter().find(|file| file.path == path).ok_or_else(|| listing.missing_file(path))?;
-        let Some((_, downloader)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
+        match &self.commits {
+            CommitSource::Revisions => self.fetch_file(listing, listed, previous),
+            CommitSource::Lock(enforced) => {
+                enforced.check(listing, listed)?;
+                self.fetch_file(listing, listed, previous)
+            }
+            CommitSource::Recorder(recorder) => {
+                self.fetch_and_record(recorder, listing, listed, || self.fetch_file(listing, listed, previous))
+            }
+        }
+    }
+
+    fn fetch_file(&self, listing: &Listing, listed: &ListedFile, previous: Option<&str>) -> Result<(), HubError> {
+        let (repo, commit, path) = (&listing.repo, listing.commit.as_str(), listed.path.as_str());
+        let Some((_, downloader)) = self.online.as_ref().filter(|_| !listing.is_cached()) else {
             return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.missing_file(path)) };
         };
         if self.cache.verify_or_evict(repo, commit, listed)? {
@@ -151,6 +194,25 @@ impl Hub {
         let old = previous.filter(|old| *old != commit);
         let known = old.and_then(|old| self.cache.etag(repo, old, path));
         downloader.fetch(&self.cache, repo, commit, listed, known)
+    }
+
+    /// Returns the file list of a locked commit: the cached one, else that of the lock.
+    fn locked(&self, enforced: &EnforcedLock, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
+        let locked = enforced.find(repo, revision)?;
+        let of_lock =
+            || locked.files.iter().map(|file| ListedFile { path: file.path.clone(), size: file.size }).collect();
+        Ok(Listing {
+            repo: repo.clone(),
+            revision: revision.to_owned(),
+            commit: locked.commit.clone(),
+            files: self.cache.listing(repo, &locked.commit).unwrap_or_else(of_lock),
+            origin: ListingOrigin::Lock(enforced.context.clone()),
+        })
+    }
+
+    /// Returns true if the lock in use has the repository at the branch `main`.
+    fn is_locked(&self, repo: &RepoId) -> bool {
+        self.lock().is_some_and(|(lock, _)| lock.find(repo, "main").is_some())
     }
 
     fn cached(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
@@ -168,6 +230,6 @@ impl Hub {
             return Err(nothing(format!("the cache has no files of revision {revision:?}")));
         }
         let revision = revision.to_owned();
-        Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: true })
+        Ok(Listing { repo: repo.clone(), revision, commit, files, origin: ListingOrigin::Cache })
     }
 }

@@ -146,7 +146,7 @@ impl Hub {
         let begins_here = || name.split_once('/').is_some_and(|(first, _)| Path::new(first).is_dir());
         let is_cached = || {
             let repo = RepoId::parse(RepoKind::Model, name).ok();
-            repo.is_some_and(|repo| self.cache.commit_of(&repo, "main").is_some())
+            repo.is_some_and(|repo| self.is_locked(&repo) || self.cache.commit_of(&repo, "main").is_some())
         };
         looks_like_a_path || has_slashes || (revision.is_none() && begins_here() && !is_cached())
     }
@@ -179,7 +179,7 @@ impl Hub {
         if listing.has(ADAPTER_WEIGHTS) {
             return Ok(vec![ADAPTER_WEIGHTS.into()]);
         }
-        match listing.is_cached {
+        match listing.is_cached() {
             true => Err(listing.missing_file(WEIGHTS)),
             false => Err(listing.unusable(no_weights(&listing.paths()))),
         }
@@ -193,7 +193,7 @@ fn small_files(listing: &Listing, part: ModelFiles) -> Result<Vec<String>, HubEr
     let found: Vec<String> =
         SMALL.iter().filter(|path| listing.has(path) && is_wanted(path)).map(ToString::to_string).collect();
     if part == ModelFiles::All && !listing.has(CONFIG) && !listing.has(ADAPTER_CONFIG) {
-        return Err(match listing.is_cached {
+        return Err(match listing.is_cached() {
             true => listing.missing_file(CONFIG),
             false => listing.unusable(no_config(&listing.paths())),
         });

@@ -2,8 +2,11 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// Kind of a Hub repository.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum RepoKind {
     /// Model repository.
     Model,
@@ -12,7 +15,7 @@ pub enum RepoKind {
 }
 
 /// Valid repository id with its kind.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RepoId {
     kind: RepoKind,
     id: String,
@@ -73,6 +76,11 @@ impl RepoId {
     /// Returns the kind of the repository.
     pub fn kind(&self) -> RepoKind {
         self.kind
+    }
+
+    /// Returns the id as written.
+    pub fn id(&self) -> &str {
+        &self.id
     }
 
     pub(crate) fn owner_and_name(&self) -> (&str, &str) {

@@ -3,15 +3,17 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
+use super::explain_json::as_json;
+use super::explained_key::{ExplainedKey, keys_below, settings_of_key, settings_of_section};
 use super::settings::{ResolvedSettings, WordedSetting};
 use crate::cli::Ui;
 use crate::cli::options::{Verbosity, key_value};
 use crate::exit::ExitCode;
 use crate::plan::value_in_words;
-use crate::recipe::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs, numbered};
+use crate::recipe::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
 
 #[derive(Debug, Args)]
 pub(in crate::cli) struct ExplainArgs {
@@ -23,6 +25,9 @@ pub(in crate::cli) struct ExplainArgs {
     /// Overrides of recipe keys
     #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
     overrides: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// Examples for the long help.
@@ -31,7 +36,8 @@ Examples:
   trainer config explain data.max_length
   trainer config explain optimizer
   trainer config explain per_device_train_batch_size
-  trainer config explain optimizer.lr recipe.yaml optimizer.lr=1e-4";
+  trainer config explain optimizer.lr recipe.yaml optimizer.lr=1e-4
+  trainer config explain optimizer --json";
 
 pub(super) fn run(args: &ExplainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let docs = key_docs();
@@ -45,29 +51,25 @@ pub(super) fn run(args: &ExplainArgs, verbosity: Verbosity, ui: &Ui) -> Result<E
         Some(path) => Some(ResolvedSettings::of_recipe(path, &args.overrides, verbosity)?),
         None => None,
     };
-    ui.print(explanation(&docs, &args.key, &named, settings.as_ref()).trim_end())
+    let explained = ExplainedKey::new(&docs, &args.key, &named);
+    match args.json {
+        false => ui.print(text(&explained, &docs, settings.as_ref()).trim_end()),
+        true => {
+            let json = as_json(&explained, &docs, settings.as_ref());
+            ui.print(&serde_json::to_string_pretty(&json).context("failed to write the explanation as JSON")?)
+        }
+    }
 }
 
-fn explanation(docs: &[KeyDoc], key: &str, named: &NamedKey, settings: Option<&ResolvedSettings>) -> String {
-    let (path, note, value_of) = match named {
-        NamedKey::Documented(path) => (path.clone(), String::new(), key.to_owned()),
-        NamedKey::InMap(map) => {
-            (map.clone(), format!("{key} is a key of the map {map}, which has no fixed keys.\n\n"), key.to_owned())
-        }
-        NamedKey::Foreign(path, advice) => {
-            (path.clone(), format!("{key} is a key of another toolkit: {advice}.\n\n"), path.clone())
-        }
-        NamedKey::Unknown(_) => return String::new(),
-    };
-    // A counterpart may be a key of a map, such as `model.peft_config.r`.
-    let Some(doc) = docs.iter().rfind(|doc| doc.path == path || path.starts_with(&format!("{}.", doc.path))) else {
-        return note;
-    };
+/// Explains a key in words.
+fn text(explained: &ExplainedKey, docs: &[KeyDoc], settings: Option<&ResolvedSettings>) -> String {
+    let note = explained.note.as_ref().map_or_else(String::new, |note| format!("{note}\n\n"));
+    let Some(doc) = explained.doc else { return note };
     let mut text = note + &describe(doc);
-    if doc.is_section() && doc.path == path {
-        text += &keys_of_section(docs, doc, settings);
+    if let Some(section) = explained.section() {
+        text += &keys_of_section(docs, section, settings);
     } else if let Some(settings) = settings {
-        text += &values(settings, &value_of, doc);
+        text += &values(settings, &explained.value_of, doc);
     }
     text
 }
@@ -113,13 +115,10 @@ fn other_names(doc: &KeyDoc) -> Vec<String> {
 
 /// Lists the keys below a section: with defaults, or with the values of a recipe.
 fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&ResolvedSettings>) -> String {
-    let prefix = format!("{}.", section.path);
     let rows: Vec<[String; 3]> = match settings {
         Some(settings) => {
-            let is_below =
-                |setting: &&WordedSetting| setting.key == section.path || numbered(&setting.key).starts_with(&prefix);
             let row = |s: &WordedSetting| [s.key.clone(), value_in_words(&s.value), s.origin.clone()];
-            settings.all().filter(is_below).map(row).collect()
+            settings_of_section(settings, section).into_iter().map(row).collect()
         }
         None => {
             let first_sentence = |text: &str| text.split(". ").next().unwrap_or(text).trim_end_matches('.').to_owned();
@@ -127,7 +126,7 @@ fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&Resolved
                 let default = doc.default.clone().unwrap_or_default();
                 [doc.path.clone(), shortened(&default), first_sentence(&doc.meaning)]
             };
-            docs.iter().filter(|doc| doc.path.starts_with(&prefix)).map(row).collect()
+            keys_below(docs, section).map(row).collect()
         }
     };
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
@@ -149,13 +148,9 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// Lists the values of a key in a recipe. A key of a list has a value for each item, unless `key` has an index.
+/// Lists the values of a key in a recipe.
 fn values(settings: &ResolvedSettings, key: &str, doc: &KeyDoc) -> String {
-    let has_index = key.split('.').any(|part| part.parse::<usize>().is_ok());
-    let path = if key.starts_with(&format!("{}.", doc.path)) { key.to_owned() } else { doc.path.clone() };
-    let is_meant =
-        |setting: &&WordedSetting| if has_index { setting.key == key } else { numbered(&setting.key) == path };
-    let found: Vec<&WordedSetting> = settings.all().filter(is_meant).collect();
+    let found = settings_of_key(settings, key, doc);
     if found.is_empty() {
         return format!("  {:11}not set in {}\n", "value", settings.path.display());
     }

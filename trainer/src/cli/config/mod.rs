@@ -2,6 +2,8 @@
 
 pub(super) mod diff;
 mod explain;
+mod explain_json;
+mod explained_key;
 pub(super) mod settings;
 
 use anyhow::Result;

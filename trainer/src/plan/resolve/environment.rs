@@ -7,7 +7,7 @@ use candlewick_comm::{CommBackend, HostBackend};
 use candlewick_model::{Config, ModelError};
 use candlewick_ops::gpu_unavailable_reason;
 use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
-use candlewick_text::hub::{Hub, HubError, HubSettings, LocalModel, LocalModelKind, ModelFiles, local_model};
+use candlewick_text::hub::{Hub, HubError, HubLock, LocalModel, LocalModelKind, LockContext, ModelFiles, local_model};
 use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
 
 use super::{TempDir, TrackingEnv};
@@ -40,6 +40,17 @@ pub struct Environment {
     pub missing_gpu: Option<String>,
     /// The environment variables and credentials of the trackers.
     pub tracking: TrackingEnv,
+    /// The lock file next to the recipe, if there is one.
+    pub lock: Option<RecipeLock>,
+}
+
+/// The lock file of a recipe.
+#[derive(Clone, Debug)]
+pub struct RecipeLock {
+    /// The commits and files.
+    pub lock: HubLock,
+    /// The path and the command that writes it.
+    pub context: LockContext,
 }
 
 /// The position of a process among those that train together.
@@ -105,6 +116,15 @@ pub enum HubAccess {
     Network,
 }
 
+/// The Hub of [`Environment::gather`], and its use.
+#[derive(Clone, Copy)]
+pub struct HubView<'a> {
+    /// The Hub, with the recipe's lock file if there is one.
+    pub hub: &'a Hub,
+    /// The access.
+    pub access: HubAccess,
+}
+
 /// The reason why a fact could not be gathered. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum EnvironmentError {
@@ -120,18 +140,19 @@ pub enum EnvironmentError {
 }
 
 impl Environment {
-    /// Inspects the machine and, as `access` allows, the Hub.
+    /// Inspects the machine and, as the view allows, the Hub.
     pub fn gather(
         loaded: &Loaded,
-        access: HubAccess,
+        view: HubView,
         console: Console,
         world: WorldInfo,
     ) -> Result<Self, EnvironmentError> {
-        let config = find_config(loaded, access, HubSettings::from_env())?;
-        Ok(Self::with_config(config, loaded, console, world))
+        let config = find_config(loaded, view)?;
+        let lock = view.hub.lock().map(|(lock, context)| RecipeLock { lock: lock.clone(), context: context.clone() });
+        Ok(Self { lock, ..Self::with_config(config, loaded, console, world) })
     }
 
-    /// Inspects the machine, but not the model.
+    /// Inspects the machine, but neither the model nor a lock file.
     pub fn with_config(config: Option<Config>, loaded: &Loaded, console: Console, world: WorldInfo) -> Self {
         let wants_capacity = loaded.recipe.memory == Some(MemoryMode::Auto) && world.machines != Machines::Unknown;
         Self {
@@ -146,6 +167,7 @@ impl Environment {
             capacity: wants_capacity.then(|| capacity(loaded).of_one(world.n_here)),
             missing_gpu: None,
             tracking: TrackingEnv::from_env(),
+            lock: None,
         }
     }
 
@@ -173,7 +195,7 @@ fn capacity(loaded: &Loaded) -> Capacity {
     Capacity::now(device.unwrap_or_default())
 }
 
-fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Result<Option<Config>, EnvironmentError> {
+fn find_config(loaded: &Loaded, view: HubView) -> Result<Option<Config>, EnvironmentError> {
     let model = &loaded.recipe.model;
     let fault = |key: &str, error: ModelError| {
         let found = loaded.fault_at(&[key], format!("{key}: cannot be used: {error}"));
@@ -197,9 +219,12 @@ fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Res
         }
         (None, Some(name)) => {
             let is_random = model.kind == Some(ModelType::RandomWeightHf);
-            let part =
-                if access == HubAccess::Offline && !is_random { ModelFiles::All } else { ModelFiles::WithoutWeights };
-            from_hub(name, model.revision.as_deref(), part, access, settings)
+            let part = if view.access == HubAccess::Offline && !is_random {
+                ModelFiles::All
+            } else {
+                ModelFiles::WithoutWeights
+            };
+            from_hub(name, model.revision.as_deref(), part, view)
         }
         (None, None) => Ok(None),
     }
@@ -248,16 +273,18 @@ fn from_hub(
     name: &str,
     revision: Option<&str>,
     part: ModelFiles,
-    access: HubAccess,
-    mut settings: HubSettings,
+    view: HubView,
 ) -> Result<Option<Config>, EnvironmentError> {
-    settings.offline |= access != HubAccess::Network;
-    match Hub::new(settings)?.model(name, revision, part) {
+    let found = match view.access {
+        HubAccess::Network => view.hub.model(name, revision, part),
+        HubAccess::ThisMachine | HubAccess::Offline => view.hub.cached_only().model(name, revision, part),
+    };
+    match found {
         Ok(folder) => Ok(Some(Config::read(&folder)?)),
         Err(error @ (HubError::InvalidId { .. } | HubError::PathNotFound { .. } | HubError::NotAModel { .. })) => {
             Err(error.into())
         }
-        Err(_) if access == HubAccess::ThisMachine => Ok(None),
+        Err(_) if view.access == HubAccess::ThisMachine => Ok(None),
         Err(error) => Err(error.into()),
     }
 }

@@ -9,6 +9,7 @@ mod checkpoints;
 mod deepspeed;
 mod environment;
 mod eval;
+mod lock_file;
 mod memory;
 mod model;
 mod moe;
@@ -32,7 +33,9 @@ use crate::plan::{Plan, ResolvedSetting};
 use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError};
 
 pub(crate) use environment::is_path;
-pub use environment::{BuildFeatures, Environment, EnvironmentError, HubAccess, Machines, WorldInfo};
+pub use environment::{
+    BuildFeatures, Environment, EnvironmentError, HubAccess, HubView, Machines, RecipeLock, WorldInfo,
+};
 pub(crate) use output::conversation;
 pub use temp_dir::TempDir;
 pub use tracking_env::TrackingEnv;
@@ -53,6 +56,7 @@ impl Plan {
         let moe = moe::resolve(&mut resolver, &model, &ranks);
         let fp8 = precision::resolve(&mut resolver, &model, &ranks);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
+        lock_file::check(&mut resolver, &model, &tokenizer, &data);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let label_smoothing_factor = optimizer::label_smoothing_factor(&mut resolver);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);

@@ -38,6 +38,7 @@ fn known() -> Environment {
         capacity: None,
         missing_gpu: None,
         tracking: TrackingEnv::default(),
+        lock: None,
     }
 }
 

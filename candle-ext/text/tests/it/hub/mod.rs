@@ -2,6 +2,7 @@
 
 mod datasets;
 mod faults;
+mod locks;
 mod models;
 mod server;
 mod uploads;
