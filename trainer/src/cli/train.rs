@@ -2,6 +2,7 @@
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
+use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use clap::Args;
 
@@ -36,6 +37,10 @@ If a checkpoint entry has auto_resume: true, the same command resumes an interru
 
 pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let env = rank_env()?;
+    if env.local_rank > 0 {
+        // The first rank of a machine shows the progress of all.
+        set_progress_display(ProgressDisplay::Hidden);
+    }
     let plan = plan_of_run(&args.recipe, verbosity, world_info(&env))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
     let mut profile = args
@@ -49,7 +54,7 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     }
     let (world, device) = connect(&plan, &env)?;
     check_memory(&plan, &env, ui)?;
-    let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
+    let code = crate::run::train(&plan, &hub()?, &world, &device)?;
     if let Some(profile) = profile {
         ui.note(&profile.finish()?);
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
+use candlewick_text::render::RenderOptions;
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
 use super::DataError;
@@ -47,13 +48,13 @@ impl SourceLoader<'_> {
         let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
         let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
-        self.renderer.check(name, &format)?;
+        self.renderer.check(plan, &format)?;
         let rows = sample_rows(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
         notes.push(format!("{name}: {}; {}", format.describe(), describe_count(rows.len(), source.len())));
         let key = self
             .renderer
-            .add_to(CacheKey::new(name))
+            .add_to(CacheKey::new(name), plan)
             .with("the rows", cache_key::hash_rows(&*source, &rows)?)
             .with("the format", format!("{format:?}"));
         let store = match self.cache.find(&key)? {
@@ -63,7 +64,8 @@ impl SourceLoader<'_> {
                 store
             }
             CacheLookup::Miss(why) => {
-                self.render(&key, &UncachedRows { source: &*source, format, rows, why }, notes)?
+                let options = self.renderer.options(plan);
+                self.render(&key, &UncachedRows { source: &*source, format, rows, options, why }, notes)?
             }
         };
         Ok(TokenizedSource { store, rows: source, key: key.digest() })
@@ -81,8 +83,9 @@ impl SourceLoader<'_> {
             return Err(DataError::NotCached { name, path, why });
         }
         let store = self.cache.write(key, |writer, failed| {
-            self.renderer
-                .render(rows.source, &rows.format, &rows.rows, |row, sample| writer.push(row, sample).map_err(failed))
+            self.renderer.render(rows.source, &rows.format, &rows.rows, rows.options, |row, sample| {
+                writer.push(row, sample).map_err(failed)
+            })
         })?;
         let n_tokens = store.n_tokens();
         notes.push(format!("{name}: {n_tokens} tokens cached in {} ({why})", path.display()));
@@ -106,6 +109,7 @@ struct UncachedRows<'a> {
     source: &'a dyn RowSource,
     format: RowFormat,
     rows: Vec<u32>,
+    options: RenderOptions,
     why: String,
 }
 
