@@ -29,6 +29,7 @@ use candlewick_inference::command::{ChatOptions, GenerateArgs, ServeOptions, cha
 use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
+use candlewick_runtime::progress::show_downloads;
 use candlewick_runtime::stdout::print_line;
 
 /// Evaluates language models on lm-evaluation-harness tasks.
@@ -174,7 +175,7 @@ fn run(command: &Command) -> Result<()> {
     select_cpu_gemm_kernel()?;
     override_kernels()?;
     tune_gemms()?;
-    let hub = Hub::new(HubSettings::from_env())?;
+    let hub = Hub::new(HubSettings::from_env())?.with_progress(show_downloads());
     match command {
         Command::Chat(args) => {
             print_note("evaluator chat", "trainer chat");

@@ -8,6 +8,7 @@ use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::process_group::{ProcessGroup, fail};
+use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 
 use crate::parallel_config::{InferenceGroup, ParallelConfig};
 
@@ -31,6 +32,10 @@ pub fn run_on_ranks<T>(
     part: impl FnOnce(&EvalRanks, Device) -> Result<T>,
 ) -> Result<T> {
     parallel_config.check_ranks(env.world_size)?;
+    if env.local_rank > 0 {
+        // The first rank of a machine shows the progress of all.
+        set_progress_display(ProgressDisplay::Hidden);
+    }
     let device = device(choice, env.local_rank).open();
     let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     // Ranks with a whole model each exchange text and numbers only, on the CPU.

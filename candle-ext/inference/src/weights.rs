@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterSpec, FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec};
 use candlewick_parallel::Engine;
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
 /// Source of parameters.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +37,13 @@ pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) 
     if model.lora().is_some() {
         notes.extend(adapter.check(model.adapter_params())?);
     }
-    engine.store().fill(|spec| if AdapterSpec::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
+    let n_params = model.units().iter().map(|unit| unit.params.len()).sum();
+    let what = if base.checkpoint().is_some() { "load weights" } else { "initialize weights" };
+    let progress = WorkProgress::start(what, ProgressUnit::Count("tensors"), n_params);
+    engine.store().fill(|spec| {
+        progress.add(1);
+        if AdapterSpec::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) }
+    })?;
     Ok(notes)
 }
 

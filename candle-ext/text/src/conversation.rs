@@ -31,7 +31,7 @@ impl Conversation {
 
     /// Returns the message roles that chat templates do not define.
     pub fn unknown_roles(&self) -> impl Iterator<Item = &str> {
-        self.messages.iter().map(Message::role).filter(|role| !ROLES.contains(role))
+        self.messages.iter().map(Message::role).filter(|role| ChatRole::of(role).is_none())
     }
 
     /// Returns true if any message has the role `assistant`. Without one, no token has loss.
@@ -50,9 +50,32 @@ pub struct Message(Map<String, Json>);
 
 /// Keys that hold reasoning outside of the content.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-/// Roles that chat templates define.
-const ROLES: [&str; 9] =
-    ["system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"];
+
+/// Role of a message's author, by its usual names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChatRole {
+    /// `system` or `developer`.
+    System,
+    /// `user`.
+    User,
+    /// `assistant`.
+    Assistant,
+    /// `tool`, `function`, `ipython`, `observation` or `tool_response`.
+    Tool,
+}
+
+impl ChatRole {
+    /// Returns the role of this name. `None` for a name that chat templates do not define.
+    pub fn of(name: &str) -> Option<Self> {
+        match name {
+            "system" | "developer" => Some(Self::System),
+            "user" => Some(Self::User),
+            "assistant" => Some(Self::Assistant),
+            "tool" | "function" | "ipython" | "observation" | "tool_response" => Some(Self::Tool),
+            _ => None,
+        }
+    }
+}
 
 /// Reason why a JSON object is not a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,16 +1,14 @@
 //! Command-line options for requests to the model: batch size, context length and parallelism.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use candlewick_inference::answer::stop::ThinkEnd;
 use candlewick_inference::answer::{BackendSettings, RequestProgress};
 use candlewick_inference::parallel_config::ParallelConfig;
 use candlewick_inference::ranks::EvalRanks;
-use candlewick_runtime::progress::ProgressLines;
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct RequestArgs {
@@ -109,20 +107,12 @@ impl RequestArgs {
 
 /// Creates the progress display on the first rank: a progress bar in a terminal, else log lines at intervals.
 pub(super) fn progress_reporter(ranks: &EvalRanks) -> impl FnMut(RequestProgress) + use<> {
-    const BAR: &str = "requests {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
-    let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-    let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
-    let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
-    bar.enable_steady_tick(Duration::from_secs(1));
-    let mut lines = is_first.then(|| ProgressLines::on_redirected_stderr("evaluate", "requests")).flatten();
+    let mut shown = is_first.then(|| WorkProgress::start("evaluate", ProgressUnit::Count("requests"), 0));
     move |RequestProgress { n_done, n_all }| {
-        bar.set_length(n_all as u64);
-        bar.set_position(n_done as u64);
-        lines.iter().for_each(|lines| lines.set(n_done, n_all));
+        shown.iter().for_each(|shown| shown.set(n_done, n_all));
         if n_done == n_all {
-            bar.finish_and_clear();
-            lines = None;
+            shown = None;
         }
     }
 }

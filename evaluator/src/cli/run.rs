@@ -30,6 +30,7 @@ use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::stdout::print_line;
@@ -119,6 +120,9 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 
 pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
     args.unsupported_lm_eval_args.check()?;
+    if args.is_quiet() {
+        set_progress_display(ProgressDisplay::Hidden);
+    }
     run_on_ranks(&rank_env()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
         let selection = args.select()?;

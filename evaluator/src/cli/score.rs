@@ -14,7 +14,7 @@ use super::eval_loss_rows::EvalLossRows;
 use candlewick_inference::command::ModelOptions;
 use candlewick_inference::lm::Lm;
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::progress::ProgressLines;
+use candlewick_runtime::progress::{ProgressDisplay, ProgressUnit, WorkProgress, set_progress_display};
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
@@ -93,6 +93,10 @@ enum Truncation {
 
 /// Scores a text or the rows of a data set, and prints JSON.
 pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
+    if args.rows.timings {
+        // stderr holds only JSON.
+        set_progress_display(ProgressDisplay::Hidden);
+    }
     match (&args.text, &args.rows.data) {
         (Some(text), _) => print_line(&serde_json::to_string(&args.model.load(hub)?.score(text)?)?),
         (None, Some(data)) => score_rows(args, data, hub),
@@ -121,8 +125,6 @@ fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: 
     let lm = model.load(hub)?;
     let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
-    // With --timings, stderr holds only JSON.
-    let progress = (!args.timings).then(|| ProgressLines::new("score", "sequences", |line| eprintln!("{line}")));
     let rows = args.rows(&lm, &*source, &format, n_rows, max_length)?;
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     rows.refuse_unrendered(&template)?;
@@ -130,11 +132,13 @@ fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: 
         rows.warnings(&template).iter().for_each(|warning| eprintln!("{warning}"));
     }
     let (n_sequences, n_with_targets) = (rows.sequences.len(), rows.n_rows);
+    let progress = WorkProgress::start("score", ProgressUnit::Count("sequences"), n_sequences);
     let sequences = rows.sequences.into_iter().enumerate().map(|(n_done, sequence)| {
-        progress.iter().for_each(|progress| progress.set(n_done, n_sequences));
+        progress.set(n_done, n_sequences);
         Ok(sequence)
     });
     let held_out = lm.eval_loss(sequences)?;
+    drop(progress);
     let eval_time = began.elapsed().as_secs_f64();
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
     ensure!(
@@ -167,7 +171,7 @@ impl DatasetArgs {
         let is_completion = matches!(document, Document::PromptCompletion { .. });
         let add_eos_token = self.add_eos_token.unwrap_or(is_completion);
         RenderOptions {
-            targets: if self.mask_inputs { LossMask::AssistantTokens } else { LossMask::AllTokens },
+            targets: if self.mask_inputs { LossMask::Turns } else { LossMask::AllTokens },
             empty_think: if self.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include },
             specials: TextSpecialTokens { add_bos_token: self.add_bos_token, add_eos_token },
             ..RenderOptions::default()

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Error, Result};
 use candlewick_runtime::process_group::ProcessGroup;
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
 use super::error::CheckpointError;
 use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, open, search};
@@ -110,10 +111,14 @@ fn verify(complete: &CompleteCheckpoint, process: &ProcessGroup) -> Result<Resul
 
 /// Verifies the hashes of this rank's share of the files. The error is the reason why the checkpoint is damaged.
 pub(super) fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
-    for file in complete.manifest.files.iter().skip(rank).step_by(n_ranks) {
+    let files = || complete.manifest.files.iter().skip(rank).step_by(n_ranks);
+    let n_bytes = files().map(|file| file.size as usize).sum();
+    let progress = WorkProgress::start("verify checkpoint", ProgressUnit::Bytes, n_bytes);
+    for file in files() {
         if hash_differs(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
             return Err(format!("{} has changed since it was written (its hash differs)", file.name));
         }
+        progress.add(file.size as usize);
     }
     Ok(())
 }
@@ -206,5 +211,10 @@ pub(super) fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainS
         let reason = format!("no file holds all of the tensor {name:?}");
         return Err(CheckpointError::damaged(&complete.dir, reason));
     }
-    by_file.into_iter().try_for_each(|(file, wanted)| read_shard(&complete.dir, file, &wanted, state))
+    let progress = WorkProgress::start("read checkpoint", ProgressUnit::Count("files"), by_file.len());
+    by_file.into_iter().try_for_each(|(file, wanted)| {
+        read_shard(&complete.dir, file, &wanted, state)?;
+        progress.add(1);
+        Ok(())
+    })
 }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Error, Result};
 use candlewick_runtime::process_group::ProcessGroup;
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
@@ -142,9 +143,12 @@ fn write_rank_files(
     rank: usize,
 ) -> Result<RankManifest, CheckpointError> {
     let mut rank_manifest = RankManifest::default();
+    let n_bytes: usize = state.chunks_to_write().iter().map(|chunk| 4 * chunk.range.len()).sum();
+    let progress = WorkProgress::start("save checkpoint", ProgressUnit::Bytes, n_bytes);
     for (i, chunks) in split(state.chunks_to_write(), shard_bytes).into_iter().enumerate() {
         let name = format!("shard_{rank:05}_{:05}.safetensors", i + 1);
         rank_manifest.files.push(write_shard(storage, dir, &name, &chunks, state)?);
+        progress.add(chunks.iter().map(|chunk| 4 * chunk.range.len()).sum());
         rank_manifest.tensors.extend(chunks.into_iter().map(|chunk| TensorEntry::new(chunk, &name)));
     }
     Ok(rank_manifest)

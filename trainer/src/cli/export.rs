@@ -6,6 +6,7 @@ use anyhow::{Result, anyhow};
 use candlewick_inference::command::DtypeOption;
 use candlewick_model::checkpoint::DEFAULT_SHARD_BYTES;
 use candlewick_ops::DeviceChoice;
+use candlewick_runtime::progress::show_downloads;
 use candlewick_text::hub::{FolderUpload, Hub, RepoId, RepoKind, RepoVisibility};
 use clap::Args;
 
@@ -112,7 +113,7 @@ fn repo_to_push(id: &str, hub: &Hub) -> Result<RepoId> {
 fn push(repo: &RepoId, args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let visibility = if args.public { RepoVisibility::Public } else { RepoVisibility::Private };
     let upload = FolderUpload { repo, folder: &args.output, visibility, message: "Upload model with Candlewick" };
-    let url = hub.upload(&upload, Some(ui.downloads())).map_err(|error| {
+    let url = hub.upload(&upload, Some(show_downloads())).map_err(|error| {
         let folder = args.output.display();
         anyhow!("failed to {error}\nThe export is complete in {folder}; to push it again: hf upload {repo} {folder}")
             .context(ExitCode::Data)

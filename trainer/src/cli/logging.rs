@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
+use candlewick_runtime::progress::AboveBars;
 use candlewick_text::hub::LIBRARY_LOG_FILTER;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -12,7 +13,6 @@ use tracing_subscriber::{EnvFilter, Layer};
 
 use super::options::Verbosity;
 use super::profile::Profile;
-use crate::metrics::AboveBars;
 use crate::plan::LoggerPlan;
 
 /// Initializes logging for the rest of the process.

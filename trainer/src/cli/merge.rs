@@ -11,7 +11,7 @@ use clap::Args;
 use super::Ui;
 use super::options::{not_found, shard_bytes};
 use crate::exit::ExitCode;
-use crate::export::find_base;
+use crate::export::{find_base, progress};
 
 #[derive(Debug, Args)]
 pub(super) struct MergeArgs {
@@ -44,7 +44,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         dtype: args.dtype.named(),
         shard_bytes: args.max_shard_size,
     };
-    let merged = merge.run().with_context(|| format!("failed to merge {}", adapter.display()))?;
+    let merged = merge.run(&progress("merge")).with_context(|| format!("failed to merge {}", adapter.display()))?;
     ui.print(&describe(&merged, args))
 }
 

@@ -33,6 +33,7 @@ use anyhow::anyhow;
 use candlewick_command_line::{ManArgs, Shell, completions};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::backtrace;
+use candlewick_runtime::progress::set_progress_display;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 
@@ -231,12 +232,13 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::select_cpu_gemm_kernel()?;
     candlewick_runtime::cores::override_kernels()?;
     candlewick_runtime::cores::tune_gemms()?;
+    set_progress_display(cli.verbosity.progress_display());
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
         Command::Train(args) => train::run(args, cli.verbosity, &ui),
         Command::Check(args) => check::run(args, cli.verbosity, &ui),
         Command::Convert(args) => convert::run(args, &ui),
-        Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
+        Command::Preprocess(args) => preprocess::run(args, cli.verbosity),
         Command::Prefetch(args) => prefetch::run(args, cli.verbosity, &ui),
         Command::Estimate(args) => estimate::run(args, cli.verbosity, &ui),
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
@@ -247,27 +249,27 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            chat::run(args, &hub(&ui)?)
+            chat::run(args, &hub()?)
         }
         Command::Generate(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            generate::run(args, &hub(&ui)?)
+            generate::run(args, &hub()?)
         }
         Command::Serve(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            serve::run(args, &hub(&ui)?)
+            serve::run(args, &hub()?)
         }
         Command::Merge(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            merge::run(args, &hub(&ui)?, &ui)
+            merge::run(args, &hub()?, &ui)
         }
         Command::Export(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            export::run(args, &hub(&ui)?, &ui)
+            export::run(args, &hub()?, &ui)
         }
         Command::Upcycle(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            upcycle::run(args, &hub(&ui)?, &ui)
+            upcycle::run(args, &hub()?, &ui)
         }
         Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),
         Command::Recipes(command) => recipes::run(command, &ui),

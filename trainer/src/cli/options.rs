@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::{Launcher, RankEnv};
+use candlewick_runtime::progress::{ProgressDisplay, show_downloads};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::{Hub, HubError, HubSettings, LockContext};
 use clap::{Args, ValueEnum};
 
-use super::Ui;
 use crate::estimate::parse_bytes;
 use crate::exit::ExitCode;
 use crate::metrics::Console;
@@ -67,16 +67,24 @@ impl Verbosity {
             (false, _) => Console::Lines,
         }
     }
+
+    pub(super) fn progress_display(self) -> ProgressDisplay {
+        match self.console() {
+            Console::Full => ProgressDisplay::Bars,
+            Console::Lines => ProgressDisplay::Lines,
+            Console::Quiet => ProgressDisplay::Hidden,
+        }
+    }
 }
 
 /// Opens the Hub with the environment's settings, and a progress bar for each download.
-pub(super) fn hub(ui: &Ui) -> Result<Hub> {
-    Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
+pub(super) fn hub() -> Result<Hub> {
+    Ok(Hub::new(HubSettings::from_env())?.with_progress(show_downloads()))
 }
 
 /// Opens the Hub for a recipe. If the recipe has a lock file, only its commits are in use, from the cache.
-pub(super) fn recipe_hub(recipe: &Path, ui: &Ui) -> Result<Hub> {
-    Ok(locked_hub(recipe, HubSettings::from_env())?.with_progress(ui.downloads()))
+pub(super) fn recipe_hub(recipe: &Path) -> Result<Hub> {
+    Ok(locked_hub(recipe, HubSettings::from_env())?.with_progress(show_downloads()))
 }
 
 /// Opens the Hub for a recipe like [`recipe_hub`], with these settings and no progress bar.

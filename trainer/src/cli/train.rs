@@ -2,6 +2,7 @@
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
+use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::{HubLock, LockContext, LockedRepo};
 use clap::Args;
@@ -37,6 +38,10 @@ If a checkpoint entry has auto_resume: true, the same command resumes an interru
 
 pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let env = rank_env()?;
+    if env.local_rank > 0 {
+        // The first rank of a machine shows the progress of all.
+        set_progress_display(ProgressDisplay::Hidden);
+    }
     let plan = plan_of_run(&args.recipe, verbosity, world_info(&env))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
     let mut profile = args
@@ -50,7 +55,7 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     }
     let (world, device) = connect(&plan, &env)?;
     check_memory(&plan, &env, ui)?;
-    let hub = recipe_hub(&plan.recipe, ui)?;
+    let hub = recipe_hub(&plan.recipe)?;
     if let Some((lock, context)) = hub.lock().filter(|_| env.rank == 0) {
         ui.note(&describe_lock(lock, context));
     }

@@ -12,6 +12,7 @@ use super::Ui;
 use super::options::{not_found, shard_bytes};
 use crate::checkpoint::require_space;
 use crate::exit::ExitCode;
+use crate::export::progress;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -64,7 +65,7 @@ pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let dtype = args.dtype.named();
     require_space(&args.output, upcycling.n_bytes(dtype))?;
     let output = UpcyclingOutput { folder: &args.output, dtype, shard_bytes: args.max_shard_size };
-    let report = upcycling.write(&output).with_context(failed)?;
+    let report = upcycling.write(&output, &progress("upcycle")).with_context(failed)?;
     ui.print(&describe(&report, args))
 }
 

@@ -154,7 +154,7 @@ impl Batch {
     }
 }
 
-fn padded_length(n_tokens: usize, plan: &DataPlan) -> usize {
+pub(crate) fn padded_length(n_tokens: usize, plan: &DataPlan) -> usize {
     let wanted = match plan.padding {
         Padding::Nothing => n_tokens,
         Padding::Multiple(multiple) => n_tokens.next_multiple_of(multiple).min(plan.max_length),

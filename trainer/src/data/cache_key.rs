@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::source::{RowSource, SourceError};
 use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
@@ -85,6 +86,7 @@ pub(crate) fn hash_rows(
     chosen: &[u32],
     is_stopped: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<String>, SourceError> {
+    let progress = WorkProgress::start("read", ProgressUnit::Count("rows"), chosen.len());
     let chunks: Result<Vec<String>, SourceError> = chosen
         .par_chunks(ROWS)
         .map(|chunk| {
@@ -94,6 +96,7 @@ pub(crate) fn hash_rows(
                 let row = source.row(row as usize)?;
                 hash.add(serde_json::Value::Object(row).to_string().as_bytes());
             }
+            progress.add(chunk.len());
             Ok(hash.finish())
         })
         .collect();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use candlewick_text::sample_warning::SampleWarnings;
 use candlewick_text::source::{Row, RowSource, SourceError};
 
+use super::token_stats::TokenCount;
 use super::token_store::TokenStore;
 
 /// Sequences by index. It uses 12 bytes of memory a sequence; the tokens stay on disk.
@@ -127,6 +128,37 @@ impl Dataset {
         self.pad_id
     }
 
+    /// Returns the index of the source of the sequence at `index`.
+    pub(crate) fn source_of(&self, index: usize) -> usize {
+        self.find(self.slices[index].sample as usize).0
+    }
+
+    /// Returns the range of each source's units: its rows if every epoch has the same rows, else its sequences. The
+    /// units are in the order of the sources.
+    pub(crate) fn units_by_source(&self) -> Vec<Range<u32>> {
+        let rows: Option<Vec<usize>> =
+            self.fixed_rows.as_ref().map(|ends| std::iter::once(0).chain(ends.iter().copied()).collect());
+        let n_units = rows.as_ref().map_or(self.len(), |starts| starts.len() - 1);
+        let source_of = |unit: usize| self.source_of(rows.as_ref().map_or(unit, |starts| starts[unit]));
+        let mut ranges: Vec<Range<u32>> = Vec::with_capacity(self.sources.len());
+        let mut start = 0;
+        for source in 0..self.sources.len() {
+            let end = start + partition_point(n_units - start, |unit| source_of(start + unit) <= source);
+            ranges.push(start as u32..end as u32);
+            start = end;
+        }
+        ranges
+    }
+
+    /// Counts the sequences of each source and their tokens.
+    pub(crate) fn counts_by_source(&self) -> Vec<TokenCount> {
+        let mut counts = vec![TokenCount::default(); self.sources.len()];
+        for index in 0..self.len() {
+            counts[self.source_of(index)].add(self.length(index));
+        }
+        counts
+    }
+
     /// Returns the cache keys of all sources, which identify the data, but not the selection of samples.
     pub(crate) fn identity(&self) -> &str {
         &self.identity
@@ -159,19 +191,19 @@ impl Dataset {
 
     /// Returns the warnings of a sample.
     pub(crate) fn sample_warnings(&self, sample: usize) -> SampleWarnings {
-        let (source, local) = self.find(sample);
+        let (source, local) = self.find_source(sample);
         source.store.sample_warnings(local)
     }
 
     /// Returns the row of a sample.
     pub(crate) fn row_of_sample(&self, sample: usize) -> Result<Row, SourceError> {
-        let (source, local) = self.find(sample);
+        let (source, local) = self.find_source(sample);
         source.rows.row(source.store.row(local))
     }
 
     /// Returns a view of the tokens of a slice.
     pub(crate) fn sequence(&self, slice: &SampleSlice) -> SampleRef<'_> {
-        let (source, local) = self.find(slice.sample as usize);
+        let (source, local) = self.find_source(slice.sample as usize);
         let start = source.store.span(local).start + slice.start as usize;
         SampleRef { store: &source.store, span: start..start + slice.len as usize }
     }
@@ -181,7 +213,7 @@ impl Dataset {
     }
 
     pub(crate) fn sample_length(&self, sample: usize) -> usize {
-        let (source, local) = self.find(sample);
+        let (source, local) = self.find_source(sample);
         source.store.span(local).len()
     }
 
@@ -190,7 +222,7 @@ impl Dataset {
     }
 
     pub(crate) fn locate_sample(&self, sample: usize) -> String {
-        let (source, local) = self.find(sample);
+        let (source, local) = self.find_source(sample);
         source.rows.locate(source.store.row(local))
     }
 
@@ -199,16 +231,47 @@ impl Dataset {
         SampleSlice { sample: sample as u32, start: 0, len }
     }
 
-    fn find(&self, sample: usize) -> (&TokenizedSource, usize) {
+    /// Returns the index of a sample's source, and of the sample in it.
+    fn find(&self, sample: usize) -> (usize, usize) {
         let mut local = self.samples[sample] as usize;
-        for source in &self.sources {
-            match local.checked_sub(source.store.len()) {
+        for (source, tokenized) in self.sources.iter().enumerate() {
+            match local.checked_sub(tokenized.store.len()) {
                 Some(rest) => local = rest,
                 None => return (source, local),
             }
         }
         unreachable!("sample indices are in bounds")
     }
+
+    fn find_source(&self, sample: usize) -> (&TokenizedSource, usize) {
+        let (source, local) = self.find(sample);
+        (&self.sources[source], local)
+    }
+
+    /// Returns the samples of each source, in the order of the sources.
+    pub(crate) fn samples_by_source(&self) -> Vec<Range<usize>> {
+        let mut start = 0;
+        let ranges = (0..self.sources.len()).map(|source| {
+            let n = partition_point(self.n_samples() - start, |sample| self.find(start + sample).0 <= source);
+            start += n;
+            start - n..start
+        });
+        ranges.collect()
+    }
+}
+
+/// Returns the number of indices below `n` before the first one of which `is_before` is false.
+fn partition_point(n: usize, is_before: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, n);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if is_before(middle) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
 }
 
 impl fmt::Debug for Dataset {

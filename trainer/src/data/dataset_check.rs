@@ -5,7 +5,7 @@ use candlewick_text::tokenizer::Tokenizer;
 
 use super::DataError;
 use super::dataset::Dataset;
-use super::plan::DataKind;
+use super::plan::{DataKind, DataPlan, TrainOnEos, TrainedRole};
 use super::token_stats::DatasetCounts;
 use super::warnings::count_roles;
 
@@ -13,7 +13,7 @@ use super::warnings::count_roles;
 pub(crate) struct DatasetCheck<'a> {
     pub(crate) dataset: &'a Dataset,
     pub(crate) counts: &'a DatasetCounts,
-    pub(crate) kind: DataKind,
+    pub(crate) plan: &'a DataPlan,
     pub(crate) tokenizer: &'a Tokenizer,
 }
 
@@ -22,10 +22,13 @@ impl DatasetCheck<'_> {
     pub(crate) fn train(&self) -> Result<Vec<String>, DataError> {
         self.common("training")?;
         let mut notes = Vec::new();
-        match self.kind {
-            DataKind::Sft => {
+        match self.plan.kind {
+            DataKind::Sft if self.learns_to_stop() => {
                 self.end_is_a_target()?;
                 notes.extend(self.end_is_not_eos());
+            }
+            DataKind::Sft => {
+                notes.push("no end of an answer is trained on (train_on_eos, roles_to_train, add_eos_token)".into());
             }
             DataKind::Causal if self.tokenizer.eos_ids().is_empty() => {
                 notes.push("the tokenizer has no end-of-text token, so nothing separates texts".into());
@@ -33,6 +36,12 @@ impl DatasetCheck<'_> {
             DataKind::Causal => {}
         }
         Ok(notes)
+    }
+
+    /// Returns true if the plan trains on the ends of the assistant's answers.
+    fn learns_to_stop(&self) -> bool {
+        let DataPlan { train_on_eos, roles_to_train, add_eos_token, .. } = self.plan;
+        *train_on_eos != TrainOnEos::None && roles_to_train.contains(&TrainedRole::Assistant) && *add_eos_token
     }
 
     /// Checks evaluation data.
@@ -56,15 +65,21 @@ impl DatasetCheck<'_> {
     /// Returns the advice for data without targets.
     fn targets_advice(&self) -> String {
         let roles = count_roles(self.dataset, 0..self.dataset.n_samples());
-        match self.kind {
+        match self.plan.kind {
             DataKind::Causal => "Every text is shorter than two tokens: check the column".into(),
+            DataKind::Sft if *self.plan.roles_to_train != [TrainedRole::Assistant] => {
+                let wanted = TrainedRole::list(&self.plan.roles_to_train);
+                format!(
+                    "roles_to_train: {wanted}; roles: {roles}. Check that messages of these roles have text and no weight of 0"
+                )
+            }
             DataKind::Sft if !roles.is_empty() && !roles.has_assistant() => {
                 let mapping = roles.mapping().map(|mapping| format!(": write {mapping}")).unwrap_or_default();
                 format!("Roles: {roles}; none is assistant. Name the roles in the source{mapping}")
             }
             DataKind::Sft => {
-                "DatasetCheck that the rows have assistant messages that are not empty (a role_mapping may be \
-                          missing) and that max_length does not cut them off"
+                "Check that the rows have assistant messages that are not empty (a role_mapping may be missing) and \
+                 that max_length does not cut them off"
                     .into()
             }
         }

@@ -7,7 +7,10 @@ use candlewick_text::render::Sample;
 use candlewick_text::source::{Row, RowSource, SourceError};
 
 use super::dataset::{Dataset, TokenizedSource};
-use super::plan::{DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls};
+use super::plan::{
+    DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, TrainOnEos, TrainedRole,
+    Truncation, UnrenderedToolCalls,
+};
 use super::token_store::{TokenStore, TokenStoreWriter};
 
 /// Empty rows with a file and line each.
@@ -27,6 +30,17 @@ impl RowSource for FixtureRows {
 
 /// Returns a data set of these ids and loss masks.
 pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
+    Dataset::new(vec![tokenized(samples)], 0)
+}
+
+/// Returns a data set with a source for each number of samples. A sample of source `s` has 3 + `s` tokens.
+pub(crate) fn of_sources(sizes: &[usize]) -> Dataset {
+    let sample = |source: usize| (vec![source as u32; 3 + source], vec![true; 3 + source]);
+    let sources = sizes.iter().enumerate().map(|(source, &size)| tokenized(&vec![sample(source); size]));
+    Dataset::new(sources.collect(), 0)
+}
+
+fn tokenized(samples: &[(Vec<u32>, Vec<bool>)]) -> TokenizedSource {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = TokenStoreWriter::create(folder.path()).unwrap();
     for (row, (ids, is_target)) in samples.iter().enumerate() {
@@ -35,8 +49,7 @@ pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
     }
     writer.finish().unwrap();
     let store = Arc::new(TokenStore::open(folder.path()).unwrap());
-    let source = TokenizedSource { store, rows: Arc::new(FixtureRows(samples.len())), key: "fixture".into() };
-    Dataset::new(vec![source], 0)
+    TokenizedSource { store, rows: Arc::new(FixtureRows(samples.len())), key: "fixture".into() }
 }
 
 /// Returns samples of these lengths. Every id occurs once; two of three are targets.
@@ -65,7 +78,10 @@ pub(crate) fn plan() -> DataPlan {
         padding: Padding::Nothing,
         drop_last: false,
         order: RowOrder::Shuffle,
-        mask_inputs: true,
+        mixture: Mixture::Concatenate,
+        masking_strategy: MaskingStrategy::TrainOnAssistant,
+        roles_to_train: vec![TrainedRole::Assistant],
+        train_on_eos: TrainOnEos::Turn,
         ignore_empty_think: false,
         train_on_empty_answers: false,
         unrendered_tool_calls: UnrenderedToolCalls::Error,

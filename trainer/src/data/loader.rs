@@ -8,9 +8,12 @@ use serde::{Deserialize, Serialize};
 use super::DataError;
 use super::batch::{Batch, GlobalBatch, collate};
 use super::dataset::Dataset;
-use super::plan::{DataPlan, Horizon, SourcePlan};
+use super::mixture::{self, SourceCounts};
+use super::plan::{DataPlan, Horizon, Mixture, SourcePlan};
 use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps, tokens_of_steps};
-use super::token_stats::TrainedCounts;
+use super::token_stats::{TokenCount, TrainedCounts};
+
+const MIXTURE: &str = "the mixture of sources";
 
 /// The position of a run in its data: the complete state of a loader.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -23,6 +26,9 @@ pub struct Cursor {
     pub step: usize,
     /// The token counts of the finished steps.
     pub seen: TrainedCounts,
+    /// The sequences and tokens of the finished steps by source, if there are several.
+    #[serde(default)]
+    pub seen_by_source: Vec<TokenCount>,
     /// The settings that the order of the steps depends on. Empty at the start of a run.
     pub made_with: BTreeMap<String, String>,
 }
@@ -56,6 +62,7 @@ impl TrainLoader {
         let index = if self.plan.overfit_first_batch { 0 } else { self.cursor.step_in_epoch };
         let step = GlobalBatch::new(self.cursor.epoch, self.micro_batches(index));
         self.cursor.seen.count(&step);
+        self.count_sources(&step);
         self.advance();
         Some(step)
     }
@@ -98,6 +105,22 @@ impl TrainLoader {
     /// Returns the data set.
     pub fn dataset(&self) -> &Arc<Dataset> {
         &self.dataset
+    }
+
+    /// Returns the counts of each source, if there are several.
+    pub fn counts_by_source(&self) -> Vec<SourceCounts> {
+        mixture::compare(&self.dataset, &self.cursor.seen_by_source, &self.plan.sources)
+    }
+
+    fn count_sources(&mut self, step: &GlobalBatch) {
+        if self.plan.sources.len() < 2 {
+            return;
+        }
+        self.cursor.seen_by_source.resize(self.plan.sources.len(), TokenCount::default());
+        for &sequence in step.micro_batches.iter().flat_map(|batch| &batch.samples) {
+            let source = self.dataset.source_of(sequence);
+            self.cursor.seen_by_source[source].add(self.dataset.length(sequence));
+        }
     }
 
     fn micro_batches(&self, step_in_epoch: usize) -> Vec<Batch> {
@@ -181,8 +204,10 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
     Ok(match plan.horizon {
         Horizon::Steps(steps) => steps,
         Horizon::Tokens(tokens) => steps_until(dataset, plan, tokens as u64)?,
-        // Each epoch packs whole samples anew, so its number of rows varies.
-        Horizon::Epochs(epochs) if plan.packing == super::Packing::Fit => {
+        // Each epoch packs whole samples or draws sources anew, so its number of rows varies.
+        Horizon::Epochs(epochs)
+            if plan.packing == super::Packing::Fit || matches!(plan.mixture, Mixture::Interleave { .. }) =>
+        {
             let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
             (0..epochs).map(steps).sum()
         }
@@ -208,7 +233,8 @@ fn steps_until(dataset: &Dataset, plan: &DataPlan, tokens: u64) -> Result<usize,
 
 /// Returns the settings that the order of the steps depends on. The number of micro-batches of a step may change.
 fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
-    let facts: [(&str, String); 12] = [
+    let facts: [(&str, String); 13] = [
+        (MIXTURE, plan.mixture.to_string()),
         ("the data", dataset.identity().to_owned()),
         ("train_eval_split", plan.eval_fraction.to_string()),
         ("max_length", plan.max_length.to_string()),
@@ -235,6 +261,10 @@ fn check_unchanged(
         .filter_map(|(name, value)| match then.get(name) {
             Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, sources)),
             Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
+            // Checkpoints of earlier versions have no mixture.
+            None if name == MIXTURE && !then.is_empty() && value != Mixture::DEFAULT => {
+                Some(format!("{name} was {}, now {value}", Mixture::DEFAULT))
+            }
             _ => None,
         })
         .collect();

@@ -11,11 +11,13 @@ mod dataset;
 mod dataset_check;
 mod error;
 mod loader;
+mod mixture;
 mod order;
 mod pack;
 mod plan;
 mod prepare;
 mod render;
+mod report;
 mod rows;
 mod source;
 mod token_stats;
@@ -35,10 +37,13 @@ pub use cache::default_cache_dir;
 pub use dataset::{Dataset, SampleRef};
 pub use error::{DataError, LongSamples};
 pub use loader::{Cursor, EvalLoader, TrainLoader};
+pub use mixture::SourceCounts;
 pub use plan::{
-    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Sampling, SourcePlan, Truncation, UnrenderedToolCalls,
+    DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, Sampling, SourcePlan,
+    StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
 };
 pub use prepare::{PreparedData, prepare, prepare_until};
+pub use report::{DataReport, LengthBin, LengthHistogram};
 pub use rows::PackingStats;
 pub(crate) use source::hub_repo;
 pub use source::{SourceUse, open};

@@ -16,6 +16,10 @@ pub(crate) enum RngPurpose {
     Rows = 4,
     /// Selecting the fused packs.
     Fuse = 5,
+    /// Drawing the source of the next sample, or the samples of a source.
+    SourceDraw = 6,
+    /// Ordering the samples of a source.
+    SourceOrder = 7,
 }
 
 /// Returns the random generator of one use, in one pass of one epoch.

@@ -35,8 +35,15 @@ pub struct DataPlan {
     pub drop_last: bool,
     /// The order of an epoch's rows.
     pub order: RowOrder,
-    /// True computes the loss on the assistant's tokens only, false on every token.
-    pub mask_inputs: bool,
+    /// The mixture of the training sources.
+    #[serde(default)]
+    pub mixture: Mixture,
+    /// The turns that are trained on.
+    pub masking_strategy: MaskingStrategy,
+    /// The roles whose turns are trained on.
+    pub roles_to_train: Vec<TrainedRole>,
+    /// The end-of-turn tokens that are trained on.
+    pub train_on_eos: TrainOnEos,
     /// True masks an empty `<think></think>` at the start of an assistant's turn.
     pub ignore_empty_think: bool,
     /// True trains on empty answers, false masks them.
@@ -106,10 +113,102 @@ pub struct SourcePlan {
     pub content_key: Option<String>,
     /// The column of plain text.
     pub column: Option<String>,
+    /// False renders prompts and completions without the chat template.
+    #[serde(default = "yes")]
+    pub apply_chat_template: bool,
     /// The rows of the source that are used.
     pub sampling: Sampling,
     /// Seeds the sampling of rows.
     pub sample_seed: u64,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// The mixture of the training sources in an epoch. It changes no tokens, so the token cache does not depend on it.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mixture {
+    /// Every sample of every source once.
+    #[default]
+    Concatenate,
+    /// Each source's samples this many times. A fraction takes a part of them, another one in each epoch.
+    Repeat(Vec<f64>),
+    /// Each next sample comes from a source drawn with these probabilities. Empty: from each source in turn.
+    Interleave {
+        /// The probability of each source. They sum to 1.
+        probabilities: Vec<f64>,
+        /// The end of an epoch.
+        stopping_strategy: StoppingStrategy,
+    },
+}
+
+/// The end of an epoch of interleaved sources, as in `datasets.interleave_datasets`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum StoppingStrategy {
+    /// Ends when the first source has no sample left.
+    FirstExhausted,
+    /// Ends when every source was read to its end. The others begin again.
+    AllExhausted,
+}
+
+/// The turns that are trained on, with torchtune's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MaskingStrategy {
+    /// Every token of the conversation.
+    TrainOnAll,
+    /// Every turn of `roles_to_train`.
+    TrainOnAssistant,
+    /// The last turn of `roles_to_train`.
+    TrainOnLast,
+}
+
+/// A role whose turns can be trained on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TrainedRole {
+    /// Messages of `system` or `developer`.
+    #[serde(alias = "developer")]
+    System,
+    /// Messages of the user.
+    #[serde(alias = "human")]
+    User,
+    /// Messages of the assistant.
+    #[serde(alias = "gpt")]
+    Assistant,
+    /// Results of tools.
+    #[serde(alias = "function", alias = "ipython", alias = "observation")]
+    Tool,
+}
+
+impl TrainedRole {
+    /// Lists roles by their names.
+    pub(crate) fn list(roles: &[Self]) -> String {
+        let name = |role: &Self| match role {
+            Self::System => "system",
+            Self::User => "user",
+            Self::Assistant => "assistant",
+            Self::Tool => "tool",
+        };
+        roles.iter().map(name).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The end-of-turn tokens that are trained on, as in axolotl.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TrainOnEos {
+    /// Tokens that end a turn that is trained on.
+    Turn,
+    /// Tokens that end any turn.
+    All,
+    /// The token that ends the last turn that is trained on.
+    Last,
+    /// No end-of-turn token.
+    None,
 }
 
 /// The kind of rows.

@@ -10,6 +10,7 @@ use super::DataError;
 use super::cache::TokenCache;
 use super::dataset::{Dataset, TokenizedSource};
 use super::dataset_check::DatasetCheck;
+use super::mixture;
 use super::order::{RngPurpose, permutation, seeded_rng};
 use super::plan::{DataPlan, Packing, SourcePlan};
 use super::render::Renderer;
@@ -82,22 +83,38 @@ pub fn prepare_until(
     notes.extend(
         SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts),
     );
-    let check = DatasetCheck { dataset: &train, counts: &counts, kind: plan.kind, tokenizer };
+    let check = DatasetCheck { dataset: &train, counts: &counts, plan, tokenizer };
     notes.extend(check.train()?);
     let mut token_stats = TokenStats { train: counts, ..TokenStats::default() };
     if let Some(eval) = &eval {
         let counts = DatasetCounts::of(eval);
-        DatasetCheck { dataset: eval, counts: &counts, kind: plan.kind, tokenizer }.eval()?;
+        DatasetCheck { dataset: eval, counts: &counts, plan, tokenizer }.eval()?;
         notes.extend(
             SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }.warnings(&counts),
         );
         token_stats.eval = Some(counts);
     }
-    if plan.packing != Packing::Off {
-        let fill = PackingStats::of(&epoch_rows(&train, plan, 0), &train, plan.max_length);
-        notes.push(format!("packed {fill}"));
-    }
+    mixture::check(&train, plan)?;
+    notes.extend(describe_epoch(&train, plan));
     Ok(PreparedData { train: Arc::new(train), eval: eval.map(Arc::new), token_stats, notes })
+}
+
+/// Describes the first epoch: the packing, and what it reads of each source if there are several.
+fn describe_epoch(train: &Dataset, plan: &DataPlan) -> Vec<String> {
+    let has_several = plan.sources.len() > 1;
+    if plan.packing == Packing::Off && !has_several {
+        return Vec::new();
+    }
+    let rows = epoch_rows(train, plan, 0);
+    let mut notes = Vec::new();
+    if plan.packing != Packing::Off {
+        notes.push(format!("packed {}", PackingStats::of(&rows, train, plan.max_length)));
+    }
+    if has_several {
+        let counts = mixture::count_epoch(train, &rows, &plan.sources);
+        notes.extend(counts.iter().map(|source| format!("epoch 0 of {source}")));
+    }
+    notes
 }
 
 /// Starts the tokenizer threads, at most one a core.

@@ -1,8 +1,11 @@
 //! Rendering: rows of a source to tokenized samples, on many threads.
 
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
+use candlewick_text::conversation::ChatRole;
 use candlewick_text::format::{DatasetType, RowFormat};
 use candlewick_text::render::{
-    EmptyAnswerLoss, EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row,
+    EmptyAnswerLoss, EmptyThinkLoss, EosLoss, LossMask, PromptForm, RenderOptions, RoleSet, Sample, TextSpecialTokens,
+    render_row,
 };
 use candlewick_text::source::RowSource;
 use candlewick_text::template::ChatTemplate;
@@ -12,7 +15,7 @@ use rayon::prelude::*;
 use super::DataError;
 use super::cache::FillStatus;
 use super::cache_key::{self, CacheKey};
-use super::plan::{DataKind, DataPlan};
+use super::plan::{DataKind, DataPlan, MaskingStrategy, SourcePlan, TrainOnEos, TrainedRole};
 
 /// Rows that are rendered in memory before they are written.
 const ROWS: usize = 1024;
@@ -51,20 +54,36 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Adds to a cache key every setting that changes the rendered tokens.
-    pub(crate) fn add_to(&self, key: CacheKey) -> CacheKey {
-        let key = key
+    /// Adds to a cache key every setting that changes the rendered tokens or their targets. A key of a default is left
+    /// out, so that entries of earlier versions stay valid.
+    pub(crate) fn add_to(&self, key: CacheKey, source: &SourcePlan) -> CacheKey {
+        let plan = self.plan;
+        let mut key = key
             .with("the type", format!("{:?}", self.plan.kind))
             .with("the tokenizer", &*self.tokenizer_key)
             .with("the chat template", &*self.template_key)
             .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
             .with("add_eos_token", self.plan.add_eos_token.to_string());
-        match self.plan.kind {
-            DataKind::Causal => key,
-            DataKind::Sft => key
-                .with("train_on_empty_answers", self.plan.train_on_empty_answers.to_string())
-                .with("mask_inputs", self.plan.mask_inputs.to_string())
-                .with("ignore_empty_think", self.plan.ignore_empty_think.to_string()),
+        if plan.kind == DataKind::Causal {
+            return key;
+        }
+        let mask_inputs = plan.masking_strategy != MaskingStrategy::TrainOnAll;
+        key = key
+            .with("train_on_empty_answers", plan.train_on_empty_answers.to_string())
+            .with("mask_inputs", mask_inputs.to_string())
+            .with("ignore_empty_think", plan.ignore_empty_think.to_string());
+        if plan.masking_strategy == MaskingStrategy::TrainOnLast {
+            key = key.with("masking_strategy", "train_on_last");
+        }
+        if plan.roles_to_train != [TrainedRole::Assistant] {
+            key = key.with("roles_to_train", format!("{:?}", plan.roles_to_train));
+        }
+        if plan.train_on_eos != TrainOnEos::Turn {
+            key = key.with("train_on_eos", format!("{:?}", plan.train_on_eos));
+        }
+        match source.apply_chat_template {
+            true => key,
+            false => key.with("apply_chat_template", "false"),
         }
     }
 
@@ -74,9 +93,11 @@ impl<'a> Renderer<'a> {
         source: &dyn RowSource,
         format: &RowFormat,
         rows: &[u32],
+        options: RenderOptions,
         is_stopped: &(dyn Fn() -> bool + Sync),
         mut write: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
     ) -> Result<FillStatus, DataError> {
+        let progress = WorkProgress::start("tokenize", ProgressUnit::Count("rows"), rows.len());
         let mut write = |rendered: Vec<(u32, Option<Result<Sample, DataError>>)>| {
             for (row, sample) in rendered {
                 let Some(sample) = sample else { return Ok(FillStatus::Stopped) };
@@ -86,7 +107,7 @@ impl<'a> Renderer<'a> {
         };
         let render = |chunk: &[u32]| {
             let rows = chunk.par_iter().map(|&row| {
-                let sample = (!is_stopped()).then(|| self.row(source, format, row as usize));
+                let sample = (!is_stopped()).then(|| self.row(source, format, row as usize, options));
                 (row, sample)
             });
             rows.collect::<Vec<_>>()
@@ -99,19 +120,35 @@ impl<'a> Renderer<'a> {
                 return Ok(FillStatus::Stopped);
             }
             rendered = next;
+            progress.add(chunk.len());
         }
         write(rendered)
     }
 
-    fn row(&self, source: &dyn RowSource, format: &RowFormat, row: usize) -> Result<Sample, DataError> {
+    fn row(
+        &self,
+        source: &dyn RowSource,
+        format: &RowFormat,
+        row: usize,
+        options: RenderOptions,
+    ) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
-        let sample = render_row(self.tokenizer, self.template.as_ref(), format, document, self.options());
+        let sample = render_row(self.tokenizer, self.template.as_ref(), format, document, options);
         sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
     }
 
     /// Refuses chats without a chat template.
-    pub(crate) fn check(&self, name: &str, format: &RowFormat) -> Result<(), DataError> {
+    pub(crate) fn check(&self, source: &SourcePlan, format: &RowFormat) -> Result<(), DataError> {
+        let name = &source.name_or_path;
         let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_));
+        if is_chat && !source.apply_chat_template {
+            let problem = format!(
+                "its rows are chats ({}), which need a chat template; remove apply_chat_template: false, or use rows \
+                 with a prompt and a completion",
+                format.name()
+            );
+            return Err(DataError::Plan { name: name.to_owned(), problem });
+        }
         if !is_chat || self.template.is_some() {
             return Ok(());
         }
@@ -124,19 +161,41 @@ impl<'a> Renderer<'a> {
         Err(DataError::Plan { name: name.to_owned(), problem })
     }
 
-    fn options(&self) -> RenderOptions {
+    /// Returns the options of rendering the rows of a source.
+    pub(crate) fn options(&self, source: &SourcePlan) -> RenderOptions {
         let empty_think = if self.plan.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include };
         let empty_answers =
             if self.plan.train_on_empty_answers { EmptyAnswerLoss::Include } else { EmptyAnswerLoss::Mask };
         let DataPlan { add_bos_token, add_eos_token, .. } = *self.plan;
         let specials = TextSpecialTokens { add_bos_token, add_eos_token };
-        RenderOptions { targets: self.targets(), empty_think, empty_answers, specials }
+        let prompt_form = if source.apply_chat_template { PromptForm::Chat } else { PromptForm::Text };
+        let (targets, roles, eos) = (self.targets(), self.roles(), self.eos());
+        RenderOptions { targets, roles, eos, prompt_form, empty_think, empty_answers, specials }
+    }
+
+    fn roles(&self) -> RoleSet {
+        RoleSet::of(self.plan.roles_to_train.iter().map(|role| match role {
+            TrainedRole::System => ChatRole::System,
+            TrainedRole::User => ChatRole::User,
+            TrainedRole::Assistant => ChatRole::Assistant,
+            TrainedRole::Tool => ChatRole::Tool,
+        }))
+    }
+
+    fn eos(&self) -> EosLoss {
+        match (self.plan.kind, self.plan.train_on_eos) {
+            (DataKind::Causal, _) | (_, TrainOnEos::Turn) => EosLoss::Turn,
+            (_, TrainOnEos::All) => EosLoss::All,
+            (_, TrainOnEos::Last) => EosLoss::Last,
+            (_, TrainOnEos::None) => EosLoss::None,
+        }
     }
 
     fn targets(&self) -> LossMask {
-        match self.plan.kind {
-            DataKind::Sft if self.plan.mask_inputs => LossMask::AssistantTokens,
-            DataKind::Sft | DataKind::Causal => LossMask::AllTokens,
+        match (self.plan.kind, self.plan.masking_strategy) {
+            (DataKind::Causal, _) | (_, MaskingStrategy::TrainOnAll) => LossMask::AllTokens,
+            (_, MaskingStrategy::TrainOnAssistant) => LossMask::Turns,
+            (_, MaskingStrategy::TrainOnLast) => LossMask::LastTurn,
         }
     }
 }

@@ -7,9 +7,10 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::dataset::Dataset;
+use super::mixture::mixed_units;
 use super::order::{RngPurpose, identity, permutation, seeded_rng, uniform};
 use super::pack;
-use super::plan::{DataPlan, Packing, RowOrder};
+use super::plan::{DataPlan, Mixture, Packing, RowOrder};
 
 /// Rows, each a list of sequences.
 #[derive(Debug, Default, PartialEq)]
@@ -77,7 +78,7 @@ pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> Ep
 
 /// Returns the rows of an evaluation, in the order of the data.
 pub(crate) fn eval_rows(dataset: &Dataset, plan: &DataPlan) -> EpochRows {
-    let plan = DataPlan { order: RowOrder::Sequential, ..plan.clone() };
+    let plan = DataPlan { order: RowOrder::Sequential, mixture: Mixture::Concatenate, ..plan.clone() };
     let mut rows = EpochRows::default();
     append_pass(&mut rows, dataset, &plan, 0, 0);
     rows
@@ -106,17 +107,25 @@ fn append_pass(rows: &mut EpochRows, dataset: &Dataset, plan: &DataPlan, epoch: 
         RowOrder::Shuffle | RowOrder::LongestFirst => permutation(n, seeded_rng(plan.seed, purpose, epoch, pass)),
     };
     let length = |i: u32| dataset.length(i as usize);
+    let mixed = mixed_units(dataset, plan, epoch, pass);
+    let mut mixed_rows = None;
     let packed = match (plan.packing, dataset.fixed_rows()) {
-        (_, Some(ends)) => EpochRows::of(identity(dataset.len()), ends.to_vec()),
+        (_, Some(ends)) => {
+            mixed_rows = mixed;
+            EpochRows::of(identity(dataset.len()), ends.to_vec())
+        }
         (Packing::Fit, None) => {
-            let order = order(RngPurpose::Samples, dataset.len());
+            let order = mixed.unwrap_or_else(|| order(RngPurpose::Samples, dataset.len()));
             let mut packed = EpochRows::default();
             pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| packed.push(row));
             packed
         }
-        (_, None) => EpochRows::of(identity(dataset.len()), (1..=dataset.len()).collect()),
+        (_, None) => {
+            mixed_rows = mixed;
+            EpochRows::of(identity(dataset.len()), (1..=dataset.len()).collect())
+        }
     };
-    let mut row_order = order(RngPurpose::Rows, packed.len());
+    let mut row_order = mixed_rows.unwrap_or_else(|| order(RngPurpose::Rows, packed.len()));
     if plan.order == RowOrder::LongestFirst && (epoch, pass) == (0, 0) {
         let n_tokens = |row: u32| packed.row(row as usize).iter().map(|&i| length(i)).sum();
         longest_first(&mut row_order, plan.rows_per_step(), n_tokens);

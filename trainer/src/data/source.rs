@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub, RepoId};
-use candlewick_text::render::Sample;
+use candlewick_text::render::{RenderOptions, Sample};
 use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
 
 use super::DataError;
@@ -57,13 +57,13 @@ impl SourceLoader<'_> {
         let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
         let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
-        self.renderer.check(name, &format)?;
+        self.renderer.check(plan, &format)?;
         let rows = sample_rows(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
         notes.push(format!("{name}: {}; {}", format.describe(), describe_count(rows.len(), source.len())));
         let key = self
             .renderer
-            .add_to(CacheKey::new(name))
+            .add_to(CacheKey::new(name), plan)
             .with("the rows", self.hash_rows(&*source, &rows)?)
             .with("the format", format!("{format:?}"));
         let store = match self.cache.find(&key)? {
@@ -73,7 +73,8 @@ impl SourceLoader<'_> {
                 store
             }
             CacheLookup::Miss(why) => {
-                self.render(&key, &UncachedRows { source: &*source, format, rows, why }, notes)?
+                let options = self.renderer.options(plan);
+                self.render(&key, &UncachedRows { source: &*source, format, rows, options, why }, notes)?
             }
         };
         Ok(TokenizedSource { store, rows: source, key: key.digest() })
@@ -95,7 +96,7 @@ impl SourceLoader<'_> {
             n_before = n_done;
             let remaining = rows.rows.get(n_done..).unwrap_or_default();
             let push = |row, sample: &Sample| writer.push(row, sample).map_err(failed);
-            self.renderer.render(rows.source, &rows.format, remaining, self.is_stopped, push)
+            self.renderer.render(rows.source, &rows.format, remaining, rows.options, self.is_stopped, push)
         })?;
         if n_before > 0 {
             notes.push(format!("{name}: continued after {n_before} rows that a stopped run has tokenized"));
@@ -135,6 +136,7 @@ struct UncachedRows<'a> {
     source: &'a dyn RowSource,
     format: RowFormat,
     rows: Vec<u32>,
+    options: RenderOptions,
     why: String,
 }
 

@@ -7,9 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::batch::GlobalBatch;
 use super::dataset::Dataset;
+use super::mixture::SourceCounts;
 
 /// The token counts of a run.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenStats {
     /// One pass over the training data.
     pub train: DatasetCounts,
@@ -17,6 +18,9 @@ pub struct TokenStats {
     pub eval: Option<DatasetCounts>,
     /// The training steps of all epochs.
     pub seen: TrainedCounts,
+    /// The training steps by source, if there are several sources.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<SourceCounts>,
 }
 
 /// The counts of one pass over a data set. In tokens, read = kept + truncated + dropped. In samples,
@@ -196,7 +200,7 @@ fn line(f: &mut fmt::Formatter<'_>, name: &str, what: &str, count: TokenCount) -
     writeln!(f, "{:<24}{samples:>12}{tokens:>16}", format!("{name} {what}"))
 }
 
-fn grouped(n: u64) -> String {
+pub(crate) fn grouped(n: u64) -> String {
     let digits = n.to_string();
     let groups: Vec<&str> =
         digits.as_bytes().rchunks(3).rev().filter_map(|group| std::str::from_utf8(group).ok()).collect();
@@ -221,7 +225,7 @@ mod tests {
             ..DatasetCounts::default()
         };
         let seen = TrainedCounts { steps: 1, supervised: 99, padded: 1024, ..TrainedCounts::default() };
-        let token_stats = TokenStats { train, eval: None, seen };
+        let token_stats = TokenStats { train, eval: None, seen, sources: Vec::new() };
         insta::assert_snapshot!(token_stats, @r"
         token statistics             samples          tokens
         train read                     7,473       1,234,567

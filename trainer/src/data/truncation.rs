@@ -1,5 +1,7 @@
 //! Truncation: samples to sequences no longer than a row, or exactly as long.
 
+use std::ops::Range;
+
 use candlewick_text::sample_warning::SampleWarning;
 
 use super::DataError;
@@ -7,7 +9,7 @@ use super::dataset::{Dataset, SampleSlice};
 use super::error::LongSamples;
 use super::order::{RngPurpose, identity, permutation, seeded_rng};
 use super::pack;
-use super::plan::{DataPlan, Packing, RowOrder, Truncation, UnrenderedToolCalls};
+use super::plan::{DataPlan, Mixture, Packing, RowOrder, Truncation, UnrenderedToolCalls};
 
 /// Cuts samples into sequences no longer than a row, or into rows of exactly `max_length`. Samples that the plan drops
 /// and sequences without targets are left out.
@@ -16,13 +18,28 @@ pub(crate) fn apply_truncation(dataset: Dataset, plan: &DataPlan, drop_last: boo
         let slices = fit(&dataset, plan)?;
         return Ok(dataset.with_slices(slices, None));
     }
-    let n_samples = dataset.n_samples();
-    let order = match plan.order {
-        RowOrder::Sequential => identity(n_samples),
-        _ => permutation(n_samples, seeded_rng(plan.seed, RngPurpose::Samples, 0, 0)),
+    let parts = match plan.mixture {
+        Mixture::Concatenate => std::iter::once(0..dataset.n_samples()).collect(),
+        // A mixture draws whole rows, so each row is of one source.
+        Mixture::Repeat(_) | Mixture::Interleave { .. } => dataset.samples_by_source(),
     };
-    let samples = order.iter().map(|&sample| dataset.whole(sample as usize));
-    let samples = samples.filter(|whole| is_wanted(&dataset, plan, whole) && has_targets(&dataset, whole));
+    let (mut slices, mut ends) = (Vec::new(), Vec::new());
+    for part in parts {
+        let (more, more_ends) = exact(&dataset, plan, part, drop_last);
+        ends.extend(more_ends.into_iter().map(|end| slices.len() + end));
+        slices.extend(more);
+    }
+    Ok(dataset.with_slices(slices, Some(ends)))
+}
+
+/// Packs some samples into rows of exactly `max_length`. Returns the slices and the end of each row among them.
+fn exact(dataset: &Dataset, plan: &DataPlan, samples: Range<usize>, drop_last: bool) -> (Vec<SampleSlice>, Vec<usize>) {
+    let order = match plan.order {
+        RowOrder::Sequential => identity(samples.len()),
+        _ => permutation(samples.len(), seeded_rng(plan.seed, RngPurpose::Samples, 0, 0)),
+    };
+    let samples = order.iter().map(|&sample| dataset.whole(samples.start + sample as usize));
+    let samples = samples.filter(|whole| is_wanted(dataset, plan, whole) && has_targets(dataset, whole));
     let (mut slices, mut ends) = pack::exact(samples, plan.max_length);
     let last = ends.len().checked_sub(2).map_or(0, |before| ends[before]);
     let n_last: usize = slices[last..].iter().map(|slice| slice.len as usize).sum();
@@ -30,7 +47,7 @@ pub(crate) fn apply_truncation(dataset: Dataset, plan: &DataPlan, drop_last: boo
         slices.truncate(last);
         ends.pop();
     }
-    Ok(dataset.with_slices(slices, Some(ends)))
+    (slices, ends)
 }
 
 /// Truncates, splits, drops or refuses the samples longer than `max_length`.

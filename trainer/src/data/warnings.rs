@@ -7,7 +7,7 @@ use candlewick_text::sample_warning::SampleWarning;
 
 use super::DataError;
 use super::dataset::Dataset;
-use super::plan::{DataPlan, UnrenderedToolCalls};
+use super::plan::{DataPlan, TrainedRole, UnrenderedToolCalls};
 use super::token_stats::DatasetCounts;
 
 /// The most rows that are read to count roles.
@@ -92,7 +92,8 @@ impl SampleWarningReport<'_> {
     fn unknown_roles(&self) -> Option<String> {
         let roles = count_roles(self.dataset, self.samples(SampleWarning::UnknownRole));
         let mapping = roles.mapping().map(|mapping| format!("; to change that, write {mapping}")).unwrap_or_default();
-        let advice = format!("only assistant turns are trained on (roles: {roles}){mapping}");
+        let trained = TrainedRole::list(&self.plan.roles_to_train);
+        let advice = format!("only {trained} turns are trained on (roles: {roles}){mapping}");
         self.warning(SampleWarning::UnknownRole, advice)
     }
 

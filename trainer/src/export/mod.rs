@@ -12,6 +12,7 @@ use candle_core::{DType, Device};
 use candlewick_inference::logits_check::{ExportReader, LogitsDifference, PromptLogits};
 use candlewick_model::checkpoint::{AuxiliaryFiles, StagingFolder, require_empty};
 use candlewick_model::{GgufExport, MergeReport, SafetensorsExport};
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
 
 use crate::checkpoint::require_space;
@@ -117,13 +118,13 @@ impl Export<'_> {
             let copied = [files.folder.path()];
             let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &[] };
             let export = SafetensorsExport { auxiliary_files, dtype: self.dtype, shard_bytes: self.shard_bytes };
-            let merge = export.write(model, folder)?;
+            let merge = export.write(model, folder, &progress("write safetensors"))?;
             let n_bytes = size_of(folder, "safetensors")?;
             return Ok(FormatReport { format, path: folder.to_path_buf(), n_bytes, merge: Some(merge), check: None });
         };
         let name = self.name();
         let path = folder.join(format!("{name}-{file_type}.gguf"));
-        GgufExport { name: &name, vocabulary, file_type }.write(model, &path)?;
+        GgufExport { name: &name, vocabulary, file_type }.write(model, &path, &progress("write GGUF"))?;
         let n_bytes = std::fs::metadata(&path).with_context(|| format!("failed to read {}", path.display()))?.len();
         Ok(FormatReport { format, path, n_bytes, merge: None, check: None })
     }
@@ -142,6 +143,12 @@ impl Export<'_> {
         };
         compared.with_context(|| format!("failed to compute the logits of {}", report.path.display()))
     }
+}
+
+/// Shows the progress of writing tensors.
+pub fn progress(what: &str) -> impl Fn(usize, usize) + use<> {
+    let progress = WorkProgress::start(what, ProgressUnit::Count("tensors"), 0);
+    move |n_done, n_all| progress.set(n_done, n_all)
 }
 
 /// Returns the reason why a written format is not usable.

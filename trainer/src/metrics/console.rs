@@ -3,39 +3,15 @@
 //! Everything goes to stderr; stdout is for results.
 
 use std::io::{self, IsTerminal, Write};
-use std::sync::LazyLock;
 
-use candlewick_runtime::progress::ProgressLines;
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use candlewick_runtime::progress::{AboveBars, ProgressUnit, WorkProgress, show_bar};
+use indicatif::{ProgressBar, ProgressStyle};
 
 use super::format::{clock, duration, exponent, gigabytes, quantity, tflops};
 use super::gpu::GpuMemory;
 use super::memory::Memory;
 use super::plan::Console;
 use super::record::{EvalRecord, StepRecord, TasksRecord};
-
-/// All progress bars of the process. They are visible only if stderr is a terminal.
-static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
-
-/// Adds a progress bar.
-pub fn show_bar(bar: ProgressBar) -> ProgressBar {
-    BARS.add(bar)
-}
-
-/// A writer to stderr that prints above the progress bars.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct AboveBars;
-
-impl Write for AboveBars {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        BARS.suspend(|| io::stderr().write_all(bytes))?;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
-    }
-}
 
 /// Prints lines and a progress bar. Clones share the bar.
 #[derive(Clone, Debug)]
@@ -68,11 +44,12 @@ impl Terminal {
         self.bar.set_position(step as u64);
     }
 
-    /// Returns a progress printer for a long operation; `None` if quiet.
-    pub fn progress(&self, what: &str, unit: &'static str) -> Option<ProgressLines> {
-        let terminal = self.clone();
-        let print = move |line: String| terminal.line(&line);
-        (self.console != Console::Quiet).then(|| ProgressLines::new(what, unit, print))
+    /// Shows the progress of a long operation, unless quiet.
+    pub fn progress(&self, what: &str, unit: &'static str) -> WorkProgress {
+        match self.console {
+            Console::Quiet => WorkProgress::hidden(),
+            Console::Full | Console::Lines => WorkProgress::start(what, ProgressUnit::Count(unit), 0),
+        }
     }
 
     /// Removes the bar.

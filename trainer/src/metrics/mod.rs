@@ -19,7 +19,7 @@ mod tracker;
 mod trackers;
 mod tracking_plan;
 
-pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
+pub use console::{Terminal, eval_line, step_line, tasks_line};
 pub use description::RunDescription;
 pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{

@@ -10,7 +10,9 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 
 use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
-use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
+use crate::data::{
+    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
+};
 
 /// The training and evaluation data.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
@@ -54,8 +56,20 @@ pub struct DataSection {
     pub fuse_positions_prob: Option<HumanFloat>,
     /// Not implemented yet.
     pub repeat_to_pack_max_length: Option<bool>,
-    /// Computes the loss on the assistant's tokens only. Default true.
+    /// Interleaves the sources, and sets the end of an epoch: `first_exhausted` (when the first source has no row left;
+    /// default with `weight`) or `all_exhausted` (when every source was read to its end; the others begin again).
+    /// Without `weight`, the sources take turns. Default: no interleaving, every row once.
+    pub stopping_strategy: Option<StoppingStrategy>,
+    /// Computes the loss on the assistant's tokens only. Default true. `false` is `masking_strategy: train_on_all`.
     pub mask_inputs: Option<bool>,
+    /// The turns that the loss covers: `train_on_assistant` (every turn of `roles_to_train`), `train_on_last` (the last of
+    /// these turns) or `train_on_all` (every token). Default `train_on_assistant`.
+    pub masking_strategy: Option<MaskingStrategy>,
+    /// The roles whose turns the loss covers: `assistant`, `user`, `system`, `tool`. Default `[assistant]`.
+    pub roles_to_train: Option<Vec<TrainedRole>>,
+    /// The end-of-turn tokens that the loss covers: `turn` (of the turns that it covers), `all`, `last` (of the last turn
+    /// that it covers) or `none`. Default `turn`.
+    pub train_on_eos: Option<TrainOnEos>,
     /// Masks an empty `<think></think>` at the start of an assistant's turn in the loss. Default false.
     pub ignore_empty_think: Option<bool>,
     /// Trains on empty answers. Default false: their turns are masked in the loss.
@@ -193,6 +207,15 @@ pub struct SourceOptions {
     pub split_mapping: StringPairs,
     /// The configuration of a data set with several (`main` of gsm8k). ArcticTraining names it `kwargs.name`.
     pub subset: Option<String>,
+    /// The relative frequency of the source's rows. Each next row comes from a source drawn by its weight. Set it for
+    /// every source or for none. Default: no interleaving, every row once.
+    pub weight: Option<HumanFloat>,
+    /// The number of times that an epoch reads each row. `2.5` reads half of the rows a third time, others in each
+    /// epoch. Below 1 it reads a part of the rows. Default 1.
+    pub repeat: Option<HumanFloat>,
+    /// Renders prompts and completions with the chat template. `false` joins both texts as they are, and adds EOS.
+    /// Default true.
+    pub apply_chat_template: Option<bool>,
     /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the order of a chat.
     /// Default: the roles of the row format.
     pub role_mapping: StringPairs,

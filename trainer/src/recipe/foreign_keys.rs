@@ -20,7 +20,8 @@ const ATTENTION: &str = "fused attention is the default";
 const ALWAYS: &str = "remove the key: this is always on";
 const HUB: &str = "pushing to the Hub is not supported; `hf upload` does it";
 const ZERO: &str = "the ZeRO stage: 0, 1, 2 or 3";
-const MASKS: &str = "by default the loss covers the assistant's tokens only; `mask_inputs: false` covers all tokens";
+const MASKS: &str = "by default the loss covers the assistant's tokens only; `train_on_all` covers all tokens";
+const WEIGHTS: &str = "a relative frequency for each source; `data.stopping_strategy` ends an epoch";
 const MEMORY: &str = "remove the key: each step builds its own batch";
 const PREFERENCES: &str = "preference training is not supported";
 
@@ -188,12 +189,20 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("neat_packing", "data.pack_samples", ""),
     key("pad_to_sequence_len", "data.pad_to", "`max_length`"),
     key("pad_to_multiple_of", "data.div_length", ""),
-    key("train_on_inputs", "data.mask_inputs", MASKS),
-    key("train_on_input", "data.mask_inputs", MASKS),
-    key("train_on_prompt", "data.mask_inputs", MASKS),
-    key("completion_only_loss", "data.mask_inputs", MASKS),
-    key("assistant_only_loss", "data.mask_inputs", MASKS),
-    key("masking_strategy", "data.mask_inputs", MASKS),
+    key("train_on_inputs", "data.masking_strategy", MASKS),
+    key("train_on_input", "data.masking_strategy", MASKS),
+    key("train_on_prompt", "data.masking_strategy", MASKS),
+    key("completion_only_loss", "data.masking_strategy", MASKS),
+    key("assistant_only_loss", "data.masking_strategy", MASKS),
+    key("train_on_responses_only", "data.masking_strategy", MASKS),
+    key("mask_history", "data.masking_strategy", "`train_on_last`"),
+    key("train_on_eot", "data.train_on_eos", "it applies to the tokens that end a turn, EOS or another"),
+    key("message_field_training", "", "name the key of a message `train` or `weight`"),
+    key("interleave_probs", "data.sources.N.weight", WEIGHTS),
+    key("probabilities", "data.sources.N.weight", WEIGHTS),
+    key("probability", "data.sources.N.weight", WEIGHTS),
+    key("mix_strategy", "data.stopping_strategy", "`first_exhausted` or `all_exhausted` interleave the sources"),
+    key("upsample", "data.sources.N.repeat", ""),
     key("shuffle", "data.order", "`shuffle` or `sequential`"),
     key("data_seed", "data.seed", ""),
     key("template", "tokenizer.chat_template", TEMPLATE),

@@ -32,7 +32,9 @@ mod value_or_list;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use crate::data::{RowOrder, Truncation, UnrenderedToolCalls};
+pub use crate::data::{
+    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
+};
 pub use arctic_moe::ArcticMoe;
 pub use callbacks::{EarlyStoppingMode, EarlyStoppingSection, LossWatchdogSection, SpikeAction};
 pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOptions, SourceType, StringPairs};

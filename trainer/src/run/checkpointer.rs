@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, DEFAULT_SHARD_BYTES};
 use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
@@ -316,10 +317,14 @@ impl<'a> Checkpointer<'a> {
         refuse_unowned(checkpoint.format, &dir, state.run_start)?;
         let keep_alive = self.run.ranks.process.keep_alive();
         let mut busy = Some(keep_alive.begin());
+        let model = self.run.engine.model();
+        let n_tensors = model.lora().map_or_else(|| model.base_params().count(), |_| model.adapter_params().count());
+        let shown = WorkProgress::start("export", ProgressUnit::Count("tensors"), n_tensors);
         // Exported tensors are in the order of the model.
         let fetch = |spec: &ParamSpec| {
             // A gather waits for the other ranks, so this rank is not busy meanwhile.
             failpoint("export_started", state.step);
+            shown.add(1);
             drop(busy.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
             busy = Some(keep_alive.begin());
@@ -328,7 +333,6 @@ impl<'a> Checkpointer<'a> {
                 None => candle_core::bail!("{} is out of order", spec.name),
             }
         };
-        let model = self.run.engine.model();
         let dtype = self.export_dtype(checkpoint);
         let (folders, mark) = (self.folders(), self.mark(state.step));
         let base = self.base.as_ref().map(BaseModelRecord::to_json);

@@ -89,7 +89,7 @@ impl Session<'_> {
         let mut sums = EvalLossSum::default();
         let progress = self.reporter.terminal().progress("eval loss", "micro-batches");
         for round in 0..n_rounds {
-            progress.iter().for_each(|lines| lines.set(round * data_world, n_batches));
+            progress.set(round * data_world, n_batches);
             if self.stop_request()?.is_some() {
                 return Ok(EvalStatus::Stopped);
             }
@@ -119,9 +119,8 @@ impl Session<'_> {
         let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
         let lm_handle = LmHandle::new(engine, &assets.tokenizer, folders.into_iter().flatten());
         let progress = self.reporter.terminal().progress("eval.tasks", "requests");
-        let values = tasks
-            .evaluate(lm_handle, ranks, stop, progress.as_ref())
-            .context("failed to evaluate the tasks of eval.tasks")?;
+        let values =
+            tasks.evaluate(lm_handle, ranks, stop, &progress).context("failed to evaluate the tasks of eval.tasks")?;
         drop(progress);
         let Some(values) = values else { return Ok(EvalStatus::Stopped) };
         check_measured("metric_for_best_model", &scores.metric, &values)?;

@@ -34,6 +34,9 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
             return Ok(code);
         }
     };
+    for source in session.stream.counts_by_source() {
+        session.reporter.terminal().line(&format!("read {source}"));
+    }
     log_skipped(session);
     log_saved(session);
     if let (EndReason::Horizon | EndReason::EarlyStopping(_), Some(generate)) = (end, &session.run.plan.generate) {

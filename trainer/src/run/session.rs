@@ -158,7 +158,8 @@ impl<'a> Session<'a> {
     }
 
     fn token_stats(&self) -> TokenStats {
-        TokenStats { seen: self.stream.cursor().seen, ..self.run.prepared.token_stats.clone() }
+        let (seen, sources) = (self.stream.cursor().seen, self.stream.counts_by_source());
+        TokenStats { seen, sources, ..self.run.prepared.token_stats.clone() }
     }
 
     /// Computes one step. On a GPU, starts the step and reads the results of the step before, so that the device is

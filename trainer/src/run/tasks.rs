@@ -7,7 +7,7 @@ use candlewick_inference::answer::{BackendSettings, EngineBackend, RequestProgre
 use candlewick_inference::lm::LmHandle;
 use candlewick_inference::parallel_config::InferenceGroup;
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::progress::ProgressLines;
+use candlewick_runtime::progress::WorkProgress;
 use candlewick_text::hub::Hub;
 use evaluator::chat::ChatTemplateFormatter;
 use evaluator::evaluation::Evaluation;
@@ -178,7 +178,7 @@ impl<'a> Tasks<'a> {
         lm_handle: LmHandle,
         ranks: &RankContext,
         stop: &StopSignals,
-        progress: Option<&ProgressLines>,
+        progress: &WorkProgress,
     ) -> Result<Option<ScoresByMetric>> {
         let settings = BackendSettings {
             max_length: self.plan.max_length,
@@ -186,7 +186,7 @@ impl<'a> Tasks<'a> {
             batch_size: self.plan.batch_size,
             ..BackendSettings::default()
         };
-        let show = |shown: RequestProgress| progress.iter().for_each(|lines| lines.set(shown.n_done, shown.n_all));
+        let show = |shown: RequestProgress| progress.set(shown.n_done, shown.n_all);
         let answers =
             EngineBackend::for_training(lm_handle, settings, self.inference_group(ranks))?.with_progress(show);
         let mut answers = answers.with_stop(|| stop.poll().is_some());

@@ -8,21 +8,21 @@ use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Map, json};
 use trainer::data::{
-    Cursor, DataError, DataKind, DataPlan, Dataset, Horizon, Packing, Padding, PreparedData, RowOrder, Sampling,
-    SourcePlan, TrainLoader, Truncation, UnrenderedToolCalls, prepare,
+    Cursor, DataError, DataKind, DataPlan, Dataset, Horizon, MaskingStrategy, Mixture, Packing, Padding, PreparedData,
+    RowOrder, Sampling, SourcePlan, TrainLoader, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls, prepare,
 };
 
-const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+pub(crate) const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
     {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// Folder for data and the cache, with a tokenizer whose tokens are single characters.
-struct Bench {
+pub(crate) struct Bench {
     folder: tempfile::TempDir,
     template: &'static str,
 }
 
 impl Bench {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let bench = Self { folder: tempfile::tempdir().unwrap(), template: CHATML };
         bench.write_tokenizer("~");
         bench
@@ -52,16 +52,16 @@ impl Bench {
         std::fs::write(self.path("tokenizer_config.json"), config.to_string()).unwrap();
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    fn write(&self, name: &str, lines: &[String]) -> SourcePlan {
+    pub(crate) fn write(&self, name: &str, lines: &[String]) -> SourcePlan {
         std::fs::write(self.path(name), lines.join("\n") + "\n").unwrap();
         source(&self.path(name))
     }
 
-    fn plan(&self, source: SourcePlan) -> DataPlan {
+    pub(crate) fn plan(&self, source: SourcePlan) -> DataPlan {
         DataPlan {
             kind: DataKind::Sft,
             sources: vec![source],
@@ -74,7 +74,10 @@ impl Bench {
             padding: Padding::Nothing,
             drop_last: false,
             order: RowOrder::Sequential,
-            mask_inputs: true,
+            mixture: Mixture::Concatenate,
+            masking_strategy: MaskingStrategy::TrainOnAssistant,
+            roles_to_train: vec![TrainedRole::Assistant],
+            train_on_eos: TrainOnEos::Turn,
             ignore_empty_think: false,
             train_on_empty_answers: false,
             unrendered_tool_calls: UnrenderedToolCalls::Error,
@@ -98,7 +101,7 @@ impl Bench {
         Tokenizer::from_directory(self.folder.path()).unwrap()
     }
 
-    fn prepare(&self, plan: &DataPlan) -> Result<PreparedData, DataError> {
+    pub(crate) fn prepare(&self, plan: &DataPlan) -> Result<PreparedData, DataError> {
         let tokenizer = self.tokenizer();
         let template = ChatTemplate::new("test template", self.template).unwrap();
         prepare(plan, &tokenizer, Some(tokenizer.with_special_tokens(template)), &self.hub())
@@ -117,7 +120,7 @@ impl Bench {
     }
 
     /// Returns each sequence's text, with the targets in brackets.
-    fn shown(&self, dataset: &Dataset) -> Vec<String> {
+    pub(crate) fn shown(&self, dataset: &Dataset) -> Vec<String> {
         let tokenizer = self.tokenizer();
         let text = |id: u32| tokenizer.decode(&[id], SpecialTokens::Include).unwrap();
         let show = |index: usize| {
@@ -136,7 +139,7 @@ impl Bench {
     }
 }
 
-fn source(path: &Path) -> SourcePlan {
+pub(crate) fn source(path: &Path) -> SourcePlan {
     SourcePlan {
         name_or_path: path.display().to_string(),
         split: None,
@@ -151,19 +154,20 @@ fn source(path: &Path) -> SourcePlan {
         role_mapping: Vec::new(),
         content_key: None,
         column: None,
+        apply_chat_template: true,
         sampling: Sampling::All,
         sample_seed: 42,
     }
 }
 
-fn chat(question: &str, answer: &str) -> String {
+pub(crate) fn chat(question: &str, answer: &str) -> String {
     json!({"messages": [
         {"role": "user", "content": question}, {"role": "assistant", "content": answer},
     ]})
     .to_string()
 }
 
-fn chats(n: usize) -> Vec<String> {
+pub(crate) fn chats(n: usize) -> Vec<String> {
     (0..n).map(|i| chat(&format!("{i}+1?"), &(i + 1).to_string())).collect()
 }
 
@@ -185,7 +189,7 @@ fn an_answer_and_its_end_token_are_targets() {
 fn without_a_mask_every_token_is_a_target() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(1)));
-    let prepared = bench.prepare(&DataPlan { mask_inputs: false, ..plan }).unwrap();
+    let prepared = bench.prepare(&DataPlan { masking_strategy: MaskingStrategy::TrainOnAll, ..plan }).unwrap();
     assert!(prepared.train.get(0).target_mask().all(|learn| learn));
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::DType;
 
-use super::{MergeReport, MergedModel, SafetensorsExport};
+use super::{MergeReport, MergedModel, SafetensorsExport, TensorCallback};
 use crate::ModelError;
 use crate::checkpoint::{AuxiliaryFiles, StagingFolder, require_empty};
 
@@ -27,7 +27,7 @@ impl AdapterMerge<'_> {
     /// Writes the merged model, reads it back and compares every value. The folder appears after that.
     ///
     /// Tokenizer and chat template come from the adapter folder if it has them.
-    pub fn run(&self) -> Result<MergeReport, ModelError> {
+    pub fn run(&self, on_tensor: TensorCallback) -> Result<MergeReport, ModelError> {
         require_empty(self.output)?;
         let model = MergedModel::open(self.base, Some(self.adapter))?;
         let folders: Vec<&Path> = model.folders().iter().map(|folder| folder.as_path()).collect();
@@ -37,7 +37,7 @@ impl AdapterMerge<'_> {
             shard_bytes: self.shard_bytes,
         };
         let staging = StagingFolder::begin(self.output)?;
-        let report = export.write(&model, staging.folder())?;
+        let report = export.write(&model, staging.folder(), on_tensor)?;
         staging.commit()?;
         Ok(report)
     }

@@ -4,6 +4,9 @@ mod merge;
 mod merged_model;
 mod safetensors;
 
+/// Callback after each tensor of an export, with the number of finished tensors and of all.
+pub type TensorCallback<'a> = &'a dyn Fn(usize, usize);
+
 pub use merge::AdapterMerge;
 pub use merged_model::{MergedModel, ParamValues};
 pub use safetensors::{MergeReport, SafetensorsExport};

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::DType;
 
-use super::MergedModel;
+use super::{MergedModel, TensorCallback};
 use crate::checkpoint::{AuxiliaryFiles, CheckpointExport, WrittenTensors, sum_of_squares};
 use crate::{ModelError, ParamGroupKind, ParamSpec};
 
@@ -35,21 +35,38 @@ pub struct MergeReport {
 impl SafetensorsExport<'_> {
     /// Writes the model into an existing folder, reads it back and compares every value.
     ///
-    /// At most one f32 tensor and its update are in memory.
-    pub fn write(&self, model: &MergedModel, folder: &Path) -> Result<MergeReport, ModelError> {
+    /// At most one f32 tensor and its update are in memory. Each tensor counts twice in `on_tensor`: written and compared.
+    pub fn write(
+        &self,
+        model: &MergedModel,
+        folder: &Path,
+        on_tensor: TensorCallback,
+    ) -> Result<MergeReport, ModelError> {
         let dtype = self.dtype.unwrap_or(model.dtype());
         let (auxiliary_files, shard_bytes) = (self.auxiliary_files, self.shard_bytes);
         let export = CheckpointExport { folder, config: model.config(), auxiliary_files, dtype, shard_bytes };
-        export.write(model.params(), |param| model.value(param).map_err(candle_core::Error::wrap))?;
-        verify(model, folder, dtype)
+        let n_tensors = model.params().count();
+        let mut n_done = 0;
+        export.write(model.params(), |param| {
+            n_done += 1;
+            on_tensor(n_done, 2 * n_tensors);
+            model.value(param).map_err(candle_core::Error::wrap)
+        })?;
+        verify(model, folder, dtype, &|n_done| on_tensor(n_tensors + n_done, 2 * n_tensors))
     }
 }
 
-fn verify(model: &MergedModel, folder: &Path, dtype: DType) -> Result<MergeReport, ModelError> {
+fn verify(
+    model: &MergedModel,
+    folder: &Path,
+    dtype: DType,
+    on_tensor: &dyn Fn(usize),
+) -> Result<MergeReport, ModelError> {
     let written = WrittenTensors::open(folder, dtype)?;
     let (mut n_matrices, mut n_params) = (0, 0);
     let (mut lost, mut changed) = (0.0, 0.0);
-    for param in model.params() {
+    for (idx, param) in model.params().enumerate() {
+        on_tensor(idx + 1);
         let exact = model.value(param)?;
         let found = written.verify(param, &exact)?;
         n_params += param.numel();

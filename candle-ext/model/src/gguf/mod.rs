@@ -14,7 +14,7 @@ use std::path::Path;
 
 use candlewick_text::tokenizer::GgufVocabulary;
 
-use crate::{MergedModel, ModelError, ParamSpec};
+use crate::{MergedModel, ModelError, ParamSpec, TensorCallback};
 use architecture::Architecture;
 use tensor::{GgufTensor, Source};
 use writer::{GgufWriter, TensorHeader};
@@ -44,7 +44,7 @@ impl GgufExport<'_> {
     }
 
     /// Writes the file. One parameter at a time is in memory, in f32.
-    pub fn write(&self, model: &MergedModel, path: &Path) -> Result<(), ModelError> {
+    pub fn write(&self, model: &MergedModel, path: &Path, on_tensor: TensorCallback) -> Result<(), ModelError> {
         let config = model.config();
         let architecture = Architecture::of(config)?;
         let tensors = tensor::tensors(architecture, config, model.params())?;
@@ -58,7 +58,8 @@ impl GgufExport<'_> {
         let metadata = [general, metadata::model(architecture, config), metadata::tokenizer(self.vocabulary)].concat();
         let mut writer = GgufWriter::create(path, &metadata, headers)?;
         let mut read: Option<(&ParamSpec, candle_core::Tensor)> = None;
-        for tensor in &tensors {
+        for (idx, tensor) in tensors.iter().enumerate() {
+            on_tensor(idx + 1, tensors.len());
             let value = match &tensor.source {
                 Source::Values(values) => candle_core::Tensor::new(values.as_slice(), &candle_core::Device::Cpu)?,
                 Source::Param { param, arrangement } => {

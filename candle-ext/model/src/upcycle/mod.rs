@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use candle_core::DType;
 
 use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, WrittenTensors, require_empty};
-use crate::{Config, Family, Model, ModelError, ParamSpec};
+use crate::{Config, Family, Model, ModelError, ParamSpec, TensorCallback};
 pub use config::UpcycledExperts;
 use config::moe_config;
 use tensors::{UpcycledTensor, tensors};
@@ -73,8 +73,9 @@ impl Upcycling {
 
     /// Writes the upcycled model, reads it back and compares every value.
     ///
-    /// At most one matrix of the dense model is in memory, in f32.
-    pub fn write(&self, output: &UpcyclingOutput) -> Result<UpcyclingReport, ModelError> {
+    /// At most one matrix of the dense model is in memory, in f32. Each tensor counts twice in `on_tensor`: written and
+    /// compared.
+    pub fn write(&self, output: &UpcyclingOutput, on_tensor: TensorCallback) -> Result<UpcyclingReport, ModelError> {
         require_empty(output.folder)?;
         let dtype = self.dtype(output.dtype);
         let export = CheckpointExport {
@@ -86,18 +87,27 @@ impl Upcycling {
         };
         let by_name: HashMap<&str, _> =
             self.tensors.iter().map(|tensor| (tensor.param.name.as_str(), tensor)).collect();
-        let value = |param: &ParamSpec| self.value(by_name[param.name.as_str()]).map_err(candle_core::Error::wrap);
+        let n_tensors = self.tensors.len();
+        let mut n_done = 0;
+        let value = |param: &ParamSpec| {
+            n_done += 1;
+            on_tensor(n_done, 2 * n_tensors);
+            self.value(by_name[param.name.as_str()]).map_err(candle_core::Error::wrap)
+        };
         export.save(self.tensors.iter().map(|tensor| &tensor.param), value)?;
         // The folder was empty before, so a failed upcycling can be deleted.
-        self.verify(output.folder, dtype).inspect_err(|_| drop(std::fs::remove_dir_all(output.folder)))?;
+        let on_compared = |n_done| on_tensor(n_tensors + n_done, 2 * n_tensors);
+        self.verify(output.folder, dtype, &on_compared)
+            .inspect_err(|_| drop(std::fs::remove_dir_all(output.folder)))?;
         let config = self.model.config();
         let expert_size = config.moe().map_or(0, |moe| moe.expert_size);
         Ok(UpcyclingReport { family: config.family(), dtype, n_params: self.n_params(), expert_size })
     }
 
-    fn verify(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
+    fn verify(&self, folder: &Path, dtype: DType, on_tensor: &dyn Fn(usize)) -> Result<(), ModelError> {
         let written = WrittenTensors::open(folder, dtype)?;
-        for tensor in &self.tensors {
+        for (idx, tensor) in self.tensors.iter().enumerate() {
+            on_tensor(idx + 1);
             written.verify(&tensor.param, &self.value(tensor)?)?;
         }
         Ok(())

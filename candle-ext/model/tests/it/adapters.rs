@@ -65,7 +65,7 @@ fn a_merged_model_gives_the_outputs_of_its_adapter() {
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("merged");
-    let merged = merge(&target, &base, &adapter).run().unwrap();
+    let merged = merge(&target, &base, &adapter).run(&|_, _| ()).unwrap();
     assert_eq!((merged.dtype, merged.n_matrices), (DType::F32, 5));
     let logits = load(&target).logits(&reference.ids, &reference.lengths);
     assert_close("merged logits", &logits, reference.get("logits"));
@@ -78,10 +78,10 @@ fn a_merge_in_16_bits_rounds_each_value_once() {
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("f32");
-    merge(&whole, &base, &adapter).run().unwrap();
+    merge(&whole, &base, &adapter).run(&|_, _| ()).unwrap();
     for dtype in [DType::BF16, DType::F16] {
         let target = folder.path().join(format!("{dtype:?}"));
-        let merged = AdapterMerge { dtype: Some(dtype), ..merge(&target, &base, &adapter) }.run().unwrap();
+        let merged = AdapterMerge { dtype: Some(dtype), ..merge(&target, &base, &adapter) }.run(&|_, _| ()).unwrap();
         assert!(merged.rounding > 0.0 && merged.rounding < 0.5, "{merged:?}");
         let (exact, rounded) = (Checkpoint::open(&whole).unwrap(), Checkpoint::open(&target).unwrap());
         let model = Model::new(Config::read(&whole).unwrap(), None).unwrap();
@@ -120,14 +120,14 @@ fn an_adapter_records_its_base_weights() {
         .save(plain.base_params(), |param| Ok(source.tensor(&param.name, &param.shape, dtype, &Device::Cpu).unwrap()))
         .unwrap();
     assert!(split.join("model.safetensors.index.json").exists());
-    AdapterMerge { dtype: None, ..merge(&merged, &split, &adapter) }.run().unwrap();
-    let error = merge(&again, &merged, &adapter).run().unwrap_err().to_string();
+    AdapterMerge { dtype: None, ..merge(&merged, &split, &adapter) }.run(&|_, _| ()).unwrap();
+    let error = merge(&again, &merged, &adapter).run(&|_, _| ()).unwrap_err().to_string();
     for word in ["on other weights", "me/qwen2", merged.to_str().unwrap(), BASE_MODEL_RECORD] {
         assert!(error.contains(word), "{word} is not in {error}");
     }
     assert!(!again.exists());
     std::fs::remove_file(adapter.join(BASE_MODEL_RECORD)).unwrap();
-    merge(&again, &merged, &adapter).run().unwrap();
+    merge(&again, &merged, &adapter).run(&|_, _| ()).unwrap();
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn a_merge_never_overwrites_a_folder() {
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), "{}").unwrap();
-    let refused = |output: &Path| merge(output, &base, &adapter).run().unwrap_err().to_string();
+    let refused = |output: &Path| merge(output, &base, &adapter).run(&|_, _| ()).unwrap_err().to_string();
     assert!(refused(folder.path()).contains("is not empty"));
     assert!(refused(&base).contains("is not empty"));
     assert!(refused(&folder.path().join("config.json")).contains("it is a file"));
@@ -172,7 +172,7 @@ fn a_merged_model_has_the_tokenizer_of_its_adapter() {
         std::fs::write(path.join(name), text).unwrap();
     }
     let target = folder.path().join("merged");
-    merge(&target, &base, adapter.path()).run().unwrap();
+    merge(&target, &base, adapter.path()).run(&|_, _| ()).unwrap();
     let read = |name: &str| std::fs::read_to_string(target.join(name)).ok();
     assert_eq!(read("tokenizer.json").as_deref(), Some("adapter"));
     assert_eq!(read("chat_template.jinja"), None, "the template of another tokenizer");

@@ -57,7 +57,7 @@ fn check(base: &str, adapter: &str, n_merged: usize) {
     let (base, adapter) = (fixture(base), fixture(adapter));
     let merge =
         AdapterMerge { base: &base, adapter: &adapter, output: &merged, dtype: Some(DType::F32), shard_bytes: 4000 };
-    assert_eq!(merge.run().unwrap().n_matrices, n_merged);
+    assert_eq!(merge.run(&|_, _| ()).unwrap().n_matrices, n_merged);
     let checkpoint = Checkpoint::open(&merged).unwrap();
     let model = Model::new(Config::read(&merged).unwrap(), None).unwrap();
     let whole = Tiny::with_weights(model, |param| checkpoint.param(param, DType::F32, &Device::Cpu).unwrap());

@@ -76,7 +76,7 @@ fn vocabulary(n: usize) -> GgufVocabulary {
 
 fn write(config: &Value, file_type: GgufType, path: &Path) {
     let vocabulary = vocabulary(config["vocab_size"].as_u64().unwrap() as usize);
-    GgufExport { name: "tiny", vocabulary: &vocabulary, file_type }.write(&model(config), path).unwrap();
+    GgufExport { name: "tiny", vocabulary: &vocabulary, file_type }.write(&model(config), path, &|_, _| ()).unwrap();
 }
 
 /// Returns metadata and tensors in the form of the fixture.
@@ -269,7 +269,8 @@ fn a_value_that_a_type_cannot_hold_is_refused() {
         let model = Model::new(Config::from_json(config.clone()).unwrap(), None).unwrap();
         let model = MergedModel::new(model, Box::new(Constant(value)), None, Vec::new());
         let path = folder.path().join(format!("{value}.gguf"));
-        let written = GgufExport { name: "tiny", vocabulary: &vocabulary(50), file_type }.write(&model, &path);
+        let written =
+            GgufExport { name: "tiny", vocabulary: &vocabulary(50), file_type }.write(&model, &path, &|_, _| ());
         let said = written.err().map_or(String::new(), |error| error.to_string());
         assert!(said.contains(want) && said.is_empty() == want.is_empty(), "{said}");
     }

@@ -32,7 +32,7 @@ fn read_json(path: &Path) -> Map<String, Value> {
 
 fn upcycle(dense: &Path, output: &Path, sizes: [usize; 3], dtype: Option<DType>) {
     let upcycling = Upcycling::open(dense, experts(sizes), 7).unwrap();
-    let report = upcycling.write(&UpcyclingOutput { folder: output, dtype, shard_bytes: 4000 }).unwrap();
+    let report = upcycling.write(&UpcyclingOutput { folder: output, dtype, shard_bytes: 4000 }, &|_, _| ()).unwrap();
     assert!(report.n_params > 0 && report.expert_size > 0);
     let written = Checkpoint::open(output).unwrap().n_bytes() as u64;
     assert_eq!(upcycling.n_bytes(dtype), written);
@@ -184,7 +184,7 @@ fn values_of_the_router_depend_on_the_seed_and_have_the_models_deviation() {
         let output = root.path().join(seed.to_string());
         let upcycling = Upcycling::open(&fixture("qwen2"), experts([64, 2, 1]), seed).unwrap();
         let settings = UpcyclingOutput { folder: &output, dtype: Some(DType::F32), shard_bytes: 1 << 30 };
-        upcycling.write(&settings).unwrap();
+        upcycling.write(&settings, &|_, _| ()).unwrap();
         let checkpoint = Checkpoint::open(&output).unwrap();
         values(&checkpoint.tensor("model.layers.0.mlp.gate.weight", &[64, 16], DType::F32, &Device::Cpu).unwrap())
     };
@@ -259,6 +259,6 @@ fn an_output_folder_with_files_is_refused() {
     fs::write(root.path().join("notes.txt"), "mine").unwrap();
     let upcycling = Upcycling::open(&fixture("mistral"), experts([4, 2, 1]), 0).unwrap();
     let output = UpcyclingOutput { folder: root.path(), dtype: None, shard_bytes: 1 << 30 };
-    assert!(upcycling.write(&output).unwrap_err().to_string().contains("not empty"));
+    assert!(upcycling.write(&output, &|_, _| ()).unwrap_err().to_string().contains("not empty"));
     assert_eq!(fs::read_to_string(root.path().join("notes.txt")).unwrap(), "mine");
 }

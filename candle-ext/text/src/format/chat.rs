@@ -94,7 +94,11 @@ fn regular(mut fields: Map<String, Value>) -> Result<Message, RowProblem> {
                 clean.insert(key, join_parts(value)?);
             }
             "train" | "training" | "loss_weight" | "weight" => {
-                if is_assistant && !is_trained_on(&value).ok_or_else(|| no_weight(&key, &value))? {
+                let is_trained_on = match is_trained_on(&value) {
+                    None if is_assistant => return Err(no_weight(&key, &value)),
+                    weight => weight.unwrap_or(true),
+                };
+                if !is_trained_on {
                     clean.insert("weight".into(), json!(0));
                 }
             }

@@ -45,7 +45,7 @@ fn turns(column: &str, items: &[Value]) -> Result<Vec<Message>, RowProblem> {
     items.map(|(idx, item)| message(column, idx, object(column, idx, item)?)).collect()
 }
 
-/// Masks the assistant messages of the prompt from the loss.
+/// Masks a message of the prompt from the loss.
 fn as_context(message: Message) -> Message {
-    if message.is_assistant() { message.with("weight", json!(0)) } else { message }
+    message.with("weight", json!(0))
 }

@@ -30,6 +30,13 @@ pub(super) enum Marker {
     LoopCloses {
         loop_id: usize,
     },
+    /// Start of the content of a message.
+    ContentOpens {
+        message: usize,
+    },
+    ContentCloses {
+        message: usize,
+    },
 }
 
 /// Returns a character that `text` does not contain, from those that Unicode reserves for internal use.
@@ -58,6 +65,8 @@ fn parse(command: &str) -> Option<Marker> {
         1 => Marker::GenerationCloses,
         2 => Marker::Turn { loop_id: number()?, message: number()? },
         3 => Marker::LoopCloses { loop_id: number()? },
+        4 => Marker::ContentOpens { message: number()? },
+        5 => Marker::ContentCloses { message: number()? },
         _ => return None,
     })
 }
@@ -92,6 +101,15 @@ fn open_loop(loop_id: usize) -> String {
 
 fn fenced(fence: &str, command: &str) -> String {
     format!("{fence}{command}{fence}")
+}
+
+/// Puts markers around the content of a message. White space at its ends stays outside, because templates trim it.
+pub(super) fn around_content(content: &str, message: usize, fence: char) -> String {
+    let fence = fence.to_string();
+    let inner = content.trim();
+    let (before, after) = content.split_once(inner).unwrap_or(("", ""));
+    let (opens, closes) = (fenced(&fence, &format!("4 {message}")), fenced(&fence, &format!("5 {message}")));
+    format!("{before}{opens}{inner}{closes}{after}")
 }
 
 /// Message with its index in the conversation. Templates see it as an ordinary dict.
@@ -151,6 +169,13 @@ mod tests {
         assert_eq!(fence("x\u{FDD0}\u{FDD1}"), Some('\u{FDD2}'));
         let all: String = ('\u{FDD0}'..='\u{FDEF}').collect();
         assert_eq!(fence(&all), None);
+    }
+
+    #[test]
+    fn markers_of_a_content_exclude_white_space_at_its_ends() {
+        let marked = around_content(" a b\n", 3, '|');
+        let want = [(1, Marker::ContentOpens { message: 3 }), (4, Marker::ContentCloses { message: 3 })];
+        assert_eq!(extract(&marked, '|').unwrap(), (" a b\n".to_owned(), want.to_vec()));
     }
 
     #[test]

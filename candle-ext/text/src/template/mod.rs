@@ -13,6 +13,7 @@
 
 pub mod budget;
 mod clock;
+mod contents;
 mod environment;
 mod fallback;
 mod fingerprint;
@@ -73,12 +74,12 @@ pub struct RenderedChat {
     /// The whole text.
     pub text: String,
     /// Spans of the assistant's text: ordered, disjoint, not empty.
-    pub spans: Vec<AssistantSpan>,
+    pub spans: Vec<MessageSpan>,
 }
 
-/// Span of text that the assistant writes.
+/// Span of text of one message: what the assistant writes, or the content of another role's message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AssistantSpan {
+pub struct MessageSpan {
     /// Index of the message. A message may have several spans or none. `None` for `{% generation %}` blocks outside
     /// of any loop over the messages.
     pub message: Option<usize>,
@@ -140,6 +141,17 @@ pub enum TemplateError {
         /// File or argument of the template.
         name: String,
         /// Reason why the text cannot be located.
+        reason: TurnError,
+    },
+    /// The contents of messages of other roles cannot be located in the rendered text.
+    #[error(
+        "find the contents of messages in what chat template {name} prints: {reason}. Train on the assistant only \
+         (remove `roles_to_train`), or use a template that prints contents unchanged"
+    )]
+    ContentNotFound {
+        /// File or argument of the template.
+        name: String,
+        /// Reason why the contents cannot be located.
         reason: TurnError,
     },
 }
@@ -300,7 +312,7 @@ impl ChatTemplate {
         }
     }
 
-    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<AssistantSpan>, TemplateError> {
+    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<MessageSpan>, TemplateError> {
         let marks = |template| self.marks(template, chat, AddGenerationPrompt::No, text);
         if !self.has_generation {
             return self.spans_by_turn(chat, text, &turns::pieces(&marks(MARKED)?));
@@ -309,7 +321,7 @@ impl ChatTemplate {
         let marks = marks(MARKED).or_else(|_| marks(BLOCKS))?;
         let blocks = turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))?;
         let pieces = turns::pieces(&marks);
-        Ok(blocks.into_iter().map(|range| AssistantSpan { message: turns::owner(&pieces, &range), range }).collect())
+        Ok(blocks.into_iter().map(|range| MessageSpan { message: turns::owner(&pieces, &range), range }).collect())
     }
 
     fn spans_by_turn(
@@ -317,9 +329,9 @@ impl ChatTemplate {
         chat: &Conversation,
         text: &str,
         pieces: &[MessageText],
-    ) -> Result<Vec<AssistantSpan>, TemplateError> {
+    ) -> Result<Vec<MessageSpan>, TemplateError> {
         let delimiters = self.delimiters()?;
-        let mut spans: Vec<AssistantSpan> = Vec::new();
+        let mut spans: Vec<MessageSpan> = Vec::new();
         for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
             let piece = match piece_of(pieces, message) {
                 Err(TurnError::NoText { .. }) if chat.messages[message].is_empty_answer() => continue,
@@ -332,7 +344,7 @@ impl ChatTemplate {
             if spans.last().is_some_and(|last| last.range.end > range.start) {
                 return Err(self.unclear(TurnError::NotContiguous { message }));
             }
-            spans.push(AssistantSpan { message: Some(message), range });
+            spans.push(MessageSpan { message: Some(message), range });
         }
         Ok(spans)
     }

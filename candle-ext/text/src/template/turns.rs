@@ -46,8 +46,8 @@ pub(super) fn generation_spans(marks: &[(usize, Marker)]) -> Result<Vec<Range<us
                 spans.push(from..*at);
                 start = None;
             }
-            (Marker::Turn { .. } | Marker::LoopCloses { .. }, _) => {}
-            _ => return Err(TurnError::UnbalancedBlocks),
+            (Marker::GenerationOpens | Marker::GenerationCloses, _) => return Err(TurnError::UnbalancedBlocks),
+            _ => {}
         }
     }
     spans.retain(|span| !span.is_empty());
@@ -55,6 +55,23 @@ pub(super) fn generation_spans(marks: &[(usize, Marker)]) -> Result<Vec<Range<us
         None => Ok(spans),
         Some(_) => Err(TurnError::UnbalancedBlocks),
     }
+}
+
+/// Returns the byte ranges of marked contents, with their messages.
+pub(super) fn content_spans(marks: &[(usize, Marker)]) -> Vec<(usize, Range<usize>)> {
+    let mut spans = Vec::new();
+    let mut open = None;
+    for (at, mark) in marks {
+        match (mark, open) {
+            (Marker::ContentOpens { message }, _) => open = Some((*message, *at)),
+            (Marker::ContentCloses { message }, Some((opened, from))) if *message == opened => {
+                spans.push((*message, from..*at));
+                open = None;
+            }
+            _ => {}
+        }
+    }
+    spans
 }
 
 /// Returns the message whose text contains the whole span.
@@ -163,6 +180,14 @@ impl TurnDelimiters {
         // A prompt that matches no turn is kept, so that every turn is rejected.
         let added = [prompts.added.to_owned()].into_iter().filter(|prompt| !prompt.is_empty());
         fitting.unwrap_or_else(|| with(added.collect()))
+    }
+
+    /// Returns the texts that end a turn, without white space at their ends. Empty if the template prints none.
+    pub(super) fn ends_of_turn(&self) -> Vec<&str> {
+        let mut ends: Vec<&str> = self.footers.iter().chain([&self.closing]).map(|text| text.trim()).collect();
+        ends.retain(|end| !end.is_empty());
+        ends.dedup();
+        ends
     }
 
     fn fits(&self, probe: &Probe) -> bool {

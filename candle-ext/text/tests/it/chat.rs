@@ -20,7 +20,7 @@ fn fixture(path: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat").join(path)
 }
 
-fn json(path: &str) -> Map<String, Json> {
+pub(crate) fn json(path: &str) -> Map<String, Json> {
     serde_json::from_slice(&std::fs::read(fixture(path)).unwrap()).unwrap()
 }
 
@@ -31,7 +31,7 @@ fn conversation(json: &Json) -> Conversation {
     Conversation { messages: messages.map(message).collect(), tools }
 }
 
-fn tokenizer(family: &str) -> Tokenizer {
+pub(crate) fn tokenizer(family: &str) -> Tokenizer {
     Tokenizer::from_directory(fixture(family)).unwrap()
 }
 
@@ -40,7 +40,7 @@ fn at_golden_time(template: ChatTemplate) -> ChatTemplate {
     template.with_clock(Clock::Fixed(1_721_984_703))
 }
 
-fn stock_template(tokenizer: &Tokenizer) -> ChatTemplate {
+pub(crate) fn stock_template(tokenizer: &Tokenizer) -> ChatTemplate {
     at_golden_time(tokenizer.chat_template(None).unwrap().unwrap())
 }
 
@@ -59,7 +59,7 @@ fn with_kwargs(template: ChatTemplate, chat: &Json) -> ChatTemplate {
 }
 
 /// Calls `check` with every golden of every family, and each of its two templates.
-fn for_each_golden(check: impl Fn(&str, &Tokenizer, &ChatTemplate, &Conversation, &Json)) {
+pub(crate) fn for_each_golden(check: impl Fn(&str, &Tokenizer, &ChatTemplate, &Conversation, &Json)) {
     let chats = json("chats.json");
     let mut n_goldens = 0;
     for family in FAMILIES {
@@ -153,7 +153,7 @@ fn sample(family: &str, chat: &str, options: RenderOptions) -> (Tokenizer, Sampl
 }
 
 /// Returns the text of each contiguous run of targets.
-fn targets(tokenizer: &Tokenizer, sample: &Sample) -> Vec<String> {
+pub(crate) fn targets(tokenizer: &Tokenizer, sample: &Sample) -> Vec<String> {
     let marked: Vec<(u32, bool)> = sample.ids.iter().copied().zip(sample.is_target.iter().copied()).collect();
     let stretches = marked.chunk_by(|left, right| left.1 == right.1);
     let decode = |stretch: &[(u32, bool)]| {
@@ -173,7 +173,7 @@ fn every_token_is_a_target_when_inputs_are_not_masked() {
 
 #[test]
 fn the_last_answer_alone_can_be_the_target() {
-    let options = RenderOptions { targets: LossMask::LastAssistantTurn, ..Default::default() };
+    let options = RenderOptions { targets: LossMask::LastTurn, ..Default::default() };
     let (tokenizer, last) = sample("qwen2_5", "repeated_answers", options);
     assert_eq!(targets(&tokenizer, &last), ["Yes.<|im_end|>"]);
     assert_eq!(last.is_target.iter().rposition(|target| *target), Some(last.len() - 2));
@@ -304,12 +304,12 @@ fn a_weight_is_that_of_all_blocks_of_its_turn() {
         let sample = render_chat(&tokenizer, &template, &chat, options).unwrap();
         assert_eq!(self::targets(&tokenizer, &sample), want);
     };
-    check([1, 1, 1], LossMask::AssistantTokens, &["hm", "one", "two", "hm", "three"]);
-    check([0, 1, 1], LossMask::AssistantTokens, &["two", "hm", "three"]);
-    check([1, 0, 1], LossMask::AssistantTokens, &["hm", "one", "hm", "three"]);
-    check([1, 1, 0], LossMask::AssistantTokens, &["hm", "one", "two"]);
-    check([1, 1, 1], LossMask::LastAssistantTurn, &["hm", "three"]);
-    check([1, 1, 0], LossMask::LastAssistantTurn, &["two"]);
+    check([1, 1, 1], LossMask::Turns, &["hm", "one", "two", "hm", "three"]);
+    check([0, 1, 1], LossMask::Turns, &["two", "hm", "three"]);
+    check([1, 0, 1], LossMask::Turns, &["hm", "one", "hm", "three"]);
+    check([1, 1, 0], LossMask::Turns, &["hm", "one", "two"]);
+    check([1, 1, 1], LossMask::LastTurn, &["hm", "three"]);
+    check([1, 1, 0], LossMask::LastTurn, &["two"]);
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod chat_properties;
 mod findings;
 mod gguf;
 mod hub;
+mod masks;
 mod rows;
 mod template;
 mod tokenizer;

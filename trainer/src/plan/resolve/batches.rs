@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use super::masking::{self, Masking};
 use super::resolver::Resolver;
-use super::sources;
+use super::{mixture, sources};
 use crate::data::{
     DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls, default_cache_dir,
 };
@@ -20,6 +21,8 @@ pub(super) fn resolve(
     let recipe = resolver.recipe();
     let data = &recipe.data;
     let (sources, eval_sources, eval_fraction) = sources::resolve(resolver, kind);
+    let mixture = mixture::resolve(resolver, sources.len());
+    let Masking { masking_strategy, roles_to_train, train_on_eos } = masking::resolve(resolver);
     let max_length = max_length(resolver, model);
     let packing = packing(resolver, kind);
     let truncation = truncation(resolver, kind, packing);
@@ -37,7 +40,10 @@ pub(super) fn resolve(
         padding: padding(resolver, max_length),
         drop_last: resolver.pick("data.drop_last", data.drop_last, false),
         order,
-        mask_inputs: resolver.pick("data.mask_inputs", data.mask_inputs, true),
+        mixture,
+        masking_strategy,
+        roles_to_train,
+        train_on_eos,
         ignore_empty_think: resolver.pick("data.ignore_empty_think", data.ignore_empty_think, false),
         train_on_empty_answers: resolver.pick("data.train_on_empty_answers", data.train_on_empty_answers, false),
         unrendered_tool_calls: resolver.pick(

@@ -75,7 +75,14 @@ fn without_effect(resolver: &mut Resolver) {
         }
     }
     if resolver.recipe().kind == Some(DataType::Causal) {
-        for key in ["data.mask_inputs", "data.ignore_empty_think", "tokenizer.chat_template"] {
+        for key in [
+            "data.mask_inputs",
+            "data.masking_strategy",
+            "data.roles_to_train",
+            "data.train_on_eos",
+            "data.ignore_empty_think",
+            "tokenizer.chat_template",
+        ] {
             if resolver.loaded.is_set(key) {
                 resolver.note(format!("{key} has no effect on `type: causal`: every token is a target"));
             }

@@ -1,6 +1,9 @@
 //! Data sources, splits and rows.
 
-use trainer::data::{Horizon, Packing, Padding, Sampling, Truncation};
+use trainer::data::{
+    Horizon, MaskingStrategy, Mixture, Packing, Padding, Sampling, StoppingStrategy, TrainOnEos, TrainedRole,
+    Truncation,
+};
 
 use super::{plan, refused};
 
@@ -167,4 +170,77 @@ fn special_tokens_of_texts_follow_the_tokenizer_unless_given() {
     };
     assert_eq!(specials(&["type=causal"]), (None, true));
     assert_eq!(specials(&["type=causal", "data.add_bos_token=true", "data.add_eos_token=false"]), (Some(true), false));
+}
+
+#[test]
+fn the_mask_follows_either_key() {
+    use MaskingStrategy::{TrainOnAll, TrainOnAssistant, TrainOnLast};
+    let strategy = |keys: &[&str]| plan(keys).data.masking_strategy;
+    assert_eq!(strategy(&[]), TrainOnAssistant);
+    assert_eq!(strategy(&["data.mask_inputs=false"]), TrainOnAll);
+    assert_eq!(strategy(&["data.masking_strategy=train_on_last"]), TrainOnLast);
+    assert_eq!(strategy(&["data.masking_strategy=train_on_last", "data.mask_inputs=true"]), TrainOnLast);
+    refused(
+        &["data.masking_strategy=train_on_last", "data.mask_inputs=false"],
+        &["data.mask_inputs: false contradicts data.masking_strategy"],
+    );
+    refused(&["data.masking_strategy=train_on_lats"], &["train_on_last"]);
+}
+
+#[test]
+fn roles_to_train_are_known_roles() {
+    let roles = |keys: &[&str]| plan(keys).data.roles_to_train;
+    assert_eq!(roles(&[]), [TrainedRole::Assistant]);
+    assert_eq!(roles(&["data.roles_to_train=[gpt, human, user]"]), [TrainedRole::User, TrainedRole::Assistant]);
+    refused(&["data.roles_to_train=[]"], &["data.roles_to_train: expected at least one role, found none"]);
+    refused(&["data.roles_to_train=[usr]"], &["usr", "user"]);
+    refused(
+        &["data.roles_to_train=[user]", "data.mask_inputs=false"],
+        &["data.roles_to_train has no effect: the loss covers every token"],
+    );
+    assert_eq!(plan(&[]).data.train_on_eos, TrainOnEos::Turn);
+    assert_eq!(plan(&["data.train_on_eos=none"]).data.train_on_eos, TrainOnEos::None);
+}
+
+const TWO: &str = "data.sources=[{name_or_path: a, weight: 3}, {name_or_path: b, weight: 1}]";
+
+#[test]
+fn weights_are_relative_and_interleave() {
+    let mixture = |keys: &[&str]| plan(keys).data.mixture;
+    let weights = |stopping_strategy| Mixture::Interleave { probabilities: vec![0.75, 0.25], stopping_strategy };
+    assert_eq!(mixture(&["data.sources=[a, b]"]), Mixture::Concatenate);
+    assert_eq!(mixture(&[TWO]), weights(StoppingStrategy::FirstExhausted));
+    assert_eq!(mixture(&[TWO, "data.stopping_strategy=all_exhausted"]), weights(StoppingStrategy::AllExhausted));
+    let in_turn = Mixture::Interleave { probabilities: vec![], stopping_strategy: StoppingStrategy::AllExhausted };
+    assert_eq!(mixture(&["data.sources=[a, b]", "data.stopping_strategy=all_exhausted"]), in_turn);
+    assert_eq!(mixture(&["data.sources=[a, {name_or_path: b, repeat: 2.5}]"]), Mixture::Repeat(vec![1.0, 2.5]));
+}
+
+#[test]
+fn contradictions_of_a_mixture_are_refused() {
+    refused(
+        &["data.sources=[a, {name_or_path: b, weight: 1}]"],
+        &["data.sources.1.weight: not every source has a weight", "for every source, or for none"],
+    );
+    refused(
+        &["data.sources=[{name_or_path: a, weight: 0}, {name_or_path: b, weight: 1}]"],
+        &["data.sources.0.weight: expected a number above 0, found 0"],
+    );
+    refused(&[TWO, "data.sources.0.repeat=2"], &["data.sources.0.repeat contradicts the interleaving of sources"]);
+    refused(&["data.sources=[{name_or_path: a, repeat: -1}]"], &["data.sources.0.repeat: expected a number above 0"]);
+    refused(
+        &["data.eval_sources=[{name_or_path: b, repeat: 2}]", "eval_interval=1"],
+        &["data.eval_sources.0.repeat: an evaluation reads every row once"],
+    );
+    let note = "data.stopping_strategy and weight have no effect with one source";
+    assert!(plan(&["data.stopping_strategy=all_exhausted"]).notes.iter().any(|own| own == note));
+}
+
+#[test]
+fn keys_of_other_toolkits_name_the_mixture_and_the_mask() {
+    refused(&["data.train_on_eot=turn"], &["data.train_on_eos"]);
+    refused(&["mask_history=true"], &["data.masking_strategy", "train_on_last"]);
+    refused(&["data.mix_strategy=interleave_over"], &["data.stopping_strategy"]);
+    refused(&["interleave_probs=[0.5, 0.5]"], &["data.sources.N.weight"]);
+    refused(&["data.sources=[{name_or_path: a, upsample: 2}]"], &["data.sources.N.repeat"]);
 }

@@ -66,7 +66,12 @@ fn messages() {
 fn messages_lose_null_fields_and_join_text_parts() {
     check(
         r#"{"messages":[{"role":"user","content":[{"type":"text","text":"h"},{"type":"text","value":"i"}],"name":null,"tool_calls":null,"loss_weight":0.0},{"role":"assistant","content":"yo","loss_weight":0.0},{"role":"assistant","content":"yo","weight":1}]}"#,
-        &["reads as messages: messages", USER, r#"{"role":"assistant","content":"yo","weight":0}"#, ASSISTANT],
+        &[
+            "reads as messages: messages",
+            r#"{"role":"user","content":"hi","weight":0}"#,
+            r#"{"role":"assistant","content":"yo","weight":0}"#,
+            ASSISTANT,
+        ],
     );
 }
 
@@ -154,9 +159,9 @@ fn prompts_and_completions() {
         r#"{"prompt":[{"role":"user","content":"hi"},{"role":"assistant","content":"yo"},{"role":"user","content":"hi"}],"completion":[{"role":"assistant","content":"yo"}]}"#,
         &[
             "reads as prompt/completion: prompt, completion",
-            USER,
+            r#"{"role":"user","content":"hi","weight":0}"#,
             r#"{"role":"assistant","content":"yo","weight":0}"#,
-            USER,
+            r#"{"role":"user","content":"hi","weight":0}"#,
             ASSISTANT,
         ],
     );

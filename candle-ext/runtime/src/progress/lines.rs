@@ -1,6 +1,5 @@
-//! Progress lines for a stderr that is not a terminal: one line every ten seconds.
+//! Progress lines: one line every ten seconds.
 
-use std::io::{self, IsTerminal};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -30,12 +29,6 @@ struct State {
 }
 
 impl ProgressLines {
-    /// Starts to print to stderr. Returns `None` if it is a terminal, which has a progress bar.
-    pub fn on_redirected_stderr(what: &str, unit: &'static str) -> Option<Self> {
-        let to_stderr = |line: String| eprintln!("{line}");
-        (!io::stderr().is_terminal()).then(|| Self::new(what, unit, to_stderr))
-    }
-
     /// Starts to print lines with `print`.
     pub fn new(what: &str, unit: &'static str, print: impl Fn(String) + Send + 'static) -> Self {
         Self::every(INTERVAL, what, unit, print)

@@ -1,13 +1,17 @@
 //! Tokenization of conversations, prompts and texts, with a loss mask.
 
-use std::ops::Range;
+mod chat;
+
 use std::path::PathBuf;
 
-use crate::conversation::{Conversation, Message};
+use crate::conversation::{ChatRole, Conversation};
 use crate::format::{Document, RowFormat};
 use crate::sample_warning::{SampleWarning, SampleWarnings};
-use crate::template::{AddGenerationPrompt, AssistantSpan, ChatTemplate, TemplateError};
-use crate::tokenizer::{Encoding, SpecialTokens, Tokenizer, TokenizerError};
+use crate::template::{AddGenerationPrompt, ChatTemplate, TemplateError};
+use crate::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
+use chat::{begins_in_prompt, overlapping, refuse_dropped_text};
+
+pub use chat::render_chat;
 
 /// Tokenized training sample with its loss mask.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -69,13 +73,59 @@ impl Sample {
 /// Tokens of a chat that have loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum LossMask {
-    /// Every assistant turn, including its end-of-turn token.
+    /// Every turn of the roles with loss.
     #[default]
-    AssistantTokens,
-    /// The last assistant turn only.
-    LastAssistantTurn,
+    Turns,
+    /// The last turn of the roles with loss.
+    LastTurn,
     /// Every token (`mask_inputs: false`).
     AllTokens,
+}
+
+/// Set of roles whose turns have loss. The default is the assistant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoleSet(u8);
+
+impl RoleSet {
+    /// Creates a set of roles.
+    pub fn of(roles: impl IntoIterator<Item = ChatRole>) -> Self {
+        Self(roles.into_iter().fold(0, |bits, role| bits | 1 << role as u8))
+    }
+
+    /// Returns true if the set has `role`.
+    pub fn contains(self, role: ChatRole) -> bool {
+        self.0 & 1 << role as u8 != 0
+    }
+}
+
+impl Default for RoleSet {
+    fn default() -> Self {
+        Self::of([ChatRole::Assistant])
+    }
+}
+
+/// Loss on the tokens that end turns, such as `<|im_end|>`: axolotl's `train_on_eos`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum EosLoss {
+    /// The ends of the turns with loss.
+    #[default]
+    Turn,
+    /// The ends of all turns.
+    All,
+    /// The end of the last turn with loss.
+    Last,
+    /// No end of turn.
+    None,
+}
+
+/// Form in which a prompt and its completion, both strings, are rendered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum PromptForm {
+    /// A chat of two messages, if there is a chat template.
+    #[default]
+    Chat,
+    /// Plain text, without the chat template. Conversations are refused.
+    Text,
 }
 
 /// Loss on the empty `<think></think>` that some templates put before an answer.
@@ -118,6 +168,12 @@ impl Default for TextSpecialTokens {
 pub struct RenderOptions {
     /// Tokens that have loss.
     pub targets: LossMask,
+    /// Roles whose turns have loss.
+    pub roles: RoleSet,
+    /// Loss on the ends of turns.
+    pub eos: EosLoss,
+    /// Form of prompts with completions.
+    pub prompt_form: PromptForm,
     /// Loss on an empty `<think></think>`.
     pub empty_think: EmptyThinkLoss,
     /// Loss on empty assistant messages.
@@ -146,6 +202,9 @@ pub enum RenderError {
     /// The tokenizer has no chat template for a chat.
     #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
     NoTemplate(PathBuf),
+    /// A conversation in data that are rendered without a chat template.
+    #[error("render a chat without its template: the row has a list of messages; remove `apply_chat_template: false`")]
+    TemplateOff,
     /// BOS is requested, but the tokenizer has no `bos_token`.
     #[error("add BOS to a text: the tokenizer names no bos_token; remove `data.add_bos_token`")]
     NoBosToken,
@@ -181,128 +240,33 @@ pub fn render_row(
 
 /// Renders a document to a sample, for training and evaluation.
 ///
-/// The template renders chats. A prompt and its completion become a chat if there is a template. Plain text is
-/// tokenized without a template.
+/// The template renders chats. A prompt and its completion become a chat if there is a template, unless
+/// `options.prompt_form` is text. Plain text is tokenized without a template.
 pub fn render_document(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
     document: Document,
     options: RenderOptions,
 ) -> Result<Sample, RenderError> {
-    let document = if template.is_some() { document.into_chat() } else { document };
+    let is_chat = template.is_some() && options.prompt_form == PromptForm::Chat;
+    let document = if is_chat { document.into_chat() } else { document };
     let mut sample = match (&document, template) {
-        (Document::Text(text), _) => render_text(tokenizer, text, options.specials)?,
+        (Document::Text(text), _) => text_sample(tokenizer, text, options.specials, options.eos)?,
         (Document::PromptCompletion { prompt, completion }, _) => {
             render_completion(tokenizer, prompt, completion, options)?
         }
+        (Document::Conversation(_), _) if options.prompt_form == PromptForm::Text => {
+            return Err(RenderError::TemplateOff);
+        }
         (Document::Conversation(chat), Some(template)) => {
-            render_chat(tokenizer, template, &template.with_parsed_tool_arguments(chat), options)?
+            return render_chat(tokenizer, template, &template.with_parsed_tool_arguments(chat), options);
         }
         (Document::Conversation(_), None) => return Err(RenderError::NoTemplate(tokenizer.directory().to_owned())),
     };
-    if options.targets == LossMask::AllTokens {
+    if options.targets == LossMask::AllTokens && options.eos != EosLoss::None {
         sample.is_target.fill(true);
     }
     Ok(sample)
-}
-
-/// Renders a chat with the template, and sets loss on the assistant's tokens.
-///
-/// The text is rendered and tokenized once. A token has loss if it overlaps text of the assistant. The template
-/// writes BOS; no special tokens are added.
-pub fn render_chat(
-    tokenizer: &Tokenizer,
-    template: &ChatTemplate,
-    chat: &Conversation,
-    options: RenderOptions,
-) -> Result<Sample, RenderError> {
-    let (mut sample_warnings, lost) = examine(template, chat);
-    if options.targets == LossMask::AllTokens {
-        let text = template.render(chat, AddGenerationPrompt::No)?;
-        let ids = tokenizer.encode(&text, SpecialTokens::Exclude)?;
-        return Ok(Sample { is_target: vec![true; ids.len()], ids, sample_warnings });
-    }
-    let is_empty = |idx: usize| lost[idx] == Some(SampleWarning::EmptyResponse) && chat.messages[idx].is_trained_on();
-    if (0..lost.len()).any(is_empty) {
-        sample_warnings.insert(SampleWarning::EmptyResponse);
-    }
-    let is_trained_on = |idx: usize| {
-        let is_kept = match lost[idx] {
-            Some(SampleWarning::EmptyResponse) => options.empty_answers == EmptyAnswerLoss::Include,
-            lost => lost.is_none(),
-        };
-        is_kept && chat.messages[idx].is_trained_on()
-    };
-    let rendered = template.render_turns(chat)?;
-    let mut spans = spans_with_loss(template, chat, rendered.spans, is_trained_on)?;
-    if options.targets == LossMask::LastAssistantTurn {
-        keep_last_turn(&mut spans);
-    }
-    let mut ranges: Vec<Range<usize>> = spans.into_iter().map(|span| span.range).collect();
-    if options.empty_think == EmptyThinkLoss::Mask {
-        for range in &mut ranges {
-            range.start += empty_think_len(&rendered.text[range.clone()]);
-        }
-    }
-    let mut sample = mark(tokenizer, &rendered.text, &ranges)?;
-    sample.sample_warnings.extend(sample_warnings);
-    Ok(sample)
-}
-
-/// Returns the warnings of a conversation, and for each message the reason to mask it.
-fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec<Option<SampleWarning>>) {
-    let unrendered = template.unrendered_parts(chat);
-    let mut sample_warnings = SampleWarnings::default();
-    if unrendered.tools {
-        sample_warnings.insert(SampleWarning::ToolDefinitionsNotRendered);
-    }
-    if !unrendered.reasoning.is_empty() && !template.renders_reasoning() {
-        sample_warnings.insert(SampleWarning::ReasoningNotRendered);
-    }
-    let nothing = |(idx, message): (usize, &Message)| {
-        let is_bare = message.is_blank() && !message.has_tool_calls();
-        match () {
-            () if !message.is_assistant() => None,
-            () if unrendered.tool_calls.contains(&idx) => Some(SampleWarning::ResponseNotRendered),
-            () if message.is_empty_answer() => Some(SampleWarning::EmptyResponse),
-            () if is_bare && unrendered.reasoning.contains(&idx) => match template.renders_reasoning() {
-                // The template omits the reasoning of earlier answers by design.
-                true => Some(SampleWarning::EmptyResponse),
-                false => Some(SampleWarning::ResponseNotRendered),
-            },
-            () => None,
-        }
-    };
-    let lost: Vec<_> = chat.messages.iter().enumerate().map(nothing).collect();
-    if lost.contains(&Some(SampleWarning::ResponseNotRendered)) {
-        sample_warnings.insert(SampleWarning::ResponseNotRendered);
-    }
-    (sample_warnings, lost)
-}
-
-/// Keeps the spans of the messages that have loss.
-fn spans_with_loss(
-    template: &ChatTemplate,
-    chat: &Conversation,
-    mut spans: Vec<AssistantSpan>,
-    is_trained_on: impl Fn(usize) -> bool,
-) -> Result<Vec<AssistantSpan>, RenderError> {
-    let left_out = (0..chat.messages.len()).find(|idx| chat.messages[*idx].is_assistant() && !is_trained_on(*idx));
-    let Some(message) = left_out else { return Ok(spans) };
-    let is_an_answer = |span: &AssistantSpan| span.message.is_some_and(|message| chat.messages[message].is_assistant());
-    if !spans.iter().all(is_an_answer) {
-        return Err(RenderError::CannotMaskMessage { message, template: template.name().to_owned() });
-    }
-    spans.retain(|span| span.message.is_some_and(&is_trained_on));
-    Ok(spans)
-}
-
-/// Keeps the spans of the last turn, or the last span if turns are unknown.
-fn keep_last_turn(spans: &mut Vec<AssistantSpan>) {
-    let last = spans.pop();
-    let message = last.as_ref().and_then(|span| span.message);
-    spans.retain(|span| message.is_some() && span.message == message);
-    spans.extend(last);
 }
 
 /// Renders a chat with the generation prompt and returns its token ids.
@@ -317,6 +281,15 @@ pub fn render_prompt(
 
 /// Renders plain text, followed by EOS. Every token has loss. Blank text gives no tokens.
 pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecialTokens) -> Result<Sample, RenderError> {
+    text_sample(tokenizer, text, specials, EosLoss::Turn)
+}
+
+fn text_sample(
+    tokenizer: &Tokenizer,
+    text: &str,
+    specials: TextSpecialTokens,
+    eos: EosLoss,
+) -> Result<Sample, RenderError> {
     if text.trim().is_empty() {
         return Ok(Sample::default());
     }
@@ -324,12 +297,12 @@ pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecialToken
     if ids.is_empty() {
         return Err(no_tokens(text));
     }
-    surround(tokenizer, Sample { is_target: vec![true; ids.len()], ids, ..Sample::default() }, specials)
+    surround(tokenizer, Sample::all_targets(ids), specials, eos)
 }
 
 /// Renders a prompt and its completion without a chat template: BOS, both texts as one, EOS.
 ///
-/// The completion and EOS have loss. After an empty completion, `empty_answers` decides.
+/// The completion and EOS have loss, as `options` say. After an empty completion, `empty_answers` decides.
 pub fn render_completion(
     tokenizer: &Tokenizer,
     prompt: &str,
@@ -337,8 +310,16 @@ pub fn render_completion(
     options: RenderOptions,
 ) -> Result<Sample, RenderError> {
     let text = [prompt, completion].concat();
-    let sample = mark(tokenizer, &text, std::slice::from_ref(&(prompt.len()..text.len())))?;
-    let mut sample = surround(tokenizer, sample, options.specials)?;
+    let encoded = tokenizer.encode_with_offsets(&text)?;
+    refuse_dropped_text(tokenizer, &text, &encoded)?;
+    let mut sample_warnings = SampleWarnings::default();
+    if begins_in_prompt(&encoded, &(prompt.len()..text.len())) {
+        sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
+    }
+    let first = if options.targets == LossMask::AllTokens { 0 } else { prompt.len() };
+    let is_target = overlapping(&encoded, std::slice::from_ref(&(first..text.len())));
+    let sample = Sample { ids: encoded.ids, is_target, sample_warnings };
+    let mut sample = surround(tokenizer, sample, options.specials, options.eos)?;
     if completion.trim().is_empty() {
         sample.sample_warnings.insert(SampleWarning::EmptyResponse);
         if options.empty_answers == EmptyAnswerLoss::Mask {
@@ -348,8 +329,13 @@ pub fn render_completion(
     Ok(sample)
 }
 
-/// Adds BOS without loss and EOS with loss.
-fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecialTokens) -> Result<Sample, RenderError> {
+/// Adds BOS without loss and EOS, which has loss unless `eos` excludes it.
+fn surround(
+    tokenizer: &Tokenizer,
+    sample: Sample,
+    specials: TextSpecialTokens,
+    eos: EosLoss,
+) -> Result<Sample, RenderError> {
     let own = tokenizer.post_processor_tokens();
     let before = match specials.add_bos_token {
         None => own.before.clone(),
@@ -364,65 +350,11 @@ fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecialTokens) 
     let (n_before, n_after) = (before.len(), after.len());
     Ok(Sample {
         ids: [before, sample.ids, after].concat(),
-        is_target: [vec![false; n_before], sample.is_target, vec![true; n_after]].concat(),
+        is_target: [vec![false; n_before], sample.is_target, vec![eos != EosLoss::None; n_after]].concat(),
         sample_warnings: sample.sample_warnings,
     })
 }
 
-/// Tokenizes text and sets loss on tokens that overlap a span. The spans are ordered and disjoint.
-fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sample, RenderError> {
-    let encoded = tokenizer.encode_with_offsets(text)?;
-    refuse_dropped_text(tokenizer, text, &encoded)?;
-    let touched = |token: &Range<usize>| {
-        let span_idx = spans.partition_point(|span| span.end <= token.start);
-        spans.get(span_idx).filter(|span| span.start < token.end)
-    };
-    let mut sample_warnings = SampleWarnings::default();
-    let is_merged =
-        |token: &Range<usize>| touched(token).is_some_and(|span| token.start < span.start && span.start > 0);
-    if encoded.offsets.iter().any(is_merged) {
-        sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
-    }
-    let is_target = encoded.offsets.iter().map(|token| touched(token).is_some()).collect();
-    Ok(Sample { ids: encoded.ids, is_target, sample_warnings })
-}
-
-/// Rejects text of which only special tokens remain.
-fn refuse_dropped_text(tokenizer: &Tokenizer, text: &str, encoded: &Encoding) -> Result<(), RenderError> {
-    if encoded.ids.iter().any(|id| !tokenizer.is_special(*id)) {
-        return Ok(());
-    }
-    let specials = encoded.ids.iter().filter_map(|id| tokenizer.id_to_token(*id));
-    let rest = specials.fold(text.to_owned(), |rest, special| rest.replacen(&special, "", 1));
-    if rest.contains(char::is_alphanumeric) { Err(no_tokens(rest.trim())) } else { Ok(()) }
-}
-
 fn no_tokens(text: &str) -> RenderError {
     RenderError::OnlyUnknownCharacters { text: text.chars().take(40).collect() }
-}
-
-/// Returns the length in bytes of a leading empty `<think></think>` with its white space.
-fn empty_think_len(text: &str) -> usize {
-    let behind =
-        text.strip_prefix("<think>").and_then(|rest| rest.trim_start().strip_prefix("</think>")).map(str::trim_start);
-    behind.map_or(0, |behind| text.len() - behind.len())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_empty_thought_ends_where_the_answer_begins() {
-        for (text, want) in [
-            ("<think>\n\n</think>\n\nanswer", "answer"),
-            ("<think></think>answer", "answer"),
-            ("<think>no</think>answer", "<think>no</think>answer"),
-            (" <think></think>answer", " <think></think>answer"),
-            ("<think>", "<think>"),
-            ("", ""),
-        ] {
-            assert_eq!(&text[empty_think_len(text)..], want);
-        }
-    }
 }

@@ -1,0 +1,170 @@
+//! `trainer preprocess`: fills the token cache, and prints statistics, samples and the steps' tokens.
+
+mod tokens;
+
+use std::io::{self, Write};
+
+use anyhow::{Context, Result};
+use candlewick_runtime::run_id::RunId;
+use candlewick_text::hub::Hub;
+use candlewick_text::printable::printable;
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::logging;
+use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, plan, recipe_hub};
+use crate::data::{Batch, Cursor, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
+use crate::exit::ExitCode;
+use crate::plan::Plan;
+use crate::run::prepare_data_until;
+use crate::signals::{SignalReaction, StopSignals};
+use tokens::{Marking, TokenPrinter};
+
+#[derive(Debug, Args)]
+pub(super) struct PreprocessArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Also print the first N samples of the first epoch. Targets are coloured, or in [[ ]] without colours
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    show: usize,
+    /// Also print the first N steps: text with its targets, or token ids with --output-format json
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    steps: usize,
+    /// Print one JSON object: statistics, lengths, packing, sources, and the samples of --show
+    #[arg(long, conflicts_with_all = ["output_format", "steps"])]
+    json: bool,
+    #[command(flatten)]
+    world: WorldSizeArgs,
+    /// Output format
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    output_format: OutputFormat,
+}
+
+/// Examples for the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer preprocess recipe.yaml
+  trainer preprocess recipe.yaml --show 5
+  trainer preprocess recipe.yaml --show 5 --json
+  trainer preprocess recipe.yaml --steps 2 --ranks 16
+  trainer preprocess recipe.yaml --steps 2 --output-format json data.max_length=512";
+
+/// Prepares the data of a recipe and prints statistics.
+pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity) -> Result<ExitCode> {
+    let mut plan = plan(&args.recipe, verbosity, args.world.world_info()?)?;
+    // Other commands respect `fail_on_missing_cache`; this one fills the cache.
+    plan.data.fail_on_missing_cache = false;
+    logging::start(verbosity, &plan.logger, None)?;
+    show(&plan, &recipe_hub(&plan.recipe)?, args)
+}
+
+/// Prepares the data of `plan` and prints what `args` select.
+fn show(plan: &Plan, hub: &Hub, args: &PreprocessArgs) -> Result<ExitCode> {
+    let signals = StopSignals::install(None).context("failed to watch for signals")?;
+    let (assets, prepared) = prepare_data_until(plan, hub, RunId::now(), &signals)?;
+    signals.set_reaction(SignalReaction::EndAtOnce);
+    let mut out = io::stdout().lock();
+    let report = DataReport::new(&prepared.train, &plan.data);
+    let shown = match (args.json, args.output_format) {
+        (true, _) => {
+            let printer = TokenPrinter::new(&assets.tokenizer, Marking::Brackets);
+            writeln!(out, "{:#}", summary(&prepared, &report, &printer, args.show))
+        }
+        (false, OutputFormat::Json) => {
+            steps(plan, &prepared, args.steps)?.try_for_each(|step| writeln!(out, "{}", step_json(&step)))
+        }
+        (false, OutputFormat::Text) => {
+            let marking = Marking::of_stdout();
+            let printer = TokenPrinter::new(&assets.tokenizer, marking);
+            write_statistics(&mut out, plan, &prepared, &report)
+                .and_then(|()| write_samples(&mut out, &prepared.train, &report, (&printer, marking), args.show))
+                .and_then(|()| write_steps(&mut out, plan, &prepared, (&printer, marking), args.steps))
+        }
+    };
+    match shown {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("failed to write to stdout"),
+        _ => Ok(ExitCode::Ok),
+    }
+}
+
+fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainLoader> {
+    Ok(TrainLoader::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
+}
+
+fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<impl Iterator<Item = GlobalBatch>> {
+    let mut stream = stream(plan, prepared)?;
+    Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
+}
+
+fn write_statistics(out: &mut impl Write, plan: &Plan, prepared: &PreparedData, report: &DataReport) -> io::Result<()> {
+    prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
+    writeln!(out, "\n{}\n{report}", prepared.token_stats)?;
+    let stream = stream(plan, prepared).map_err(io::Error::other)?;
+    plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
+    plan.parameters().map_or(Ok(()), |parameters| writeln!(out, "parameters: {parameters}"))
+}
+
+fn write_samples(
+    out: &mut impl Write,
+    dataset: &Dataset,
+    report: &DataReport,
+    (printer, marking): (&TokenPrinter<'_>, Marking),
+    n_samples: usize,
+) -> io::Result<()> {
+    if n_samples > 0 {
+        writeln!(out, "\nthe first samples of the first epoch; {}", marking.legend())?;
+    }
+    for (number, &index) in report.order.iter().take(n_samples).enumerate() {
+        let (ids, is_target) = tokens(dataset, index);
+        let n_targets = is_target.iter().filter(|is_target| **is_target).count();
+        let (place, n_tokens) = (dataset.locate(index), ids.len());
+        writeln!(out, "--- sample {}: {place}, {n_tokens} tokens, {n_targets} targets", number + 1)?;
+        writeln!(out, "{}", printer.text(&ids, &is_target))?;
+    }
+    Ok(())
+}
+
+fn write_steps(
+    out: &mut impl Write,
+    plan: &Plan,
+    prepared: &PreparedData,
+    (printer, marking): (&TokenPrinter<'_>, Marking),
+    n_steps: usize,
+) -> io::Result<()> {
+    for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.enumerate() {
+        let (n_tokens, n_targets) = (step.n_tokens(), step.n_targets);
+        writeln!(out, "\nstep {}: {n_tokens} tokens, {n_targets} targets; {}", i + 1, marking.legend())?;
+        for batch in &step.micro_batches {
+            for pair in batch.cu_seqlens.windows(2) {
+                let is_target = |i: usize| i > pair[0] && batch.targets[i - 1] != IGNORE_INDEX;
+                let is_target: Vec<bool> = (pair[0]..pair[1]).map(is_target).collect();
+                writeln!(out, "---\n{}", printer.text(&batch.ids[pair[0]..pair[1]], &is_target))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the tokens of a sequence, and a flag for each target. The first token is never one.
+fn tokens(dataset: &Dataset, index: usize) -> (Vec<u32>, Vec<bool>) {
+    let sample = dataset.get(index);
+    let mut is_target: Vec<bool> = sample.target_mask().collect();
+    is_target.iter_mut().take(1).for_each(|first| *first = false);
+    (sample.ids().collect(), is_target)
+}
+
+fn summary(prepared: &PreparedData, report: &DataReport, printer: &TokenPrinter<'_>, n_samples: usize) -> Value {
+    let sample = |&index: &usize| {
+        let (ids, is_target) = tokens(&prepared.train, index);
+        let text = printer.text(&ids, &is_target);
+        json!({"place": prepared.train.locate(index), "ids": ids, "is_target": is_target, "text": text})
+    };
+    let samples: Vec<Value> = report.order.iter().take(n_samples).map(sample).collect();
+    json!({"notes": prepared.notes, "token_stats": prepared.token_stats, "report": report, "samples": samples})
+}
+
+fn step_json(step: &GlobalBatch) -> Value {
+    let batch = |batch: &Batch| json!({"ids": batch.ids, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens});
+    let micro_batches: Vec<_> = step.micro_batches.iter().map(batch).collect();
+    json!({"epoch": step.epoch, "n_targets": step.n_targets, "micro_batches": micro_batches})
+}
