@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use candlewick_inference::command::{Prefetch, PrefetchOptions};
+use candlewick_runtime::progress::show_downloads;
 use candlewick_text::hub::{Hub, HubSettings, LockContext};
 use clap::Args;
 
@@ -38,7 +39,7 @@ pub(super) fn run(args: &PrefetchArgs, verbosity: Verbosity, ui: &Ui) -> Result<
     let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
     let world = args.world.world_info()?;
     let LockContext { path, prefetch } = lock_context(&loaded.source().path);
-    let (options, on_progress) = (&args.options, Some(ui.downloads()));
+    let (options, on_progress) = (&args.options, Some(show_downloads()));
     let command = Prefetch { lock: &path, command: prefetch, options, on_progress };
     let report = command.run(HubSettings::from_env(), |hub| open(&loaded, hub, verbosity, world))?;
     ui.print(&report)

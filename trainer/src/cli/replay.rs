@@ -76,7 +76,7 @@ pub(super) fn run(args: &ReplayArgs, verbosity: Verbosity, ui: &Ui) -> Result<Ex
     let plan = plan_of(&kept, &args.overrides, verbosity)?;
     logging::start(verbosity, &plan.logger, None)?;
     let (_, device) = connect(&plan, &RankEnv::single())?;
-    let report = replay(&kept, &plan, &weights, &hub(ui)?, &device)?;
+    let report = replay(&kept, &plan, &weights, &hub()?, &device)?;
     match args.output_format {
         OutputFormat::Text => ui.print(text(&report, args.rows).trim_end()),
         OutputFormat::Json => ui.print(&serde_json::to_string(&report)?),

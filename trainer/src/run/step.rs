@@ -204,11 +204,7 @@ impl PendingStep {
     /// Waits for the step and returns its result.
     ///
     /// Writes the step's experts if `routing` is a record to write.
-    pub(super) fn outcome(
-        self,
-        dataset: &Dataset,
-        routing: Option<&RoutingFiles>,
-    ) -> Result<StepOutput> {
+    pub(super) fn outcome(self, dataset: &Dataset, routing: Option<&RoutingFiles>) -> Result<StepOutput> {
         let Self { step, own, data_world, number, lr, max_loss, started, done, in_flight } = self;
         let StepResult {
             own_losses,
