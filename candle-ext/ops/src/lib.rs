@@ -26,6 +26,8 @@ mod exp;
 mod floats;
 pub mod fp8;
 mod gemm;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod gemm_output;
 pub mod grad_scaler;
 pub mod in_place;
 pub mod linear;

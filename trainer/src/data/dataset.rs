@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candlewick_text::sample_warning::SampleWarnings;
 use candlewick_text::source::{Row, RowSource, SourceError};
 
-use super::token_stats::TokenCount;
+use super::token_count::TokenCount;
 use super::token_store::TokenStore;
 
 /// Sequences by index. It uses 12 bytes of memory a sequence; the tokens stay on disk.

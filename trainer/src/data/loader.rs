@@ -11,7 +11,8 @@ use super::dataset::Dataset;
 use super::mixture::{self, SourceCounts};
 use super::plan::{DataPlan, Horizon, Mixture, SourcePlan};
 use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps, tokens_of_steps};
-use super::token_stats::{TokenCount, TrainedCounts};
+use super::token_count::TokenCount;
+use super::token_stats::TrainedCounts;
 
 const MIXTURE: &str = "the mixture of sources";
 

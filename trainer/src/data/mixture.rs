@@ -15,7 +15,7 @@ use super::dataset::Dataset;
 use super::order::{RngPurpose, permutation, sample_without_replacement, seeded_rng, shuffle, uniform};
 use super::plan::{DataPlan, Mixture, RowOrder, SourcePlan, StoppingStrategy};
 use super::rows::EpochRows;
-use super::token_stats::TokenCount;
+use super::token_count::TokenCount;
 
 /// The most units of an epoch. More would not fit into memory.
 const MOST_UNITS: f64 = (1u64 << 31) as f64;

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::batch::GlobalBatch;
 use super::dataset::Dataset;
 use super::mixture::SourceCounts;
+use super::token_count::TokenCount;
 
 /// The token counts of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -55,15 +56,6 @@ pub struct DatasetCounts {
     pub merged_boundaries: TokenCount,
 }
 
-/// Samples and tokens.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TokenCount {
-    /// The samples.
-    pub samples: u64,
-    /// Their tokens.
-    pub tokens: u64,
-}
-
 /// The counts of training steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainedCounts {
@@ -77,13 +69,6 @@ pub struct TrainedCounts {
     pub padded: u64,
     /// Sequences that `drop_last` dropped at the ends of epochs.
     pub left_over: TokenCount,
-}
-
-impl TokenCount {
-    pub(crate) fn add(&mut self, n_tokens: usize) {
-        self.samples += 1;
-        self.tokens += n_tokens as u64;
-    }
 }
 
 impl TrainedCounts {

@@ -2,9 +2,10 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::cuda::gemm::{Gemm, Matrix, with_output};
+use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
 use crate::gemm::Accumulate;
+use crate::gemm_output::with_output;
 use crate::weight_matmul::Dims;
 
 kernels!("linear");

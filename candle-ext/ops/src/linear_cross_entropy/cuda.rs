@@ -6,9 +6,10 @@ use super::args::{LabelSmoothing, Reduction, Sizes, Target, TokenScores};
 use super::chunk::rows_per_chunk;
 use super::vocab_shard::VocabShard;
 use crate::cost::DeviceKind;
-use crate::cuda::gemm::{Gemm, Matrix, with_output};
+use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Arg, DeviceAddress, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
 use crate::gemm::Accumulate;
+use crate::gemm_output::with_output;
 use crate::transfer::{to_host, upload};
 
 kernels!("linear_cross_entropy");

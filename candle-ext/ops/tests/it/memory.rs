@@ -251,7 +251,9 @@ fn a_layer_of_experts_holds_gate_and_up_for_any_granularity() {
     };
     // Gate and up are 4 MiB, the output 0.25 MiB. The rows of x would be 0.5 or 2 MiB, those of y as much.
     for (k, f) in [(2, 256), (8, 64)] {
+        // The first call also allocates the buffers of each thread.
+        of(k, f);
         let held = of(k, f);
-        assert!((4 * MIB + MIB / 4..4 * MIB + MIB * 5 / 8).contains(&held), "{k}: {held}");
+        assert!((4 * MIB + MIB / 4..4 * MIB + MIB / 2).contains(&held), "{k}: {held}");
     }
 }

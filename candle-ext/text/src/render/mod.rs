@@ -1,226 +1,25 @@
 //! Tokenization of conversations, prompts and texts, with a loss mask.
 
 mod chat;
+mod error;
+mod options;
+mod sample;
 
-use std::path::PathBuf;
-
-use crate::conversation::{ChatRole, Conversation};
+use crate::conversation::Conversation;
 use crate::format::{Document, RowFormat};
 use crate::sample_warning::{SampleWarning, SampleWarnings};
 use crate::template::{AddGenerationPrompt, ChatTemplate, TemplateError};
 use crate::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
 use chat::{begins_in_prompt, overlapping, refuse_dropped_text};
 
+use error::no_tokens;
+
 pub use chat::render_chat;
-
-/// Tokenized training sample with its loss mask.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Sample {
-    /// Token ids, `[n_tokens]`.
-    pub ids: Vec<u32>,
-    /// Loss mask, `[n_tokens]`: true if token `i` is a target, that is, its label is not -100.
-    pub is_target: Vec<bool>,
-    /// Warnings about the sample.
-    pub sample_warnings: SampleWarnings,
-}
-
-impl Sample {
-    /// Returns the number of tokens.
-    pub fn len(&self) -> usize {
-        self.ids.len()
-    }
-
-    /// Creates a sample in which every token has loss.
-    pub fn all_targets(ids: Vec<u32>) -> Self {
-        Self { is_target: vec![true; ids.len()], ids, ..Self::default() }
-    }
-
-    /// Splits the sample into chunks of at most `max_length` tokens.
-    pub fn slices(&self, max_length: usize) -> impl Iterator<Item = Self> {
-        let pieces = self.ids.chunks(max_length).zip(self.is_target.chunks(max_length));
-        pieces.map(|(ids, is_target)| Self { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Self::default() })
-    }
-
-    /// Returns true if there are no tokens.
-    pub fn is_empty(&self) -> bool {
-        self.ids.is_empty()
-    }
-
-    /// Returns the number of tokens with loss.
-    pub fn n_targets(&self) -> usize {
-        self.is_target.iter().filter(|target| **target).count()
-    }
-
-    /// Returns true if the sample trains the model to stop.
-    ///
-    /// That holds if a target is one of the tokenizer's EOS tokens. It also holds if a run of targets ends with a
-    /// special token, such as an end of turn.
-    pub fn has_eos_target(&self, tokenizer: &Tokenizer) -> bool {
-        let targets = (0..self.len()).filter(|token_idx| self.is_target[*token_idx]);
-        targets.into_iter().any(|token_idx| {
-            let id = self.ids[token_idx];
-            let ends = !self.is_target.get(token_idx + 1).copied().unwrap_or(false);
-            tokenizer.eos_ids().contains(&id) || (ends && tokenizer.is_special(id))
-        })
-    }
-
-    /// Returns true if the sample begins with BOS twice.
-    pub fn has_doubled_bos(&self, tokenizer: &Tokenizer) -> bool {
-        tokenizer.has_doubled_bos(&self.ids)
-    }
-}
-
-/// Tokens of a chat that have loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum LossMask {
-    /// Every turn of the roles with loss.
-    #[default]
-    Turns,
-    /// The last turn of the roles with loss.
-    LastTurn,
-    /// Every token (`mask_inputs: false`).
-    AllTokens,
-}
-
-/// Set of roles whose turns have loss. The default is the assistant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RoleSet(u8);
-
-impl RoleSet {
-    /// Creates a set of roles.
-    pub fn of(roles: impl IntoIterator<Item = ChatRole>) -> Self {
-        Self(roles.into_iter().fold(0, |bits, role| bits | 1 << role as u8))
-    }
-
-    /// Returns true if the set has `role`.
-    pub fn contains(self, role: ChatRole) -> bool {
-        self.0 & 1 << role as u8 != 0
-    }
-}
-
-impl Default for RoleSet {
-    fn default() -> Self {
-        Self::of([ChatRole::Assistant])
-    }
-}
-
-/// Loss on the tokens that end turns, such as `<|im_end|>`: axolotl's `train_on_eos`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum EosLoss {
-    /// The ends of the turns with loss.
-    #[default]
-    Turn,
-    /// The ends of all turns.
-    All,
-    /// The end of the last turn with loss.
-    Last,
-    /// No end of turn.
-    None,
-}
-
-/// Form in which a prompt and its completion, both strings, are rendered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum PromptForm {
-    /// A chat of two messages, if there is a chat template.
-    #[default]
-    Chat,
-    /// Plain text, without the chat template. Conversations are refused.
-    Text,
-}
-
-/// Loss on the empty `<think></think>` that some templates put before an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum EmptyThinkLoss {
-    /// The empty block has loss.
-    #[default]
-    Include,
-    /// The empty block is masked (`ignore_empty_think: true`).
-    Mask,
-}
-
-/// Loss on assistant messages without content, tool calls and reasoning.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum EmptyAnswerLoss {
-    /// The end-of-turn token is masked.
-    #[default]
-    Mask,
-    /// The end-of-turn token has loss (`train_on_empty_answers: true`).
-    Include,
-}
-
-/// Special tokens around text that is rendered without a chat template.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TextSpecialTokens {
-    /// Adds BOS before the text. `None` follows the tokenizer's configuration.
-    pub add_bos_token: Option<bool>,
-    /// Adds EOS after the text, as a document separator.
-    pub add_eos_token: bool,
-}
-
-impl Default for TextSpecialTokens {
-    fn default() -> Self {
-        Self { add_bos_token: None, add_eos_token: true }
-    }
-}
-
-/// Options of rendering a document to a sample.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct RenderOptions {
-    /// Tokens that have loss.
-    pub targets: LossMask,
-    /// Roles whose turns have loss.
-    pub roles: RoleSet,
-    /// Loss on the ends of turns.
-    pub eos: EosLoss,
-    /// Form of prompts with completions.
-    pub prompt_form: PromptForm,
-    /// Loss on an empty `<think></think>`.
-    pub empty_think: EmptyThinkLoss,
-    /// Loss on empty assistant messages.
-    pub empty_answers: EmptyAnswerLoss,
-    /// Special tokens around text without a chat template.
-    pub specials: TextSpecialTokens,
-}
-
-/// Error of rendering a document to token ids.
-#[derive(Debug, thiserror::Error)]
-pub enum RenderError {
-    /// The chat template fails.
-    #[error(transparent)]
-    Template(#[from] TemplateError),
-    /// A message must be masked, but the template's generation blocks do not show its text.
-    #[error(
-        "leave out message {message} (it is empty, not rendered or of weight 0): chat template {template} has generation blocks that are \
-         not printed in their own message's turn; put each inside the loop over the messages"
-    )]
-    CannotMaskMessage {
-        /// Index of the first message to mask.
-        message: usize,
-        /// File or argument of the template.
-        template: String,
-    },
-    /// The tokenizer has no chat template for a chat.
-    #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
-    NoTemplate(PathBuf),
-    /// A conversation in data that are rendered without a chat template.
-    #[error("render a chat without its template: the row has a list of messages; remove `apply_chat_template: false`")]
-    TemplateOff,
-    /// BOS is requested, but the tokenizer has no `bos_token`.
-    #[error("add BOS to a text: the tokenizer names no bos_token; remove `data.add_bos_token`")]
-    NoBosToken,
-    /// The tokenizer drops all characters of the text.
-    #[error(
-        "tokenize {text:?}: the tokenizer has no token for any of its characters; the vocabulary of its \
-         tokenizer.json may be empty or of another model"
-    )]
-    OnlyUnknownCharacters {
-        /// Beginning of the text.
-        text: String,
-    },
-    /// The tokenizer fails.
-    #[error(transparent)]
-    Tokenizer(#[from] TokenizerError),
-}
+pub use error::RenderError;
+pub use options::{
+    EmptyAnswerLoss, EmptyThinkLoss, EosLoss, LossMask, PromptForm, RenderOptions, RoleSet, TextSpecialTokens,
+};
+pub use sample::Sample;
 
 /// Renders a document that `format` read, and warns about roles that neither the mapping nor chat templates define.
 pub fn render_row(
@@ -353,8 +152,4 @@ fn surround(
         is_target: [vec![false; n_before], sample.is_target, vec![eos != EosLoss::None; n_after]].concat(),
         sample_warnings: sample.sample_warnings,
     })
-}
-
-fn no_tokens(text: &str) -> RenderError {
-    RenderError::OnlyUnknownCharacters { text: text.chars().take(40).collect() }
 }

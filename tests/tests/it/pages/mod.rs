@@ -27,10 +27,22 @@ const NOT_RUN: &[(&str, &str, &str)] = &[
     ("docs/launch.md", "scripts/launch --nnodes 2 --node-rank 0", "needs two nodes"),
     ("docs/launch.md", "scripts/launch --nnodes 2 --rdzv-backend c10d", "needs two nodes"),
     ("docs/multi-gpu.md", "scripts/launch --standalone --nproc-per-node gpu", "needs GPUs"),
+    (
+        "docs/serving.md",
+        "trainer serve HuggingFaceTB/SmolLM2-135M-Instruct --served-model-name base",
+        "needs two adapters",
+    ),
     ("docs/serving.md", "trainer serve HuggingFaceTB/SmolLM2-135M-Instruct", "needs lm-eval"),
     ("docs/use-your-model.md", "echo 'FROM ./my-model-gguf", "needs ollama"),
     ("docs/use-your-model.md", "llama-cli -m my-model-gguf", "needs llama.cpp"),
     ("docs/use-your-model.md", "vllm serve merged", "needs vLLM"),
+    ("docs/converting.md", "trainer convert axolotl.yml", "needs files of other toolkits"),
+    ("docs/monitoring.md", "trainer watch runs/mine", "needs earlier runs"),
+    ("docs/offline.md", "trainer prefetch recipe.yaml --output carry", "needs the Hub"),
+    ("docs/offline.md", "trainer prefetch recipe.yaml", "needs the Hub"),
+    ("docs/offline.md", "tar xf carry.tar", "needs the Hub"),
+    ("docs/offline.md", "evaluator run --lock recipe", "needs the Hub"),
+    ("docs/offline.md", "evaluator prefetch", "needs the Hub"),
     ("tests/reference/README.md", "pip install torch==2.15.0", "needs a package index"),
 ];
 

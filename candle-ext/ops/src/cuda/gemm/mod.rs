@@ -24,7 +24,7 @@ use candle_core::{DType, Result};
 
 use super::{Arg, Gpu, kernels, suffix};
 use grouped::GroupedGemm;
-pub(crate) use operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling, with_output};
+pub(crate) use operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 
 kernels!("gemm");
 

@@ -1,6 +1,6 @@
 //! Operands of a GEMM on CUDA.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::DType;
 
 use crate::cuda::arg::DeviceAddress;
 use crate::fp8::Fp8Format;
@@ -78,17 +78,6 @@ pub(crate) struct Gemm {
     pub(crate) plus: Option<DeviceAddress>,
     /// Bias row [n] in c's dtype, added to every row of c.
     pub(crate) bias: Option<DeviceAddress>,
-}
-
-/// Calls `compute` with `dw`, the output of a GEMM. With f32 `inputs` the output must be f32: then `compute` gets an f32 copy,
-/// which is rounded to `dw`.
-pub(crate) fn with_output(inputs: DType, dw: &Tensor, compute: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
-    if inputs != DType::F32 || dw.dtype() == DType::F32 {
-        return compute(dw);
-    }
-    let wide = dw.to_dtype(DType::F32)?;
-    compute(&wide)?;
-    crate::copy_into(dw, &wide)
 }
 
 impl Matrix {
