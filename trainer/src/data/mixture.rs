@@ -14,7 +14,6 @@ use super::DataError;
 use super::dataset::Dataset;
 use super::order::{RngPurpose, permutation, sample_without_replacement, seeded_rng, shuffle, uniform};
 use super::plan::{DataPlan, Mixture, RowOrder, SourcePlan, StoppingStrategy};
-use super::rows::EpochRows;
 use super::token_count::TokenCount;
 
 /// The most units of an epoch. More would not fit into memory.
@@ -76,13 +75,11 @@ pub(crate) fn check(dataset: &Dataset, plan: &DataPlan) -> Result<(), DataError>
     }
 }
 
-/// Counts what an epoch reads of each source.
-pub(crate) fn count_epoch(dataset: &Dataset, rows: &EpochRows, sources: &[SourcePlan]) -> Vec<SourceCounts> {
+/// Counts what an epoch with these sequences reads of each source.
+pub(crate) fn count_epoch(dataset: &Dataset, sequences: &[u32], sources: &[SourcePlan]) -> Vec<SourceCounts> {
     let mut read = vec![TokenCount::default(); sources.len()];
-    for row in 0..rows.len() {
-        for &sequence in rows.row(row) {
-            read[dataset.source_of(sequence as usize)].add(dataset.length(sequence as usize));
-        }
+    for &sequence in sequences {
+        read[dataset.source_of(sequence as usize)].add(dataset.length(sequence as usize));
     }
     compare(dataset, &read, sources)
 }

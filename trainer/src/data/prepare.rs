@@ -111,7 +111,7 @@ fn describe_epoch(train: &Dataset, plan: &DataPlan) -> Vec<String> {
         notes.push(format!("packed {}", PackingStats::of(&rows, train, plan.max_length)));
     }
     if has_several {
-        let counts = mixture::count_epoch(train, &rows, &plan.sources);
+        let counts = mixture::count_epoch(train, rows.sequences(), &plan.sources);
         notes.extend(counts.iter().map(|source| format!("epoch 0 of {source}")));
     }
     notes

@@ -79,7 +79,7 @@ impl DataReport {
             packing,
             packing_fill: (plan.packing != Packing::Off).then(|| packing.fraction_filled()),
             padding: padding(dataset, plan, &rows),
-            sources: count_epoch(dataset, &rows, &plan.sources),
+            sources: count_epoch(dataset, rows.sequences(), &plan.sources),
             order: order.collect(),
         }
     }

@@ -43,6 +43,11 @@ impl EpochRows {
         self.ends.len()
     }
 
+    /// Returns the sequences of all rows.
+    pub(crate) fn sequences(&self) -> &[u32] {
+        &self.sequences
+    }
+
     /// Returns the sequences of one row.
     pub(crate) fn row(&self, row: usize) -> &[u32] {
         &self.sequences[self.span(row)]

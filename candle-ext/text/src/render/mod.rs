@@ -8,8 +8,8 @@ mod sample;
 use crate::conversation::Conversation;
 use crate::format::{Document, RowFormat};
 use crate::sample_warning::{SampleWarning, SampleWarnings};
-use crate::template::{AddGenerationPrompt, ChatTemplate, TemplateError};
-use crate::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
+use crate::template::{AddGenerationPrompt, ChatTemplate};
+use crate::tokenizer::{SpecialTokens, Tokenizer};
 use chat::{begins_in_prompt, overlapping, refuse_dropped_text};
 
 use error::no_tokens;
