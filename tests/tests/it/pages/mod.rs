@@ -43,6 +43,7 @@ const NOT_RUN: &[(&str, &str, &str)] = &[
     ("docs/offline.md", "tar xf carry.tar", "needs the Hub"),
     ("docs/offline.md", "evaluator run --lock recipe", "needs the Hub"),
     ("docs/offline.md", "evaluator prefetch", "needs the Hub"),
+    ("docs/running.md", "trainer replay runs/mine", "needs a loss spike"),
     ("tests/reference/README.md", "pip install torch==2.15.0", "needs a package index"),
 ];
 
