@@ -221,27 +221,27 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
         Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             chat::run(args, &hub(&ui)?)
         }
         Command::Generate(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             generate::run(args, &hub(&ui)?)
         }
         Command::Serve(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             serve::run(args, &hub(&ui)?)
         }
         Command::Merge(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             merge::run(args, &hub(&ui)?, &ui)
         }
         Command::Export(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             export::run(args, &hub(&ui)?, &ui)
         }
         Command::Upcycle(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             upcycle::run(args, &hub(&ui)?, &ui)
         }
         Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),

@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, hub, plan};
 use super::{Ui, logging};
-use crate::data::{Batch, Cursor, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
+use crate::data::{Batch, Cursor, DataError, GlobalBatch, IGNORE_INDEX, PreparedData, ReaderRank, TrainSteps};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::prepare_data;
@@ -44,7 +44,7 @@ pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity, ui: &Ui) -> Resul
     let mut plan = plan(&args.recipe, verbosity, args.world.world_info()?)?;
     // Other commands respect `fail_on_missing_cache`; this one fills the cache.
     plan.data.fail_on_missing_cache = false;
-    logging::start(verbosity, &plan.logger, None)?;
+    logging::start(verbosity, &plan.logger, Vec::new())?;
     show(&plan, &hub(ui)?, args.steps, args.output_format)
 }
 
@@ -54,7 +54,10 @@ fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: OutputFormat) -> Result<
     let mut out = io::stdout().lock();
     let shown = match format {
         OutputFormat::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),
-        OutputFormat::Json => steps(plan, &prepared, n_steps)?.try_for_each(|step| writeln!(out, "{}", to_json(&step))),
+        OutputFormat::Json => {
+            let steps = steps(plan, &prepared, n_steps)?;
+            steps.iter().try_for_each(|step| writeln!(out, "{}", to_json(step)))
+        }
     };
     match shown {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("failed to write to stdout"),
@@ -62,13 +65,14 @@ fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: OutputFormat) -> Result<
     }
 }
 
-fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainLoader> {
-    Ok(TrainLoader::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
+fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainSteps> {
+    Ok(TrainSteps::new(prepared, &plan.data, Cursor::default(), ReaderRank { rank: 0, n_ranks: 1 })?)
 }
 
-fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<impl Iterator<Item = GlobalBatch>> {
+fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<Vec<GlobalBatch>> {
     let mut stream = stream(plan, prepared)?;
-    Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
+    let steps = std::iter::from_fn(|| stream.next_step::<DataError>(&|own| Ok(vec![own?])).transpose());
+    Ok(steps.take(n_steps).collect::<Result<_, _>>()?)
 }
 
 fn text(
@@ -79,11 +83,13 @@ fn text(
     n_steps: usize,
 ) -> io::Result<()> {
     prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
-    writeln!(out, "\n{}", prepared.token_stats)?;
+    if prepared.streamed.is_none() {
+        writeln!(out, "\n{}", prepared.token_stats)?;
+    }
     let stream = stream(plan, prepared).map_err(io::Error::other)?;
     plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
     plan.parameters().map_or(Ok(()), |parameters| writeln!(out, "parameters: {parameters}"))?;
-    for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.enumerate() {
+    for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.iter().enumerate() {
         writeln!(
             out,
             "\nstep {}: {} tokens, {} targets; targets are in [[ ]]",

@@ -2,7 +2,8 @@
 //!
 //! [`DataPlan`] has the settings. [`prepare`] reads, renders, tokenizes and caches the data once, refuses data without
 //! targets, and counts every token in [`TokenStats`]. [`TrainLoader`] is a pure function of the plan, the data set and
-//! a [`Cursor`]: restoring the cursor resumes the run.
+//! a [`Cursor`]: restoring the cursor resumes the run. [`TrainSteps`] adds prefetching, and streams of rows that are
+//! tokenized while training ([`prepare_stream`]).
 
 mod batch;
 mod cache;
@@ -14,10 +15,14 @@ mod loader;
 mod order;
 mod pack;
 mod plan;
+mod prefetch;
 mod prepare;
 mod render;
 mod rows;
 mod source;
+mod steps;
+mod stream;
+mod stream_loader;
 mod token_stats;
 mod token_store;
 mod truncation;
@@ -36,9 +41,13 @@ pub use dataset::{Dataset, SampleRef};
 pub use error::{DataError, LongSamples};
 pub use loader::{Cursor, EvalLoader, TrainLoader};
 pub use plan::{
-    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Sampling, SourcePlan, Truncation, UnrenderedToolCalls,
+    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Sampling, SnowflakePlan, SourcePlan, StreamingPlan,
+    Truncation, UnrenderedToolCalls,
 };
-pub use prepare::{PreparedData, prepare};
+pub use prepare::{PreparedData, prepare, prepare_stream};
 pub use rows::PackingStats;
 pub use source::open;
+pub use steps::{EpochSize, TrainSteps};
+pub use stream::{ReaderRank, StreamedData};
+pub use stream_loader::PartExchange;
 pub use token_stats::{DatasetCounts, TokenCount, TokenStats, TrainedCounts};

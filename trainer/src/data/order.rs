@@ -16,6 +16,10 @@ pub(crate) enum RngPurpose {
     Rows = 4,
     /// Selecting the fused packs.
     Fuse = 5,
+    /// Ordering the chunks of a stream.
+    Chunks = 6,
+    /// Seeding the orders within a chunk of a stream.
+    ChunkSeed = 7,
 }
 
 /// Returns the random generator of one use, in one pass of one epoch.

@@ -21,9 +21,6 @@ pub(crate) struct Renderer<'a> {
     pub(crate) plan: &'a DataPlan,
     tokenizer: &'a Tokenizer,
     template: Option<ChatTemplate>,
-    /// Hashes for the cache keys, computed once for all sources.
-    tokenizer_key: String,
-    template_key: String,
 }
 
 impl<'a> Renderer<'a> {
@@ -33,14 +30,7 @@ impl<'a> Renderer<'a> {
             let variables = plan.template_kwargs.iter();
             variables.fold(template, |template, (name, value)| template.with_variable(name, value.clone()))
         };
-        let template = template.map(set_variables);
-        Self {
-            plan,
-            tokenizer,
-            tokenizer_key: cache_key::hash_tokenizer(tokenizer),
-            template_key: template.as_ref().map_or("none".into(), cache_key::hash_template),
-            template,
-        }
+        Self { plan, tokenizer, template: template.map(set_variables) }
     }
 
     pub(crate) fn purpose(&self) -> DatasetType {
@@ -52,12 +42,17 @@ impl<'a> Renderer<'a> {
 
     /// Adds to a cache key every setting that changes the rendered tokens.
     pub(crate) fn add_to(&self, key: CacheKey) -> CacheKey {
+        let template_key = self.template.as_ref().map_or("none".into(), cache_key::hash_template);
         let key = key
             .with("the type", format!("{:?}", self.plan.kind))
-            .with("the tokenizer", &*self.tokenizer_key)
-            .with("the chat template", &*self.template_key)
+            .with("the tokenizer", cache_key::hash_tokenizer(self.tokenizer))
+            .with("the chat template", template_key)
             .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
             .with("add_eos_token", self.plan.add_eos_token.to_string());
+        let key = match self.plan.max_text_tokens {
+            None => key,
+            Some(n_tokens) => key.with("tokenize_kwargs.max_length", n_tokens.to_string()),
+        };
         match self.plan.kind {
             DataKind::Causal => key,
             DataKind::Sft => key
@@ -100,7 +95,7 @@ impl<'a> Renderer<'a> {
 
     /// Refuses chats without a chat template.
     pub(crate) fn check(&self, name: &str, format: &RowFormat) -> Result<(), DataError> {
-        let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_));
+        let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_) | RowFormat::TokenIds(_));
         if !is_chat || self.template.is_some() {
             return Ok(());
         }
@@ -117,8 +112,8 @@ impl<'a> Renderer<'a> {
         let empty_think = if self.plan.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include };
         let empty_answers =
             if self.plan.train_on_empty_answers { EmptyAnswerLoss::Include } else { EmptyAnswerLoss::Mask };
-        let DataPlan { add_bos_token, add_eos_token, .. } = *self.plan;
-        let specials = TextSpecialTokens { add_bos_token, add_eos_token };
+        let DataPlan { add_bos_token, add_eos_token, max_text_tokens, .. } = *self.plan;
+        let specials = TextSpecialTokens { add_bos_token, add_eos_token, max_text_tokens };
         RenderOptions { targets: self.targets(), empty_think, empty_answers, specials }
     }
 
@@ -128,4 +123,14 @@ impl<'a> Renderer<'a> {
             DataKind::Sft | DataKind::Causal => LossMask::AllTokens,
         }
     }
+}
+
+/// Starts the tokenizer threads, at most one a core.
+pub(crate) fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
+    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let n_threads = plan.num_proc.clamp(1, n_cores);
+    rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().map_err(|error| DataError::Plan {
+        name: "data.num_proc".into(),
+        problem: format!("{n_threads} threads could not be started ({error}); lower it"),
+    })
 }

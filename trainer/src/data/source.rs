@@ -4,15 +4,17 @@ use std::sync::Arc;
 
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
+use candlewick_text::snowflake::{SnowflakeQuery, SnowflakeSettings, write_rows};
+use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice, open_files};
 
 use super::DataError;
 use super::cache::{CacheLookup, TokenCache};
 use super::cache_key::{self, CacheKey};
 use super::dataset::TokenizedSource;
 use super::order::{RngPurpose, identity, sample_without_replacement, seeded_rng};
-use super::plan::{DataKind, Sampling, SourcePlan};
+use super::plan::{DataKind, Sampling, SnowflakePlan, SourcePlan};
 use super::render::Renderer;
+use super::stream::StreamedSource;
 use super::token_store::TokenStore;
 
 /// The use of a source, which decides its default split.
@@ -24,6 +26,10 @@ pub(crate) enum Split {
 
 /// Opens a source for inspection: its training split, or else its evaluation split.
 pub fn open(plan: &SourcePlan, kind: DataKind, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
+    if plan.snowflake.is_some() {
+        let problem = "rows of Snowflake are read when the data are prepared: run `trainer preprocess`".to_owned();
+        return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
+    }
     let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, kind, split)?)?.into());
     as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
 }
@@ -44,10 +50,7 @@ impl SourceLoader<'_> {
         notes: &mut Vec<String>,
     ) -> Result<TokenizedSource, DataError> {
         let name = &plan.name_or_path;
-        let request = request(plan, self.renderer.plan.kind, split)?;
-        let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
-        let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
-        self.renderer.check(name, &format)?;
+        let (source, format) = self.open(plan, split)?;
         let rows = sample_rows(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
         notes.push(format!("{name}: {}; {}", format.describe(), describe_count(rows.len(), source.len())));
@@ -67,6 +70,43 @@ impl SourceLoader<'_> {
             }
         };
         Ok(TokenizedSource { store, rows: source, key: key.digest() })
+    }
+
+    /// Opens a source and finds its format.
+    fn open(&self, plan: &SourcePlan, split: Split) -> Result<(Arc<dyn RowSource>, RowFormat), DataError> {
+        let (source, id): (Arc<dyn RowSource>, String) = match &plan.snowflake {
+            Some(query) => (self.snowflake(query)?, plan.name_or_path.clone()),
+            None => {
+                let request = request(plan, self.renderer.plan.kind, split)?;
+                (self.hub.dataset(&request)?.into(), request.spec.name)
+            }
+        };
+        let format = RowFormat::find(&self.format_request(plan, id), &*source)?;
+        self.renderer.check(&plan.name_or_path, &format)?;
+        Ok((source, format))
+    }
+
+    /// Opens a training source whose rows are tokenized while training. Returns the digest of its settings, too.
+    pub(crate) fn open_stream(
+        &self,
+        plan: &SourcePlan,
+        notes: &mut Vec<String>,
+    ) -> Result<(StreamedSource, String), DataError> {
+        let name = &plan.name_or_path;
+        let (rows, format) = self.open(plan, Split::Train)?;
+        let chosen = match plan.sampling {
+            Sampling::All => None,
+            Sampling::Count(_) | Sampling::Ratio(_) => Some(sample_rows(plan, rows.len())?),
+        };
+        let n_chosen = chosen.as_ref().map_or(rows.len(), Vec::len);
+        notes.extend(rows.files().describe_selection().map(|choice| format!("{name}: {choice}")));
+        notes.push(format!("{name}: {}; streams {}", format.describe(), describe_count(n_chosen, rows.len())));
+        let key = self
+            .renderer
+            .add_to(CacheKey::new(name))
+            .with("the rows", format!("{} rows, {:?}, seed {}", rows.len(), plan.sampling, plan.sample_seed))
+            .with("the format", format!("{format:?}"));
+        Ok((StreamedSource { rows, format, chosen }, key.digest()))
     }
 
     fn render(
@@ -89,14 +129,33 @@ impl SourceLoader<'_> {
         Ok(store)
     }
 
-    fn format_request(&self, plan: &SourcePlan, request: &DatasetRequest) -> FormatRequest {
+    /// Opens the rows of a query: those in the cache folder, or those that Snowflake returns now.
+    fn snowflake(&self, plan: &SnowflakePlan) -> Result<Arc<dyn RowSource>, DataError> {
+        let settings = SnowflakeSettings::from_env();
+        let query = SnowflakeQuery {
+            statement: plan.statement.clone(),
+            limit: plan.limit,
+            column_mapping: plan.column_mapping.clone(),
+        };
+        let key = CacheKey::new("snowflake")
+            .with("the query", format!("{query:?}"))
+            .with("the account", format!("{settings:?}"));
+        let path = self.renderer.plan.cache_dir.join(format!("snowflake-{}.jsonl", &key.digest()[..16]));
+        if !path.exists() {
+            let n_rows = write_rows(&query, &settings, &path)?;
+            tracing::info!("wrote {n_rows} rows of a Snowflake query to {}", path.display());
+        }
+        Ok(open_files(&[path], &ReadOptions::default())?.into())
+    }
+
+    fn format_request(&self, plan: &SourcePlan, id: String) -> FormatRequest {
         FormatRequest {
             purpose: self.renderer.purpose(),
             format: plan.format.clone(),
             role_mapping: plan.role_mapping.clone(),
             content_key: plan.content_key.clone(),
             column: plan.column.clone(),
-            id: Some(request.spec.name.clone()),
+            id: Some(id),
         }
     }
 }

@@ -12,7 +12,7 @@ use candlewick_parallel::{ActivationCheckpointing, MasterRounding, ZeroGradCount
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
-use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
+use crate::data::{Cursor, GlobalBatch, ReaderRank, TokenStats, TrainSteps};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
@@ -35,7 +35,7 @@ use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome};
 pub(super) struct Session<'a> {
     pub(super) run: TrainingRun<'a>,
     pub(super) run_json: &'a mut RunJson,
-    pub(super) stream: TrainLoader,
+    pub(super) stream: TrainSteps,
     pub(super) reporter: Reporter,
     pub(super) progress: Progress,
     pub(super) checkpointer: Checkpointer<'a>,
@@ -66,7 +66,8 @@ impl<'a> Session<'a> {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
             None => Cursor::default(),
         };
-        let stream = TrainLoader::new(prepared.train.clone(), plan.data.clone(), cursor)?;
+        let reader = ReaderRank { rank: run.ranks.process.rank(), n_ranks: plan.ranks.n_ranks() };
+        let stream = TrainSteps::new(prepared, &plan.data, cursor, reader)?;
         let total_steps = stream.total_steps();
         plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
         checkpointer.preflight(&stream)?;
@@ -118,6 +119,7 @@ impl<'a> Session<'a> {
         if resumed.is_some() {
             session.save_missing()?;
         }
+        session.run.ranks.instruments.begin_training();
         Ok(session)
     }
 
@@ -128,7 +130,8 @@ impl<'a> Session<'a> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
-        if resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
+        let is_tokenized = prepared.streamed.is_none();
+        if is_tokenized && resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
             terminal.line(&prepared.token_stats.to_string());
         }
         let plan = self.run.plan;
@@ -159,6 +162,13 @@ impl<'a> Session<'a> {
         TokenStats { seen: self.stream.cursor().seen, ..self.run.prepared.token_stats.clone() }
     }
 
+    /// Loads the batch of the next step; `None` at the horizon.
+    pub(super) fn next_batch(&mut self) -> Result<Option<GlobalBatch>> {
+        let _span = span("data", "");
+        let process = &self.run.ranks.process;
+        self.stream.next_step(&|own| process.exchange(own.map_err(Into::into)))
+    }
+
     /// Computes one step. On a GPU, starts the step and reads the results of the step before, so that the device is
     /// never idle. Reports are one step late.
     pub(super) fn train_step(&mut self, step: GlobalBatch, started: Instant) -> Result<()> {
@@ -181,7 +191,9 @@ impl<'a> Session<'a> {
         if let Some(fp8) = engine.store().fp8().filter(|_| interval > 0 && number.is_multiple_of(interval)) {
             fp8.request_stats();
         }
-        self.in_flight.push_back(step::start(engine, &self.scaler, step, &config, started)?);
+        let pending = step::start(engine, &self.scaler, step, &config, started)?;
+        let wall_clock = self.run.ranks.instruments.take_wall_clock();
+        self.in_flight.push_back(pending.with_wall_clock(wall_clock));
         if let Some(layers) = engine.fp8_stats()? {
             self.reporter.log_fp8(&Fp8Record::of(epoch, number, layers));
         }
@@ -191,11 +203,11 @@ impl<'a> Session<'a> {
 
     /// Reads the results of finished steps, and waits until at most `n_waiting` steps are in flight.
     pub(super) fn drain(&mut self, n_waiting: usize) -> Result<()> {
-        let TrainingRun { plan, prepared, .. } = self.run;
+        let plan = self.run.plan;
         while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(PendingStep::is_done) {
             let Some(in_flight) = self.in_flight.pop_front() else { break };
             let (step, outcome) =
-                in_flight.outcome(&prepared.train, plan.on_nonfinite, self.last_step_done, self.routing.as_ref())?;
+                in_flight.outcome(&self.stream, plan.on_nonfinite, self.last_step_done, self.routing.as_ref())?;
             self.last_step_done = Instant::now();
             self.progress.n_skipped += usize::from(outcome.decision.outcome != UpdateOutcome::Applied);
             self.progress.scaler = Some(outcome.decision.next);
@@ -239,9 +251,13 @@ impl<'a> Session<'a> {
             mfu: self.peak.as_mut().map(|peak| model_flops_utilization(useful_flops, step_time, peak)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
+            wall_clock_ms: outcome.wall_clock,
             gpu_energy_joules: self.monitor.as_ref().and_then(GpuMonitor::energy),
         };
         self.reporter.log_step(&record);
+        if let Some(times) = outcome.wall_clock {
+            self.reporter.terminal().line(&times.to_string());
+        }
         let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);
         self.update_run_json(|report| {
             report.metrics["step"] = json!(record);

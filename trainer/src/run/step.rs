@@ -12,8 +12,8 @@ use candlewick_parallel::{
     ZeroGradCount, mtp_loss_name,
 };
 
-use crate::data::{Batch, Dataset, GlobalBatch};
-use crate::metrics::ExpertLoad;
+use crate::data::{Batch, GlobalBatch, TrainSteps};
+use crate::metrics::{ExpertLoad, WallClockTimes};
 use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
 use crate::recipe::OnNonfinite;
 use crate::routing::RoutingFiles;
@@ -37,6 +37,8 @@ pub(super) struct StepOutcome {
     pub(super) grad_zeros: Option<u64>,
     /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
+    /// The times of the phases, if they are measured.
+    pub(super) wall_clock: Option<WallClockTimes>,
     /// The time since the step started, or since the step before was done if that was later.
     pub(super) elapsed: Duration,
     /// The time of forward, backward and update. On a GPU, the time of the full step, because the host does not wait
@@ -102,6 +104,8 @@ pub(super) struct PendingStep {
     /// step was done.
     started: Instant,
     launch_time: Duration,
+    /// The times of the phases, if they are measured.
+    wall_clock: Option<WallClockTimes>,
     in_flight: InFlightStep,
 }
 
@@ -144,7 +148,17 @@ pub(super) fn start(
         OptimizerStep { adamw: config.hyper(), scaler, rounding: config.rounding, grad_zeros: config.grad_zeros };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, launch_time) = (config.number, config.lr, started.elapsed());
-    Ok(PendingStep { step, own, data_world: config.rank.data_world, number, lr, started, launch_time, in_flight })
+    Ok(PendingStep {
+        step,
+        own,
+        data_world: config.rank.data_world,
+        number,
+        lr,
+        started,
+        launch_time,
+        wall_clock: None,
+        in_flight,
+    })
 }
 
 /// Returns the losses of the MTP layers in a step.
@@ -158,6 +172,11 @@ fn mtp_losses(mtp: MtpPlan, step: &GlobalBatch) -> impl Iterator<Item = Auxiliar
 }
 
 impl PendingStep {
+    /// Adds the measured times of the phases.
+    pub(super) fn with_wall_clock(self, wall_clock: Option<WallClockTimes>) -> Self {
+        Self { wall_clock, ..self }
+    }
+
     /// Returns true if [`PendingStep::outcome`] returns at once.
     pub(super) fn is_done(&self) -> bool {
         self.in_flight.is_ready()
@@ -169,12 +188,12 @@ impl PendingStep {
     /// is `stop`.
     pub(super) fn outcome(
         self,
-        dataset: &Dataset,
+        stream: &TrainSteps,
         on_nonfinite: OnNonfinite,
         since: Instant,
         routing: Option<&RoutingFiles>,
     ) -> Result<(GlobalBatch, StepOutcome)> {
-        let Self { step, own, data_world, number, lr, started, launch_time, in_flight } = self;
+        let Self { step, own, data_world, number, lr, started, launch_time, wall_clock, in_flight } = self;
         let was_done = in_flight.is_ready();
         let StepResult {
             own_losses,
@@ -192,12 +211,24 @@ impl PendingStep {
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if decision.outcome == UpdateOutcome::NonFinite {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
-            let rows = locate(dataset, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
+            let rows = locate(stream, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
             stop_or_warn(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
         let compute = if was_done { launch_time } else { elapsed };
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
-        Ok((step, StepOutcome { number, lr, loss, auxiliary, expert_load, grad_zeros, decision, elapsed, compute }))
+        let outcome = StepOutcome {
+            number,
+            lr,
+            loss,
+            auxiliary,
+            expert_load,
+            grad_zeros,
+            decision,
+            wall_clock,
+            elapsed,
+            compute,
+        };
+        Ok((step, outcome))
     }
 }
 
@@ -225,11 +256,11 @@ fn stop_or_warn(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {
 }
 
 /// Names the samples of a step, or those among them with a non-finite loss.
-fn locate(dataset: &Dataset, step: &GlobalBatch, nonfinite_rows: &[usize]) -> String {
+fn locate(stream: &TrainSteps, step: &GlobalBatch, nonfinite_rows: &[usize]) -> String {
     const SHOWN: usize = 5;
     let all: Vec<usize> = step.micro_batches.iter().flat_map(|batch| batch.samples.iter().copied()).collect();
     let rows = if nonfinite_rows.is_empty() { &all[..] } else { nonfinite_rows };
-    let mut places: Vec<String> = rows.iter().take(SHOWN).map(|&row| dataset.locate(row)).collect();
+    let mut places: Vec<String> = rows.iter().take(SHOWN).map(|&row| stream.locate(row)).collect();
     if rows.len() > SHOWN {
         places.push(format!("and {} more", rows.len() - SHOWN));
     }

@@ -90,6 +90,10 @@ impl Bench {
             cache_dir: self.path("cache"),
             fail_on_missing_cache: false,
             num_proc: 2,
+            max_text_tokens: None,
+            repeat_to_pack_max_length: false,
+            dl_num_workers: 0,
+            streaming: None,
             template_kwargs: Map::new(),
         }
     }
@@ -153,6 +157,7 @@ fn source(path: &Path) -> SourcePlan {
         column: None,
         sampling: Sampling::All,
         sample_seed: 42,
+        snowflake: None,
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::resolver::Resolver;
-use super::sources;
+use super::{sources, streaming, tokenize_kwargs};
 use crate::data::{
     DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls, default_cache_dir,
 };
@@ -57,6 +57,10 @@ pub(super) fn resolve(
         cache_dir: cache_dir(resolver),
         fail_on_missing_cache: resolver.pick("data.fail_on_missing_cache", data.fail_on_missing_cache, false),
         num_proc: num_proc(resolver),
+        max_text_tokens: tokenize_kwargs::resolve(resolver, kind),
+        repeat_to_pack_max_length: repeat_to_pack(resolver, packing),
+        dl_num_workers: dl_num_workers(resolver),
+        streaming: streaming::resolve(resolver),
         template_kwargs: tokenizer.chat_template_kwargs.clone(),
     }
 }
@@ -158,6 +162,7 @@ fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Trun
         (None, None) => Origin::Default,
     };
     let default = match kind {
+        DataKind::Sft if resolver.is_arctic_training() && data.filter_samples.is_none() => Truncation::Drop,
         DataKind::Sft => Truncation::Error,
         DataKind::Causal => Truncation::Split,
     };
@@ -262,11 +267,34 @@ fn horizon(resolver: &mut Resolver) -> Horizon {
     Horizon::Epochs(epochs)
 }
 
+fn repeat_to_pack(resolver: &mut Resolver, packing: Packing) -> bool {
+    const KEY: &str = "data.repeat_to_pack_max_length";
+    let repeats = resolver.pick(KEY, resolver.recipe().data.repeat_to_pack_max_length, false);
+    if repeats && packing == Packing::Off {
+        resolver.report(&[KEY], format!("{KEY} needs data.pack_samples: true"));
+    }
+    repeats
+}
+
+/// Returns the number of data loader workers. A worker prepares two steps ahead, as in PyTorch.
+fn dl_num_workers(resolver: &mut Resolver) -> usize {
+    const KEY: &str = "data.dl_num_workers";
+    const MOST: usize = 64;
+    let data = &resolver.recipe().data;
+    let default = match (resolver.is_arctic_training(), data.streaming) {
+        (true, _) => 2,
+        (false, Some(true)) => 1,
+        (false, _) => 0,
+    };
+    let n_workers = resolver.count(KEY, data.dl_num_workers, default);
+    if n_workers > MOST {
+        resolver.report(&[KEY], format!("{KEY}: expected at most {MOST}, found {n_workers}"));
+    }
+    n_workers
+}
+
 fn num_proc(resolver: &mut Resolver) -> usize {
     let data = &resolver.recipe().data;
     let most = resolver.env.n_cores.max(1);
-    if data.dl_num_workers.is_some_and(|n| n.0 > 0) {
-        resolver.note("data.dl_num_workers has no effect: each step builds its batch from memory-mapped tokens");
-    }
     resolver.positive("data.num_proc", data.num_proc, most.min(16)).min(most)
 }

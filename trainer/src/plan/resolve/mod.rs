@@ -3,10 +3,12 @@
 //! [`Plan::resolve`] is pure: it uses no device and no network. [`Environment`] has the facts from outside of the recipe:
 //! the model's config, the number of cores. No code below the plan validates a setting or supplies a default.
 
+mod autocast;
 mod backend;
 mod batches;
 mod checkpoints;
 mod deepspeed;
+mod dialect;
 mod environment;
 mod eval;
 mod memory;
@@ -16,12 +18,16 @@ mod optimizer;
 mod output;
 mod pipeline;
 mod precision;
+mod profiling;
 mod ranks;
 mod refused;
 mod resolver;
 mod router;
+mod snowflake;
 mod sources;
+mod streaming;
 mod temp_dir;
+mod tokenize_kwargs;
 mod tracking;
 mod tracking_env;
 
@@ -45,6 +51,7 @@ impl Plan {
         refused::refuse_unimplemented_keys(&mut resolver);
         deepspeed::check_section(&mut resolver);
         let kind = batches::resolve_kind(&mut resolver);
+        dialect::note_defaults(&mut resolver, kind);
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);
         let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
@@ -66,6 +73,7 @@ impl Plan {
         let exit = output::resolve_exit(&mut resolver);
         let checkpoints = checkpoints::resolve(&mut resolver);
         let log = output::resolve_log(&mut resolver);
+        let profiling = profiling::resolve(&mut resolver);
         let logger = output::resolve_logger(&mut resolver);
         let generate = output::resolve_generate(&mut resolver);
         let recipe = &loaded.recipe;
@@ -101,6 +109,7 @@ impl Plan {
             exit,
             checkpoints,
             log,
+            profiling,
             on_nonfinite,
             generate,
             logger,
