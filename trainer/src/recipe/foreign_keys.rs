@@ -211,7 +211,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
         "tokenizer.chat_template_kwargs",
         "`tokenizer.chat_template_kwargs: {enable_thinking: false}`",
     ),
-    key("streaming", "", "data are tokenized once and read from the cache"),
     key("neftune_noise_alpha", "", "NEFTune is not supported"),
     // Optimizer and schedule.
     key("lr", "optimizer.learning_rate", ""),
