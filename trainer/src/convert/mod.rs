@@ -18,10 +18,11 @@ mod zero;
 use std::path::Path;
 use std::sync::Arc;
 
+use candlewick_text::hub::{Hub, HubSettings};
 use clap::ValueEnum;
 
 use crate::metrics::Console;
-use crate::plan::{Environment, EnvironmentError, HubAccess, Plan, WorldInfo, is_path};
+use crate::plan::{Environment, EnvironmentError, HubAccess, HubView, Plan, WorldInfo, is_path};
 use crate::recipe::{Fault, Loaded, RecipeError, RecipeLocation, RecipeNode, RecipeSource, parse_yaml};
 use converter::Converter;
 use draft::DraftText;
@@ -149,14 +150,19 @@ fn resolve(draft: &DraftText, n_ranks: usize) -> Result<Vec<String>, RecipeError
     let is_elsewhere = is_path(name) && !Path::new(name).exists();
     let environment = match is_elsewhere {
         true => Environment::with_config(None, &loaded, Console::Quiet, world),
-        false => Environment::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, world)
-            .map_err(|error| unusable_model(&loaded, error))?,
+        false => gather(&loaded, world).map_err(|error| unusable_model(&loaded, error))?,
     };
     let mut notes = Plan::resolve(&loaded, &environment)?.notes;
     if is_elsewhere {
         notes.push(format!("model.name_or_path: there is no folder {name} here, so its config was not checked"));
     }
     Ok(notes)
+}
+
+fn gather(loaded: &Loaded, world: WorldInfo) -> Result<Environment, EnvironmentError> {
+    let hub = Hub::new(HubSettings::from_env())?;
+    let view = HubView { hub: &hub, access: HubAccess::ThisMachine };
+    Environment::gather(loaded, view, Console::Quiet, world)
 }
 
 fn unusable_model(loaded: &Loaded, error: EnvironmentError) -> RecipeError {
