@@ -238,6 +238,23 @@ fn a_stream_needs_its_number_of_steps_and_refuses_keys_that_need_all_rows() {
 }
 
 #[test]
+fn a_stream_and_repeated_samples_refuse_a_mixture_and_a_stream_refuses_lengths_in_tokens() {
+    let sources = |key: &str| format!("data.sources=[{{name_or_path: a.jsonl, {key}}}, {{name_or_path: b.jsonl, {key}}}]");
+    for (key, path) in [("weight: 1", "data.sources.0.weight"), ("repeat: 2", "data.sources.0.repeat")] {
+        let want = format!("{path}: not possible with data.streaming");
+        refused(&["data.streaming=true", "train_iters=10", &sources(key)], &[&want]);
+        let want = format!("data.repeat_to_pack_max_length: not possible with {path}");
+        refused(&["data.repeat_to_pack_max_length=true", "data.pack_samples=true", &sources(key)], &[&want]);
+    }
+    let interleaved = ["data.stopping_strategy=all_exhausted", &sources("split: train")];
+    let want = "data.stopping_strategy: not possible with data.streaming";
+    refused(&[&["data.streaming=true", "train_iters=10"][..], &interleaved].concat(), &[want]);
+    let want = "scheduler.warmup_tokens: not possible with data.streaming";
+    refused(&["data.streaming=true", "train_iters=10", "scheduler.warmup_tokens=100"], &[want]);
+    plan(&["data.streaming=true", "train_iters=10", &sources("split: train")]);
+}
+
+#[test]
 fn the_memory_profile_is_in_the_run_folder() {
     assert_eq!(plan(&[]).profiling.memory, None);
     let memory = plan(&["mem_profiler=step"]).profiling.memory.unwrap();
