@@ -19,7 +19,7 @@ pub(crate) struct Prefetcher<T> {
 
 impl<T: Send + 'static> Prefetcher<T> {
     /// Starts `produce` on a thread. It waits while `depth` items are not taken, and ends when `produce` returns `None`.
-    /// `produce` may end early once its argument returns true: nobody takes the item.
+    /// `produce` may end early once its argument returns true, because the item is then dropped.
     pub(crate) fn start(
         depth: usize,
         mut produce: impl FnMut(&(dyn Fn() -> bool + Sync)) -> Option<T> + Send + 'static,

@@ -239,7 +239,8 @@ fn a_stream_needs_its_number_of_steps_and_refuses_keys_that_need_all_rows() {
 
 #[test]
 fn a_stream_and_repeated_samples_refuse_a_mixture_and_a_stream_refuses_lengths_in_tokens() {
-    let sources = |key: &str| format!("data.sources=[{{name_or_path: a.jsonl, {key}}}, {{name_or_path: b.jsonl, {key}}}]");
+    let sources =
+        |key: &str| format!("data.sources=[{{name_or_path: a.jsonl, {key}}}, {{name_or_path: b.jsonl, {key}}}]");
     for (key, path) in [("weight: 1", "data.sources.0.weight"), ("repeat: 2", "data.sources.0.repeat")] {
         let want = format!("{path}: not possible with data.streaming");
         refused(&["data.streaming=true", "train_iters=10", &sources(key)], &[&want]);
