@@ -11,6 +11,7 @@ mod failpoint;
 pub mod fp8_advice;
 pub mod metrics;
 pub mod plan;
+pub mod profiling;
 pub mod recipe;
 mod routing;
 pub mod run;

@@ -3,6 +3,8 @@
 use std::error::Error;
 
 use candle_core::Device;
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::cudarc::driver::DriverError;
 
 /// Bytes of GPU memory for the context, the kernels and cuBLASLt's workspace. Assumed, not measured.
 pub const GPU_CONTEXT_BYTES: u64 = 640 << 20;
@@ -49,23 +51,42 @@ pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
     }
 }
 
+/// Returns the bytes of a GPU that tensors use now, those of kernels in its queue included. Returns `None` for the CPU.
+pub fn device_bytes_in_use(device: &Device) -> Option<u64> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+            pool_attribute(device, CU_MEMPOOL_ATTR_USED_MEM_CURRENT).ok()
+        }
+        _ => None,
+    }
+}
+
 /// Reads the peak of the pool that all tensors are allocated from.
 #[cfg(feature = "cuda")]
-fn cuda(
-    device: &candle_core::CudaDevice,
-) -> Result<DeviceMemory, candle_core::cuda_backend::cudarc::driver::DriverError> {
+fn cuda(device: &candle_core::CudaDevice) -> Result<DeviceMemory, DriverError> {
     use candle_core::cuda_backend::cudarc::driver::{result, sys};
+    let peak_bytes = pool_attribute(device, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?;
+    let (_, total) = result::mem_get_info()?;
+    Ok(DeviceMemory { peak_bytes, total_bytes: total as u64 })
+}
+
+#[cfg(feature = "cuda")]
+fn pool_attribute(
+    device: &candle_core::CudaDevice,
+    attribute: candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute,
+) -> Result<u64, DriverError> {
+    use candle_core::cuda_backend::cudarc::driver::result;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread()?;
-    let mut peak_bytes = 0u64;
-    let high = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+    let mut bytes = 0u64;
     // SAFETY: the device is open, and the attribute is a u64.
     unsafe {
         let pool = result::device::get_default_mem_pool(stream.context().cu_device())?;
-        result::mem_pool::get_attribute(pool, high, (&raw mut peak_bytes).cast())?;
+        result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast())?;
     }
-    let (_, total) = result::mem_get_info()?;
-    Ok(DeviceMemory { peak_bytes, total_bytes: total as u64 })
+    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -79,7 +79,8 @@ pub use bytes::{tensor_from_bytes, with_bytes};
 pub use concat::concat;
 pub use cost::{Cost, DeviceKind, LinearInput};
 pub use device_memory::{
-    DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_memory, gpu_pool_slack_bytes, is_out_of_memory,
+    DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_bytes_in_use, device_memory, gpu_pool_slack_bytes,
+    is_out_of_memory,
 };
 pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_backward_cost, sharded_dropout};
 pub use embedding::{embedding, vocab_parallel_embedding};

@@ -2,6 +2,7 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
 use libmimalloc_sys::{mi_option_large_os_pages, mi_option_set, mi_option_t};
 use mimalloc::MiMalloc;
@@ -32,6 +33,29 @@ pub fn slack_bytes(bytes: u64) -> u64 {
     bytes / 16 + bytes.min(MAX_LEFT_OVER)
 }
 
+/// True if allocations are counted.
+static IS_COUNTING: AtomicBool = AtomicBool::new(false);
+/// Bytes allocated minus bytes freed since [`count_allocated_bytes`].
+static ALLOCATED: AtomicI64 = AtomicI64::new(0);
+
+/// Starts to count the bytes in use, from 0. Blocks that are older and freed later make the count negative.
+pub fn count_allocated_bytes() {
+    ALLOCATED.store(0, Ordering::Relaxed);
+    IS_COUNTING.store(true, Ordering::Relaxed);
+}
+
+/// Returns the bytes allocated minus the bytes freed since [`count_allocated_bytes`], by all threads of a program with
+/// [`Allocator`].
+pub fn allocated_bytes() -> i64 {
+    ALLOCATED.load(Ordering::Relaxed)
+}
+
+fn count(n_bytes: i64) {
+    if IS_COUNTING.load(Ordering::Relaxed) {
+        ALLOCATED.fetch_add(n_bytes, Ordering::Relaxed);
+    }
+}
+
 /// mimalloc. A failed allocation exits with [`ExitCode::OutOfMemory`] instead of aborting.
 #[derive(Debug)]
 pub struct Allocator;
@@ -39,21 +63,25 @@ pub struct Allocator;
 // SAFETY: every call is forwarded to mimalloc unchanged, and a null pointer is never returned.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as i64);
         // SAFETY: the caller keeps the contract of `alloc`.
         allocated(unsafe { MiMalloc.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as i64);
         // SAFETY: the caller keeps the contract of `alloc_zeroed`.
         allocated(unsafe { MiMalloc.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        count(-(layout.size() as i64));
         // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { MiMalloc.dealloc(block, layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, n_bytes: usize) -> *mut u8 {
+        count(n_bytes as i64 - layout.size() as i64);
         // SAFETY: the caller keeps the contract of `realloc`.
         allocated(unsafe { MiMalloc.realloc(block, layout, n_bytes) }, n_bytes)
     }

@@ -8,6 +8,7 @@ pub mod hub;
 pub mod printable;
 pub mod render;
 pub mod sample_warning;
+pub mod snowflake;
 pub mod source;
 pub mod suggestion;
 pub mod template;

@@ -173,7 +173,7 @@ impl DatasetArgs {
         RenderOptions {
             targets: if self.mask_inputs { LossMask::Turns } else { LossMask::AllTokens },
             empty_think: if self.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include },
-            specials: TextSpecialTokens { add_bos_token: self.add_bos_token, add_eos_token },
+            specials: TextSpecialTokens { add_bos_token: self.add_bos_token, add_eos_token, max_text_tokens: None },
             ..RenderOptions::default()
         }
     }

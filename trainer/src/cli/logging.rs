@@ -12,13 +12,13 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
 use super::options::Verbosity;
-use super::profile::Profile;
 use crate::plan::LoggerPlan;
+use crate::profiling::BoxedLayer;
 
 /// Initializes logging for the rest of the process.
 ///
 /// The level comes from RUST_LOG, else from `-q` and `-v`, else from the recipe's `logger.level`.
-pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mut Profile>) -> Result<()> {
+pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, layers: Vec<BoxedLayer>) -> Result<()> {
     let level = match (verbosity.quiet, verbosity.verbose) {
         (true, _) => "error",
         (false, 0) => plan.level.as_deref().unwrap_or("warn"),
@@ -47,7 +47,9 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
             .with_context(|| format!("failed to open the log file {} (logger.output_dir)", path.display()))?,
         None => None,
     };
+    // An empty list of layers would disable the others.
+    let layers = (!layers.is_empty()).then_some(layers);
     // A second initialization in one process (tests) keeps the first.
-    let _ = tracing_subscriber::registry().with(profile.map(Profile::layer)).with(stderr).with(file).try_init();
+    let _ = tracing_subscriber::registry().with(layers).with(stderr).with(file).try_init();
     Ok(())
 }

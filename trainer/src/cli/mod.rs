@@ -248,27 +248,27 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Report(args) => report::run(args, &ui),
         Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             chat::run(args, &hub()?)
         }
         Command::Generate(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             generate::run(args, &hub()?)
         }
         Command::Serve(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             serve::run(args, &hub()?)
         }
         Command::Merge(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             merge::run(args, &hub()?, &ui)
         }
         Command::Export(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             export::run(args, &hub()?, &ui)
         }
         Command::Upcycle(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
             upcycle::run(args, &hub()?, &ui)
         }
         Command::Doctor { json } => doctor::run(if *json { OutputFormat::Json } else { OutputFormat::Text }, &ui),

@@ -35,7 +35,7 @@ Examples:
 The lock file is RECIPE.lock. While it exists, commands on the recipe use its commits and send no request to the Hub.";
 
 pub(super) fn run(args: &PrefetchArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    logging::start(verbosity, &LoggerPlan::default(), None)?;
+    logging::start(verbosity, &LoggerPlan::default(), Vec::new())?;
     let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
     let world = args.world.world_info()?;
     let LockContext { path, prefetch } = lock_context(&loaded.source().path);

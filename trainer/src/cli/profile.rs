@@ -24,6 +24,8 @@ use tracing_subscriber::filter::{FilterFn, dynamic_filter_fn};
 use tracing_subscriber::layer::Context as LayerContext;
 use tracing_subscriber::registry::LookupSpan;
 
+use crate::profiling::BoxedLayer;
+
 /// The sort order of the profile table, named as in Python's profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum ProfileSort {
@@ -42,8 +44,6 @@ pub(super) struct Profile {
     guard: FlushGuard,
     started: Instant,
 }
-
-type BoxedLayer = Box<dyn Layer<tracing_subscriber::Registry> + Send + Sync>;
 
 /// The times of spans by name.
 #[derive(Default)]

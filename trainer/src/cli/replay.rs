@@ -74,7 +74,7 @@ pub(super) fn run(args: &ReplayArgs, verbosity: Verbosity, ui: &Ui) -> Result<Ex
         .with_context(|| format!("failed to enter {}, the folder in which the run was started", kept.folder.display()))
         .context(ExitCode::Data)?;
     let plan = plan_of(&kept, &args.overrides, verbosity)?;
-    logging::start(verbosity, &plan.logger, None)?;
+    logging::start(verbosity, &plan.logger, Vec::new())?;
     let (_, device) = connect(&plan, &RankEnv::single())?;
     let report = replay(&kept, &plan, &weights, &hub()?, &device)?;
     match args.output_format {

@@ -1,6 +1,6 @@
 //! `trainer train`: resolves a recipe and trains.
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
 use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
@@ -13,7 +13,8 @@ use super::{Ui, logging};
 use crate::estimate::{Capacity, Setup, estimate};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
-use crate::run::connect;
+use crate::profiling::Instruments;
+use crate::run::{MeasuredDevice, connect};
 
 #[derive(Debug, Args)]
 pub(super) struct TrainArgs {
@@ -49,7 +50,9 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
         .filter(|_| env.rank == 0)
         .map(|sort| Profile::create(folder, sort, args.profile_steps))
         .transpose()?;
-    logging::start(verbosity, &plan.logger, profile.as_mut())?;
+    let instruments = Instruments::new(&plan.profiling, env.rank);
+    let layers = profile.as_mut().map(Profile::layer).into_iter().chain(instruments.layers());
+    logging::start(verbosity, &plan.logger, layers.collect())?;
     for note in plan.notes.iter().filter(|_| env.rank == 0) {
         ui.note(&format!("note: {note}"));
     }
@@ -59,7 +62,14 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     if let Some((lock, context)) = hub.lock().filter(|_| env.rank == 0) {
         ui.note(&describe_lock(lock, context));
     }
-    let code = crate::run::train(&plan, &hub, &world, &device)?;
+    let measured = MeasuredDevice { device: &device, instruments: &instruments };
+    let trained = crate::run::train_measured(&plan, &hub, &world, &measured);
+    // The profile of a failed run shows the memory before the failure.
+    let written = instruments.finish().context("failed to write the memory profile");
+    let code = trained?;
+    for line in written?.iter().filter(|_| env.rank == 0) {
+        ui.note(line);
+    }
     if let Some(profile) = profile {
         ui.note(&profile.finish()?);
     }

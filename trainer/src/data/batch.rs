@@ -23,8 +23,8 @@ pub struct Batch {
     pub n_targets: usize,
     /// The number of tokens without padding.
     pub n_tokens: usize,
-    /// The indices of the sequences in the [`Dataset`], for messages. A fused row is one span of `cu_seqlens` and
-    /// lists all its sequences here.
+    /// The indices of the sequences in the [`Dataset`], for messages; of their rows if the data are streamed. A fused row is
+    /// one span of `cu_seqlens` and lists all its sequences here.
     pub samples: Vec<usize>,
 }
 
@@ -98,13 +98,36 @@ impl GlobalBatch {
     }
 }
 
-/// Collates some rows into one micro-batch.
+/// A row of a data set to collate.
+pub(crate) struct DatasetRow<'a> {
+    pub(crate) dataset: &'a Dataset,
+    pub(crate) rows: &'a EpochRows,
+    pub(crate) row: usize,
+    pub(crate) numbering: SampleNumbering,
+}
+
+/// The numbers of [`Batch::samples`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SampleNumbering {
+    /// Indices of sequences in the data set.
+    Sequences,
+    /// Indices of rows in the source of the data set.
+    SourceRows,
+}
+
+/// Collates some rows of a data set into one micro-batch.
 pub(crate) fn collate(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows, chosen: std::ops::Range<usize>) -> Batch {
+    let numbering = SampleNumbering::Sequences;
+    collate_rows(plan, chosen.map(|row| DatasetRow { dataset, rows, row, numbering }))
+}
+
+/// Collates rows into one micro-batch.
+pub(crate) fn collate_rows<'a>(plan: &DataPlan, chosen: impl Iterator<Item = DatasetRow<'a>>) -> Batch {
     let mut batch = Batch { cu_seqlens: vec![0], ..Batch::default() };
-    for row in chosen {
+    for DatasetRow { dataset, rows, row, numbering } in chosen {
         let row_start = batch.ids.len();
         for &sequence in rows.row(row) {
-            batch.push(dataset, sequence as usize);
+            batch.push(dataset, sequence as usize, numbering);
             if !rows.is_fused(row) {
                 batch.end_sequence();
             }
@@ -119,7 +142,7 @@ pub(crate) fn collate(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows, chos
 }
 
 impl Batch {
-    fn push(&mut self, dataset: &Dataset, sequence: usize) {
+    fn push(&mut self, dataset: &Dataset, sequence: usize, numbering: SampleNumbering) {
         let sample = dataset.get(sequence);
         self.ids.extend(sample.ids());
         let pairs = sample.ids().zip(sample.target_mask()).skip(1);
@@ -128,7 +151,10 @@ impl Batch {
         self.targets.extend((!sample.is_empty()).then_some(IGNORE_INDEX));
         self.n_targets += sample.n_targets();
         self.n_tokens += sample.len();
-        self.samples.push(sequence);
+        self.samples.push(match numbering {
+            SampleNumbering::Sequences => sequence,
+            SampleNumbering::SourceRows => dataset.source_row(sequence),
+        });
     }
 
     /// Closes the current sequence: appends its positions and its end.

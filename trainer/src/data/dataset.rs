@@ -201,6 +201,12 @@ impl Dataset {
         source.rows.row(source.store.row(local))
     }
 
+    /// Returns the index of a sequence's row in its source.
+    pub(crate) fn source_row(&self, index: usize) -> usize {
+        let (source, local) = self.find_source(self.slices[index].sample as usize);
+        source.store.row(local)
+    }
+
     /// Returns a view of the tokens of a slice.
     pub(crate) fn sequence(&self, slice: &SampleSlice) -> SampleRef<'_> {
         let (source, local) = self.find_source(slice.sample as usize);

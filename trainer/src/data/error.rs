@@ -14,6 +14,9 @@ pub enum DataError {
     /// A data set's rows do not have the expected format.
     #[error(transparent)]
     Format(#[from] candlewick_text::format::FormatError),
+    /// A Snowflake query fails.
+    #[error(transparent)]
+    Snowflake(#[from] candlewick_text::snowflake::SnowflakeError),
     /// A row cannot be rendered.
     #[error("render {place}: {problem}")]
     Row {

@@ -97,6 +97,10 @@ pub(crate) fn plan() -> DataPlan {
         cache_dir: PathBuf::new(),
         fail_on_missing_cache: false,
         num_proc: 2,
+        max_text_tokens: None,
+        repeat_to_pack_max_length: false,
+        dl_num_workers: 0,
+        streaming: None,
         template_kwargs: serde_json::Map::new(),
     }
 }

@@ -25,6 +25,12 @@ pub struct Cursor {
     pub step_in_epoch: usize,
     /// All finished steps.
     pub step: usize,
+    /// The chunk of a stream that has the next row, as an index into the order of its epoch.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub chunk: usize,
+    /// The number of rows of this chunk that are done.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub row_in_chunk: usize,
     /// The token counts of the finished steps.
     pub seen: TrainedCounts,
     /// The sequences and tokens of the finished steps by source, if there are several.
@@ -47,7 +53,7 @@ pub struct TrainLoader {
 impl TrainLoader {
     /// Creates a loader that continues at `cursor`. The default cursor is the start of a run.
     pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
-        let made_with = made_with(&dataset, &plan);
+        let made_with = made_with(dataset.identity(), &plan);
         check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;
         let rows = epoch_rows(&dataset, &plan, epoch_read(&plan, &cursor));
         let total_steps = total_steps(&dataset, &plan, &rows)?;
@@ -193,6 +199,11 @@ impl Iterator for EvalLoader {
     }
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &usize) -> bool {
+    *number == 0
+}
+
 fn epoch_read(plan: &DataPlan, cursor: &Cursor) -> usize {
     if plan.overfit_first_batch { 0 } else { cursor.epoch }
 }
@@ -233,10 +244,10 @@ fn steps_until(dataset: &Dataset, plan: &DataPlan, tokens: u64) -> Result<usize,
 }
 
 /// Returns the settings that the order of the steps depends on. The number of micro-batches of a step may change.
-fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
+pub(crate) fn made_with(data_identity: &str, plan: &DataPlan) -> BTreeMap<String, String> {
     let facts: [(&str, String); 13] = [
         (MIXTURE, plan.mixture.to_string()),
-        ("the data", dataset.identity().to_owned()),
+        ("the data", data_identity.to_owned()),
         ("train_eval_split", plan.eval_fraction.to_string()),
         ("max_length", plan.max_length.to_string()),
         ("packing", format!("{:?}", plan.packing)),
@@ -249,10 +260,12 @@ fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
         ("overfit_first_batch", plan.overfit_first_batch.to_string()),
         ("seed", plan.seed.to_string()),
     ];
-    facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    let buffer_size = plan.streaming.map(|streaming| ("buffer_size", streaming.buffer_size.to_string()));
+    let repeats = plan.repeat_to_pack_max_length.then(|| ("repeat_to_pack_max_length", "true".to_owned()));
+    facts.into_iter().chain(buffer_size).chain(repeats).map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
-fn check_unchanged(
+pub(crate) fn check_unchanged(
     then: &BTreeMap<String, String>,
     now: &BTreeMap<String, String>,
     sources: &[SourcePlan],

@@ -2,7 +2,8 @@
 //!
 //! [`DataPlan`] has the settings. [`prepare`] reads, renders, tokenizes and caches the data once, refuses data without
 //! targets, and counts every token in [`TokenStats`]. [`TrainLoader`] is a pure function of the plan, the data set and
-//! a [`Cursor`]: restoring the cursor resumes the run.
+//! a [`Cursor`]: restoring the cursor resumes the run. [`TrainSteps`] adds prefetching, and streams of rows that are
+//! tokenized while training ([`prepare_stream`]).
 
 mod batch;
 mod cache;
@@ -15,11 +16,15 @@ mod mixture;
 mod order;
 mod pack;
 mod plan;
+mod prefetch;
 mod prepare;
 mod render;
 mod report;
 mod rows;
 mod source;
+mod steps;
+mod stream;
+mod stream_loader;
 mod token_count;
 mod token_stats;
 mod token_store;
@@ -40,13 +45,16 @@ pub use error::{DataError, LongSamples};
 pub use loader::{Cursor, EvalLoader, TrainLoader};
 pub use mixture::SourceCounts;
 pub use plan::{
-    DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, Sampling, SourcePlan,
-    StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
+    DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, Sampling, SnowflakePlan,
+    SourcePlan, StoppingStrategy, StreamingPlan, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
 };
-pub use prepare::{PreparedData, prepare, prepare_until};
+pub use prepare::{PreparedData, prepare, prepare_stream_until, prepare_until};
 pub use report::{DataReport, LengthBin, LengthHistogram};
 pub use rows::PackingStats;
 pub(crate) use source::hub_repo;
 pub use source::{SourceUse, open};
+pub use steps::{EpochSize, TrainSteps};
+pub use stream::{ReaderRank, StreamedData};
+pub use stream_loader::PartExchange;
 pub use token_count::TokenCount;
 pub use token_stats::{DatasetCounts, TokenStats, TrainedCounts};

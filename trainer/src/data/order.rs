@@ -20,6 +20,10 @@ pub(crate) enum RngPurpose {
     SourceDraw = 6,
     /// Ordering the samples of a source.
     SourceOrder = 7,
+    /// Ordering the chunks of a stream.
+    Chunks = 8,
+    /// Seeding the orders within a chunk of a stream.
+    ChunkSeed = 9,
 }
 
 /// Returns the random generator of one use, in one pass of one epoch.

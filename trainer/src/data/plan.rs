@@ -74,8 +74,27 @@ pub struct DataPlan {
     pub fail_on_missing_cache: bool,
     /// The number of tokenizer threads.
     pub num_proc: usize,
+    /// The number of tokens after which a text is cut, without special tokens. `None`: texts are whole.
+    #[serde(default)]
+    pub max_text_tokens: Option<usize>,
+    /// True repeats the sequences until they fill a row of `max_length`, if all of them together are shorter.
+    #[serde(default)]
+    pub repeat_to_pack_max_length: bool,
+    /// The number of data loader workers; 0 builds each batch when its step begins.
+    #[serde(default)]
+    pub dl_num_workers: usize,
+    /// Reads and tokenizes rows while training; `None` tokenizes all rows before the first step.
+    #[serde(default)]
+    pub streaming: Option<StreamingPlan>,
     /// Extra variables for the chat template, such as `enable_thinking`.
     pub template_kwargs: serde_json::Map<String, serde_json::Value>,
+}
+
+/// Settings of rows that are tokenized while training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamingPlan {
+    /// The number of rows that are shuffled and packed together.
+    pub buffer_size: usize,
 }
 
 /// One data set, or a part of one.
@@ -120,6 +139,20 @@ pub struct SourcePlan {
     pub sampling: Sampling,
     /// Seeds the sampling of rows.
     pub sample_seed: u64,
+    /// The query whose result has the rows; `None` reads `name_or_path`.
+    #[serde(default)]
+    pub snowflake: Option<SnowflakePlan>,
+}
+
+/// A query of Snowflake.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SnowflakePlan {
+    /// The SQL statement.
+    pub statement: String,
+    /// The maximum number of rows.
+    pub limit: Option<usize>,
+    /// The new names of columns.
+    pub column_mapping: Vec<(String, String)>,
 }
 
 fn yes() -> bool {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use candlewick_text::hub::Hub;
+use candlewick_text::source::RowSource;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
 
@@ -13,9 +14,10 @@ use super::dataset_check::DatasetCheck;
 use super::mixture;
 use super::order::{RngPurpose, permutation, seeded_rng};
 use super::plan::{DataPlan, Packing, SourcePlan};
-use super::render::Renderer;
+use super::render::{Renderer, threads};
 use super::rows::{PackingStats, epoch_rows};
 use super::source::{SourceLoader, SourceUse};
+use super::stream::StreamedData;
 use super::token_stats::{DatasetCounts, TokenStats};
 use super::truncation::apply_truncation;
 use super::warnings::SampleWarningReport;
@@ -23,8 +25,10 @@ use super::warnings::SampleWarningReport;
 /// The prepared data of a run.
 #[derive(Debug)]
 pub struct PreparedData {
-    /// The training data.
+    /// The training data. Empty if they are streamed.
     pub train: Arc<Dataset>,
+    /// The training data of a run that tokenizes them while training.
+    pub streamed: Option<Arc<StreamedData>>,
     /// The evaluation data, if there are any.
     pub eval: Option<Arc<Dataset>>,
     /// The token statistics.
@@ -96,7 +100,7 @@ pub fn prepare_until(
     }
     mixture::check(&train, plan)?;
     notes.extend(describe_epoch(&train, plan));
-    Ok(PreparedData { train: Arc::new(train), eval: eval.map(Arc::new), token_stats, notes })
+    Ok(PreparedData { train: Arc::new(train), streamed: None, eval: eval.map(Arc::new), token_stats, notes })
 }
 
 /// Describes the first epoch: the packing, and what it reads of each source if there are several.
@@ -117,14 +121,71 @@ fn describe_epoch(train: &Dataset, plan: &DataPlan) -> Vec<String> {
     notes
 }
 
-/// Starts the tokenizer threads, at most one a core.
-fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
-    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let n_threads = plan.num_proc.clamp(1, n_cores);
-    rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().map_err(|error| DataError::Plan {
-        name: "data.num_proc".into(),
-        problem: format!("{n_threads} threads could not be started ({error}); lower it"),
-    })
+/// The rows that [`prepare_stream_until`] reads to check the data.
+const CHECKED_ROWS: usize = 256;
+
+/// Opens the training sources of a plan with `streaming`, and checks their first rows. Evaluation data are prepared as by
+/// [`prepare_until`], and `is_stopped` ends it likewise.
+pub fn prepare_stream_until(
+    plan: &DataPlan,
+    tokenizer: Arc<Tokenizer>,
+    template: Option<ChatTemplate>,
+    hub: &Hub,
+    is_stopped: &(dyn Fn() -> bool + Sync),
+) -> Result<PreparedData, DataError> {
+    let eval_plan = DataPlan { sources: Vec::new(), eval_fraction: 0.0, ..plan.clone() };
+    let mut notes = Vec::new();
+    let (eval, sources) = threads(plan)?.install(|| {
+        let renderer = Renderer::new(plan, &tokenizer, template.clone());
+        let loader = SourceLoader { renderer, cache: TokenCache::open(&plan.cache_dir)?, hub, is_stopped };
+        let sources = plan.sources.iter().map(|source| loader.open_stream(source, &mut notes));
+        let sources = sources.collect::<Result<Vec<_>, _>>()?;
+        let eval = tokenize(&loader, &plan.eval_sources, SourceUse::Eval, &mut notes)?;
+        Ok::<_, DataError>((eval, sources))
+    })?;
+    let (sources, keys): (Vec<_>, Vec<_>) = sources.into_iter().unzip();
+    let data = StreamedData { plan: plan.clone(), tokenizer, template, sources, identity: keys.join(" ") };
+    let data = Arc::new(data);
+    notes.extend(check_first_rows(&data, is_stopped)?);
+    let pad_id = data.tokenizer.pad().map_or(0, |pad| pad.id);
+    let mut token_stats = TokenStats::default();
+    let eval = match eval.is_empty() {
+        true => None,
+        false => {
+            let eval = apply_truncation(Dataset::new(eval, pad_id), &eval_plan, false)?;
+            let counts = DatasetCounts::of(&eval);
+            DatasetCheck { dataset: &eval, counts: &counts, plan, tokenizer: &data.tokenizer }.eval()?;
+            token_stats.eval = Some(counts);
+            Some(Arc::new(eval))
+        }
+    };
+    let train = Arc::new(Dataset::new(Vec::new(), pad_id));
+    Ok(PreparedData { train, streamed: Some(data), eval, token_stats, notes })
+}
+
+/// Tokenizes the first rows of a stream, and refuses data that cannot be trained on.
+fn check_first_rows(
+    data: &Arc<StreamedData>,
+    is_stopped: &(dyn Fn() -> bool + Sync),
+) -> Result<Vec<String>, DataError> {
+    let (plan, n_rows) = (&data.plan, data.len());
+    if u32::try_from(n_rows).is_err() {
+        let problem = format!("{n_rows} rows exceed the limit of 2^32 - 1; select a slice, as in name:train[:10%]");
+        return Err(DataError::Plan { name: "the data".into(), problem });
+    }
+    let part = threads(plan)?.install(|| data.tokenize(0..n_rows.min(CHECKED_ROWS), is_stopped))?;
+    let dataset = data.dataset(&[part])?;
+    let template = data.template_name();
+    let report = SampleWarningReport { dataset: &dataset, which: "training", plan, template: &template };
+    report.refuse_unrendered()?;
+    let dataset = apply_truncation(dataset, plan, false)?;
+    let counts = DatasetCounts::of(&dataset);
+    let check = DatasetCheck { dataset: &dataset, counts: &counts, plan, tokenizer: &data.tokenizer };
+    let mut notes = check.train()?;
+    notes.extend(
+        SampleWarningReport { dataset: &dataset, which: "training", plan, template: &template }.warnings(&counts),
+    );
+    Ok(notes)
 }
 
 fn tokenize(

@@ -1,6 +1,6 @@
 //! Rendering: rows of a source to tokenized samples, on many threads.
 
-use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
+use candlewick_runtime::progress::WorkProgress;
 use candlewick_text::conversation::ChatRole;
 use candlewick_text::format::{DatasetType, RowFormat};
 use candlewick_text::render::{
@@ -25,9 +25,14 @@ pub(crate) struct Renderer<'a> {
     pub(crate) plan: &'a DataPlan,
     tokenizer: &'a Tokenizer,
     template: Option<ChatTemplate>,
-    /// Hashes for the cache keys, computed once for all sources.
-    tokenizer_key: String,
-    template_key: String,
+}
+
+/// Rows of a source to render.
+pub(crate) struct ChosenRows<'a> {
+    pub(crate) source: &'a dyn RowSource,
+    pub(crate) format: &'a RowFormat,
+    pub(crate) rows: &'a [u32],
+    pub(crate) options: RenderOptions,
 }
 
 impl<'a> Renderer<'a> {
@@ -37,14 +42,7 @@ impl<'a> Renderer<'a> {
             let variables = plan.template_kwargs.iter();
             variables.fold(template, |template, (name, value)| template.with_variable(name, value.clone()))
         };
-        let template = template.map(set_variables);
-        Self {
-            plan,
-            tokenizer,
-            tokenizer_key: cache_key::hash_tokenizer(tokenizer),
-            template_key: template.as_ref().map_or("none".into(), cache_key::hash_template),
-            template,
-        }
+        Self { plan, tokenizer, template: template.map(set_variables) }
     }
 
     pub(crate) fn purpose(&self) -> DatasetType {
@@ -58,12 +56,16 @@ impl<'a> Renderer<'a> {
     /// out, so that entries of earlier versions stay valid.
     pub(crate) fn add_to(&self, key: CacheKey, source: &SourcePlan) -> CacheKey {
         let plan = self.plan;
+        let template_key = self.template.as_ref().map_or("none".into(), cache_key::hash_template);
         let mut key = key
             .with("the type", format!("{:?}", self.plan.kind))
-            .with("the tokenizer", &*self.tokenizer_key)
-            .with("the chat template", &*self.template_key)
+            .with("the tokenizer", cache_key::hash_tokenizer(self.tokenizer))
+            .with("the chat template", template_key)
             .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
             .with("add_eos_token", self.plan.add_eos_token.to_string());
+        if let Some(n_tokens) = plan.max_text_tokens {
+            key = key.with("tokenize_kwargs.max_length", n_tokens.to_string());
+        }
         if plan.kind == DataKind::Causal {
             return key;
         }
@@ -90,14 +92,12 @@ impl<'a> Renderer<'a> {
     /// Renders rows in their order and passes each sample to `write`. Ends at the first error, or once `is_stopped`.
     pub(crate) fn render(
         &self,
-        source: &dyn RowSource,
-        format: &RowFormat,
-        rows: &[u32],
-        options: RenderOptions,
+        chosen: &ChosenRows<'_>,
+        progress: &WorkProgress,
         is_stopped: &(dyn Fn() -> bool + Sync),
         mut write: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
     ) -> Result<FillStatus, DataError> {
-        let progress = WorkProgress::start("tokenize", ProgressUnit::Count("rows"), rows.len());
+        let ChosenRows { source, format, rows, options } = *chosen;
         let mut write = |rendered: Vec<(u32, Option<Result<Sample, DataError>>)>| {
             for (row, sample) in rendered {
                 let Some(sample) = sample else { return Ok(FillStatus::Stopped) };
@@ -140,7 +140,7 @@ impl<'a> Renderer<'a> {
     /// Refuses chats without a chat template.
     pub(crate) fn check(&self, source: &SourcePlan, format: &RowFormat) -> Result<(), DataError> {
         let name = &source.name_or_path;
-        let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_));
+        let is_chat = !matches!(format, RowFormat::Text(_) | RowFormat::PromptCompletion(_) | RowFormat::TokenIds(_));
         if is_chat && !source.apply_chat_template {
             let problem = format!(
                 "its rows are chats ({}), which need a chat template; remove apply_chat_template: false, or use rows \
@@ -166,8 +166,8 @@ impl<'a> Renderer<'a> {
         let empty_think = if self.plan.ignore_empty_think { EmptyThinkLoss::Mask } else { EmptyThinkLoss::Include };
         let empty_answers =
             if self.plan.train_on_empty_answers { EmptyAnswerLoss::Include } else { EmptyAnswerLoss::Mask };
-        let DataPlan { add_bos_token, add_eos_token, .. } = *self.plan;
-        let specials = TextSpecialTokens { add_bos_token, add_eos_token };
+        let DataPlan { add_bos_token, add_eos_token, max_text_tokens, .. } = *self.plan;
+        let specials = TextSpecialTokens { add_bos_token, add_eos_token, max_text_tokens };
         let prompt_form = if source.apply_chat_template { PromptForm::Chat } else { PromptForm::Text };
         let (targets, roles, eos) = (self.targets(), self.roles(), self.eos());
         RenderOptions { targets, roles, eos, prompt_form, empty_think, empty_answers, specials }
@@ -198,4 +198,14 @@ impl<'a> Renderer<'a> {
             (_, MaskingStrategy::TrainOnLast) => LossMask::LastTurn,
         }
     }
+}
+
+/// Starts the tokenizer threads, at most one a core.
+pub(crate) fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
+    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let n_threads = plan.num_proc.clamp(1, n_cores);
+    rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().map_err(|error| DataError::Plan {
+        name: "data.num_proc".into(),
+        problem: format!("{n_threads} threads could not be started ({error}); lower it"),
+    })
 }

@@ -2,18 +2,21 @@
 
 use std::sync::Arc;
 
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub, RepoId};
 use candlewick_text::render::{RenderOptions, Sample};
-use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice};
+use candlewick_text::snowflake::{SnowflakeQuery, SnowflakeSettings, write_rows};
+use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice, open_files};
 
 use super::DataError;
 use super::cache::{CacheLookup, PartialStore, TokenCache};
 use super::cache_key::{self, CacheKey};
 use super::dataset::TokenizedSource;
 use super::order::{RngPurpose, identity, sample_without_replacement, seeded_rng};
-use super::plan::{DataKind, Sampling, SourcePlan};
-use super::render::Renderer;
+use super::plan::{DataKind, Sampling, SnowflakePlan, SourcePlan};
+use super::render::{ChosenRows, Renderer};
+use super::stream::StreamedSource;
 use super::token_store::TokenStore;
 
 /// The use of a source, which decides its default split.
@@ -27,11 +30,18 @@ pub enum SourceUse {
 
 /// Opens a source for inspection.
 pub fn open(plan: &SourcePlan, kind: DataKind, split: SourceUse, hub: &Hub) -> Result<Arc<dyn RowSource>, DataError> {
+    if plan.snowflake.is_some() {
+        let problem = "rows of Snowflake are read when the data are prepared: run `trainer preprocess`".to_owned();
+        return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
+    }
     Ok(hub.dataset(&request(plan, kind, split)?)?.into())
 }
 
 /// Returns the repository and the revision of a source that is not local.
 pub(crate) fn hub_repo(plan: &SourcePlan) -> Option<(RepoId, String)> {
+    if plan.snowflake.is_some() {
+        return None;
+    }
     request(plan, DataKind::Sft, SourceUse::Train).ok()?.hub_repo()
 }
 
@@ -54,10 +64,7 @@ impl SourceLoader<'_> {
     ) -> Result<TokenizedSource, DataError> {
         let name = &plan.name_or_path;
         self.refuse_stopped()?;
-        let request = request(plan, self.renderer.plan.kind, split)?;
-        let source: Arc<dyn RowSource> = self.hub.dataset(&request)?.into();
-        let format = RowFormat::find(&self.format_request(plan, &request), &*source)?;
-        self.renderer.check(plan, &format)?;
+        let (source, format) = self.open(plan, split)?;
         let rows = sample_rows(plan, source.len())?;
         notes.extend(source.files().describe_selection().map(|choice| format!("{name}: {choice}")));
         notes.push(format!("{name}: {}; {}", format.describe(), describe_count(rows.len(), source.len())));
@@ -80,6 +87,45 @@ impl SourceLoader<'_> {
         Ok(TokenizedSource { store, rows: source, key: key.digest() })
     }
 
+    /// Opens a source and finds its format.
+    fn open(&self, plan: &SourcePlan, split: SourceUse) -> Result<(Arc<dyn RowSource>, RowFormat), DataError> {
+        let (source, id): (Arc<dyn RowSource>, String) = match &plan.snowflake {
+            Some(query) => (self.snowflake(query)?, plan.name_or_path.clone()),
+            None => {
+                let request = request(plan, self.renderer.plan.kind, split)?;
+                (self.hub.dataset(&request)?.into(), request.spec.name)
+            }
+        };
+        let format = RowFormat::find(&self.format_request(plan, id), &*source)?;
+        self.renderer.check(plan, &format)?;
+        Ok((source, format))
+    }
+
+    /// Opens a training source whose rows are tokenized while training. Returns the digest of its settings, too.
+    pub(crate) fn open_stream(
+        &self,
+        plan: &SourcePlan,
+        notes: &mut Vec<String>,
+    ) -> Result<(StreamedSource, String), DataError> {
+        let name = &plan.name_or_path;
+        self.refuse_stopped()?;
+        let (rows, format) = self.open(plan, SourceUse::Train)?;
+        let chosen = match plan.sampling {
+            Sampling::All => None,
+            Sampling::Count(_) | Sampling::Ratio(_) => Some(sample_rows(plan, rows.len())?),
+        };
+        let n_chosen = chosen.as_ref().map_or(rows.len(), Vec::len);
+        notes.extend(rows.files().describe_selection().map(|choice| format!("{name}: {choice}")));
+        notes.push(format!("{name}: {}; streams {}", format.describe(), describe_count(n_chosen, rows.len())));
+        let key = self
+            .renderer
+            .add_to(CacheKey::new(name), plan)
+            .with("the rows", format!("{} rows, {:?}, seed {}", rows.len(), plan.sampling, plan.sample_seed))
+            .with("the format", format!("{format:?}"));
+        let options = self.renderer.options(plan);
+        Ok((StreamedSource { rows, format, chosen, options }, key.digest()))
+    }
+
     fn render(
         &self,
         key: &CacheKey,
@@ -96,7 +142,10 @@ impl SourceLoader<'_> {
             n_before = n_done;
             let remaining = rows.rows.get(n_done..).unwrap_or_default();
             let push = |row, sample: &Sample| writer.push(row, sample).map_err(failed);
-            self.renderer.render(rows.source, &rows.format, remaining, rows.options, self.is_stopped, push)
+            let UncachedRows { source, format, options, .. } = rows;
+            let chosen = ChosenRows { source: *source, format, rows: remaining, options: *options };
+            let progress = WorkProgress::start("tokenize", ProgressUnit::Count("rows"), remaining.len());
+            self.renderer.render(&chosen, &progress, self.is_stopped, push)
         })?;
         if n_before > 0 {
             notes.push(format!("{name}: continued after {n_before} rows that a stopped run has tokenized"));
@@ -119,14 +168,33 @@ impl SourceLoader<'_> {
         DataError::Stopped { kept: "the tokens of finished sources are cached".to_owned() }
     }
 
-    fn format_request(&self, plan: &SourcePlan, request: &DatasetRequest) -> FormatRequest {
+    /// Opens the rows of a query: those in the cache folder, or those that Snowflake returns now.
+    fn snowflake(&self, plan: &SnowflakePlan) -> Result<Arc<dyn RowSource>, DataError> {
+        let settings = SnowflakeSettings::from_env();
+        let query = SnowflakeQuery {
+            statement: plan.statement.clone(),
+            limit: plan.limit,
+            column_mapping: plan.column_mapping.clone(),
+        };
+        let key = CacheKey::new("snowflake")
+            .with("the query", format!("{query:?}"))
+            .with("the account", format!("{settings:?}"));
+        let path = self.renderer.plan.cache_dir.join(format!("snowflake-{}.jsonl", &key.digest()[..16]));
+        if !path.exists() {
+            let n_rows = write_rows(&query, &settings, &path)?;
+            tracing::info!("wrote {n_rows} rows of a Snowflake query to {}", path.display());
+        }
+        Ok(open_files(&[path], &ReadOptions::default())?.into())
+    }
+
+    fn format_request(&self, plan: &SourcePlan, id: String) -> FormatRequest {
         FormatRequest {
             purpose: self.renderer.purpose(),
             format: plan.format.clone(),
             role_mapping: plan.role_mapping.clone(),
             content_key: plan.content_key.clone(),
             column: plan.column.clone(),
-            id: Some(request.spec.name.clone()),
+            id: Some(id),
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -15,6 +15,8 @@ use candlewick_model::checkpoint::little_endian;
 use candlewick_text::render::Sample;
 use candlewick_text::sample_warning::SampleWarnings;
 use memmap2::Mmap;
+
+use super::DataError;
 
 const IDS: &str = "ids";
 const TARGETS: &str = "targets";
@@ -27,13 +29,47 @@ const ROW: usize = (1 << ROW_BITS) - 1;
 /// The tokenized samples of one source.
 #[derive(Debug)]
 pub(crate) struct TokenStore {
-    ids: Mmap,
-    targets: Mmap,
-    index: Mmap,
+    ids: StoreBytes,
+    targets: StoreBytes,
+    index: StoreBytes,
     n_samples: usize,
 }
 
+/// The bytes of a store's part.
+#[derive(Debug)]
+enum StoreBytes {
+    Mapped(Mmap),
+    InMemory(Vec<u8>),
+}
+
+impl Deref for StoreBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::InMemory(bytes) => bytes,
+        }
+    }
+}
+
 impl TokenStore {
+    /// Creates a store in memory from encoded samples of several ranks, in this order.
+    pub(crate) fn decode(parts: &[Vec<u8>]) -> Result<Self, DataError> {
+        let corrupt = |source| DataError::Cache { path: "the rows of another rank".into(), source };
+        let mut writer = TokenStoreWriter::over([Vec::new(), Vec::new(), Vec::new()]);
+        for part in parts {
+            let mut rest = part.as_slice();
+            while !rest.is_empty() {
+                let (row, sample) = decode_sample(&mut rest).map_err(corrupt)?;
+                writer.push(row, &sample).map_err(corrupt)?;
+            }
+        }
+        let n_samples = writer.index.len() / INDEX_ENTRY;
+        let [ids, targets, index] = writer.into_parts().map_err(corrupt)?.map(StoreBytes::InMemory);
+        Ok(Self { ids, targets, index, n_samples })
+    }
+
     /// Maps the store of a folder. Fails with `InvalidData` if it is corrupt.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         let index = map(&folder.join(INDEX))?;
@@ -115,11 +151,11 @@ impl TokenStore {
     }
 }
 
-/// Writes a store, a sample at a time.
-pub(crate) struct TokenStoreWriter {
-    ids: BufWriter<File>,
-    targets: BufWriter<File>,
-    index: BufWriter<File>,
+/// Writes a store, a sample at a time: its ids, targets and index.
+pub(crate) struct TokenStoreWriter<W = BufWriter<File>> {
+    ids: W,
+    targets: W,
+    index: W,
     n_tokens: u64,
     bits: u8,
 }
@@ -127,7 +163,7 @@ pub(crate) struct TokenStoreWriter {
 impl TokenStoreWriter {
     pub(crate) fn create(folder: &Path) -> io::Result<Self> {
         let create = |name| File::create(folder.join(name)).map(BufWriter::new);
-        Ok(Self { ids: create(IDS)?, targets: create(TARGETS)?, index: create(INDEX)?, n_tokens: 0, bits: 0 })
+        Ok(Self::over([create(IDS)?, create(TARGETS)?, create(INDEX)?]))
     }
 
     /// Continues a store that was finished too early, after its last sample.
@@ -143,6 +179,17 @@ impl TokenStoreWriter {
         Ok(Self { ids: append(IDS)?, targets: append(TARGETS)?, index: append(INDEX)?, n_tokens, bits: bits[0] })
     }
 
+    /// Writes the last partial byte and flushes the files.
+    pub(crate) fn finish(self) -> io::Result<()> {
+        self.into_parts()?.into_iter().try_for_each(|file| file.into_inner().map(drop).map_err(Into::into))
+    }
+}
+
+impl<W: Write> TokenStoreWriter<W> {
+    fn over([ids, targets, index]: [W; 3]) -> Self {
+        Self { ids, targets, index, n_tokens: 0, bits: 0 }
+    }
+
     pub(crate) fn push(&mut self, row: u32, sample: &Sample) -> io::Result<()> {
         let Sample { ids, is_target, sample_warnings } = sample;
         assert_eq!(ids.len(), is_target.len(), "the loss mask has an entry for each token");
@@ -153,15 +200,12 @@ impl TokenStoreWriter {
         self.index.write_all(&row.to_le_bytes())
     }
 
-    /// Writes the last partial byte and flushes the files.
-    pub(crate) fn finish(mut self) -> io::Result<()> {
+    /// Writes the last partial byte.
+    fn into_parts(mut self) -> io::Result<[W; 3]> {
         if !self.n_tokens.is_multiple_of(8) {
             self.targets.write_all(&[self.bits])?;
         }
-        for file in [self.ids, self.targets, self.index] {
-            file.into_inner()?;
-        }
-        Ok(())
+        Ok([self.ids, self.targets, self.index])
     }
 
     fn push_bit(&mut self, bit: bool) -> io::Result<()> {
@@ -175,10 +219,38 @@ impl TokenStoreWriter {
     }
 }
 
-fn map(path: &Path) -> io::Result<Mmap> {
+/// Appends a sample to `bytes`: row, warnings and number of tokens (u32 each), the ids, and a byte for each token's target.
+pub(crate) fn encode_sample(row: u32, sample: &Sample, bytes: &mut Vec<u8>) {
+    let Sample { ids, is_target, sample_warnings } = sample;
+    for number in [row, sample_warnings.bits(), ids.len() as u32] {
+        bytes.extend(number.to_le_bytes());
+    }
+    bytes.extend_from_slice(&little_endian(ids));
+    bytes.extend(is_target.iter().map(|is_target| u8::from(*is_target)));
+}
+
+/// Takes a sample that [`encode_sample`] wrote from the front of `bytes`.
+fn decode_sample(bytes: &mut &[u8]) -> io::Result<(u32, Sample)> {
+    let mut take = |n_bytes: usize| {
+        let truncated = || io::Error::new(io::ErrorKind::InvalidData, "the samples are truncated");
+        let (head, rest) = bytes.split_at_checked(n_bytes).ok_or_else(truncated)?;
+        *bytes = rest;
+        Ok::<_, io::Error>(head)
+    };
+    let numbers = |bytes: &[u8]| -> Vec<u32> {
+        bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    };
+    let head = numbers(take(12)?);
+    let n_tokens = head[2] as usize;
+    let ids = numbers(take(4 * n_tokens)?);
+    let is_target = take(n_tokens)?.iter().map(|flag| *flag == 1).collect();
+    Ok((head[0], Sample { ids, is_target, sample_warnings: SampleWarnings::from_bits(head[1]) }))
+}
+
+fn map(path: &Path) -> io::Result<StoreBytes> {
     let file = File::open(path)?;
     // SAFETY: a store is renamed into place when it is complete and nothing writes to it afterwards.
-    unsafe { Mmap::map(&file) }
+    unsafe { Mmap::map(&file) }.map(StoreBytes::Mapped)
 }
 
 #[cfg(test)]
@@ -237,6 +309,27 @@ mod tests {
 
     fn sample(ids: &[u32], is_target: &[bool]) -> Sample {
         Sample { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Sample::default() }
+    }
+
+    #[test]
+    fn encoded_samples_of_several_ranks_form_one_store() {
+        let mut odd = sample(&[7, 8, 9], &[false, true, true]);
+        odd.sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
+        let samples = [(3, odd), (1, sample(&[], &[])), (9, sample(&[70_000; 9], &[true; 9]))];
+        let mut parts = vec![Vec::new(), Vec::new(), Vec::new()];
+        for ((row, sample), part) in samples.iter().zip([0, 0, 2]) {
+            encode_sample(*row, sample, &mut parts[part]);
+        }
+        let store = TokenStore::decode(&parts).unwrap();
+        store.check().unwrap();
+        for (i, (row, sample)) in samples.iter().enumerate() {
+            let span = store.span(i);
+            assert_eq!((store.row(i), store.sample_warnings(i)), (*row as usize, sample.sample_warnings));
+            assert_eq!(store.ids(span.clone()).collect::<Vec<_>>(), sample.ids);
+            assert_eq!(span.map(|t| store.is_target(t)).collect::<Vec<_>>(), sample.is_target);
+        }
+        parts[2].pop();
+        assert!(TokenStore::decode(&parts).is_err());
     }
 
     #[test]

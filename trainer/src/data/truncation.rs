@@ -15,7 +15,7 @@ use super::plan::{DataPlan, Mixture, Packing, RowOrder, Truncation, UnrenderedTo
 /// and sequences without targets are left out.
 pub(crate) fn apply_truncation(dataset: Dataset, plan: &DataPlan, drop_last: bool) -> Result<Dataset, DataError> {
     if plan.packing != Packing::Exact {
-        let slices = fit(&dataset, plan)?;
+        let slices = repeated(fit(&dataset, plan)?, plan);
         return Ok(dataset.with_slices(slices, None));
     }
     let parts = match plan.mixture {
@@ -40,7 +40,8 @@ fn exact(dataset: &Dataset, plan: &DataPlan, samples: Range<usize>, drop_last: b
     };
     let samples = order.iter().map(|&sample| dataset.whole(samples.start + sample as usize));
     let samples = samples.filter(|whole| is_wanted(dataset, plan, whole) && has_targets(dataset, whole));
-    let (mut slices, mut ends) = pack::exact(samples, plan.max_length);
+    let samples = repeated(samples.collect(), plan);
+    let (mut slices, mut ends) = pack::exact(samples.into_iter(), plan.max_length);
     let last = ends.len().checked_sub(2).map_or(0, |before| ends[before]);
     let n_last: usize = slices[last..].iter().map(|slice| slice.len as usize).sum();
     if drop_last && n_last < plan.max_length {
@@ -48,6 +49,23 @@ fn exact(dataset: &Dataset, plan: &DataPlan, samples: Range<usize>, drop_last: b
         ends.pop();
     }
     (slices, ends)
+}
+
+/// Repeats the sequences in their order while they fit into one row, as `repeat_to_pack_max_length` of ArcticTraining does.
+fn repeated(slices: Vec<SampleSlice>, plan: &DataPlan) -> Vec<SampleSlice> {
+    let n_tokens: usize = slices.iter().map(|slice| slice.len as usize).sum();
+    if !plan.repeat_to_pack_max_length || n_tokens == 0 {
+        return slices;
+    }
+    let n_repeats = (plan.max_length / n_tokens).max(1);
+    let mut free = plan.max_length.saturating_sub(n_repeats * n_tokens);
+    let fits = |slice: &&SampleSlice| {
+        let rest = free.checked_sub(slice.len as usize);
+        free = rest.unwrap_or(free);
+        rest.is_some()
+    };
+    let partial: Vec<SampleSlice> = slices.iter().take_while(fits).copied().collect();
+    [slices.repeat(n_repeats), partial].concat()
 }
 
 /// Truncates, splits, drops or refuses the samples longer than `max_length`.

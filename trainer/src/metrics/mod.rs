@@ -18,6 +18,7 @@ mod run_json;
 mod tracker;
 mod trackers;
 mod tracking_plan;
+mod wall_clock;
 
 pub use console::{Terminal, eval_line, step_line, tasks_line};
 pub use description::RunDescription;
@@ -39,3 +40,4 @@ pub use reporter::{Reporter, TrackerFailure};
 pub use run_json::{RunExit, RunJson, RunReport};
 pub use tracker::RunStart;
 pub use tracking_plan::{Credentials, MlflowPlan, Secret, TrackingPlan, WandbMode, WandbPlan};
+pub use wall_clock::WallClockTimes;

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::experts::ExpertLoad;
 use super::gpu::GpuMemory;
 use super::memory::Memory;
+use super::wall_clock::WallClockTimes;
 use crate::recipe::SpikeAction;
 
 /// A finished optimizer step.
@@ -64,6 +65,9 @@ pub struct StepRecord {
     /// GPU memory after the step, in a run on a GPU.
     #[serde(flatten)]
     pub gpu_memory: Option<GpuMemory>,
+    /// Milliseconds of the step's phases on rank 0, with `wall_clock_breakdown`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wall_clock_ms: Option<WallClockTimes>,
     /// Energy of rank 0's GPU since the step before, in joules, if the GPU reports it. It includes evaluations and
     /// checkpoints in between.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -244,6 +248,7 @@ pub(super) fn example() -> StepRecord {
             node_total_bytes: 80_000_000_000,
         }),
         gpu_memory: None,
+        wall_clock_ms: None,
         gpu_energy_joules: None,
     }
 }

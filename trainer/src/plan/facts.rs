@@ -3,7 +3,7 @@
 use candlewick_comm::mesh::Degrees;
 
 use super::Plan;
-use crate::data::{Horizon, TrainLoader};
+use crate::data::{EpochSize, Horizon, TrainSteps};
 use crate::estimate::{DeviceKind, Setup, parameter_counts};
 use crate::metrics::grouped;
 
@@ -68,8 +68,12 @@ impl Plan {
     }
 
     /// Describes the steps of a run whose data are counted. A second line reports a step with fewer rows than planned.
-    pub fn steps(&self, stream: &TrainLoader) -> Vec<String> {
-        let (total, in_epoch, rows) = (stream.total_steps(), stream.steps_in_epoch(), stream.rows_in_epoch());
+    pub fn steps(&self, stream: &TrainSteps) -> Vec<String> {
+        let total = stream.total_steps();
+        let Some(EpochSize { rows, steps: in_epoch }) = stream.epoch_size() else {
+            let (total, rows) = (grouped(total), grouped(stream.n_streamed_rows().unwrap_or_default()));
+            return vec![format!("{total} steps; {rows} rows are read and tokenized while training")];
+        };
         let epochs = total as f64 / in_epoch as f64;
         let mut lines = vec![format!(
             "{} steps, {epochs:.2} epochs: {} rows an epoch, {} rows a step, {} steps an epoch",

@@ -8,6 +8,7 @@ mod facts;
 mod model;
 mod pipeline;
 mod precision;
+mod profiling;
 mod ranks;
 mod resolve;
 mod router;
@@ -20,6 +21,7 @@ pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, Token
 pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use precision::{Fp8Plan, Fp8RecipePlan, ScaleRulePlan};
+pub use profiling::{MemoryProfilePlan, ProfilingPlan};
 pub use ranks::RanksPlan;
 pub use resolve::{
     BuildFeatures, Environment, EnvironmentError, HubAccess, HubView, Machines, RecipeLock, TempDir, TrackingEnv,

@@ -10,6 +10,7 @@ use super::eval::{BestPlan, EarlyStoppingPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
 use super::pipeline::PipelinePlan;
 use super::precision::Fp8Plan;
+use super::profiling::ProfilingPlan;
 use super::ranks::RanksPlan;
 use super::router::RouterPlan;
 use super::setting::ResolvedSetting;
@@ -71,6 +72,8 @@ pub struct Plan {
     pub checkpoints: Vec<CheckpointPlan>,
     /// Metrics and their files.
     pub log: LogPlan,
+    /// Measurements of times and memory.
+    pub profiling: ProfilingPlan,
     /// The reaction to a loss or gradient that is not finite.
     pub on_nonfinite: OnNonfinite,
     /// The loss watchdog.

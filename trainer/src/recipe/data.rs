@@ -54,8 +54,14 @@ pub struct DataSection {
     /// The probability that a pack is one sequence whose samples attend to each other, for long-context distillation.
     /// Default 0.
     pub fuse_positions_prob: Option<HumanFloat>,
-    /// Not implemented yet.
+    /// Repeats the samples until they fill a row of `max_length`, if all of them together are shorter. Needs `pack_samples`.
+    /// Default false.
     pub repeat_to_pack_max_length: Option<bool>,
+    /// Reads, tokenizes and packs rows while training, instead of tokenizing all data before the first step. Needs
+    /// `train_iters`. Evaluation data are not streamed. Default false.
+    pub streaming: Option<bool>,
+    /// The number of consecutive rows that `streaming` shuffles and packs together. It bounds the memory. Default 1024.
+    pub buffer_size: Option<HumanInt>,
     /// Interleaves the sources, and sets the end of an epoch: `first_exhausted` (when the first source has no row left;
     /// default with `weight`) or `all_exhausted` (when every source was read to its end; the others begin again).
     /// Without `weight`, the sources take turns. Default: no interleaving, every row once.
@@ -88,8 +94,9 @@ pub struct DataSection {
     pub div_length: Option<HumanInt>,
     /// The number of tokenizer threads. Default: 16, at most the number of cores.
     pub num_proc: Option<HumanInt>,
-    /// The number of data loader processes in ArcticTraining. No effect: each step builds its batch from memory-mapped
-    /// tokens.
+    /// The number of data loader workers. As in PyTorch, two batches are prepared ahead for each of them, but on one thread;
+    /// with `streaming`, two chunks of `buffer_size` rows. 0 prepares each batch when its step begins. Batches and losses do
+    /// not depend on it. Default 0, or 1 with `streaming`.
     pub dl_num_workers: Option<HumanInt>,
     /// Seeds the split, the shuffle and the packing. Default 42.
     pub seed: Option<HumanInt>,
@@ -177,7 +184,7 @@ enum DataSourcesSchema {
 #[serde(default, deny_unknown_fields)]
 pub struct SourceOptions {
     /// The source type, for local files and the Hub: `huggingface`, `huggingface_instruct` or `huggingface_causal`.
-    /// `snowflake` is not available. Default `huggingface_instruct` for `sft`, `huggingface_causal` for `causal`.
+    /// `snowflake` reads a query or a table over Snowflake's SQL REST API. Default `huggingface_instruct` for `sft`, `huggingface_causal` for `causal`.
     #[serde(rename = "type")]
     pub kind: Option<SourceType>,
     /// A json, jsonl, parquet, csv or txt file, a folder of these, or a Hub id. The suffix `:split` or `:split[10:20]`
@@ -187,7 +194,7 @@ pub struct SourceOptions {
     pub revision: Option<String>,
     /// The split. Default `train`; in `eval_sources` the data set's evaluation split.
     pub split: Option<String>,
-    /// The row format: `messages`, `sharegpt`, `alpaca`, `prompt_completion` or `text`. Default: detected.
+    /// The row format: `messages`, `sharegpt`, `alpaca`, `prompt_completion`, `text` or `token_ids`. Default: detected.
     pub format: Option<String>,
     /// The fraction of the rows to use, sampled with `sample_seed`. Default: all rows.
     pub sample_ratio: Option<HumanFloat>,
@@ -195,7 +202,8 @@ pub struct SourceOptions {
     pub sample_count: Option<HumanInt>,
     /// Seeds the sampling of rows. Default 42.
     pub sample_seed: Option<HumanInt>,
-    /// `false` reads rows of token ids. Not implemented yet.
+    /// `false` reads tokenized rows: lists of numbers in the columns `input_ids` and `labels` (-100: no loss). `labels` may
+    /// be missing for `type: causal`. Default true.
     pub process: Option<bool>,
     /// Arguments of `datasets.load_dataset`. `name` is `subset`. `data_files` has patterns, or a map from splits to
     /// patterns; with `name_or_path: json`, `csv`, `parquet` or `text` it has the paths of the files. `field` is a key
@@ -223,17 +231,17 @@ pub struct SourceOptions {
     pub content_key: Option<String>,
     /// The column of plain text. Default `text`.
     pub column: Option<String>,
-    /// A key of `type: snowflake`. Not implemented yet.
+    /// The SQL query of `type: snowflake`.
     pub sql: Option<String>,
-    /// A key of `type: snowflake`. Not implemented yet.
+    /// The table of `type: snowflake`: `table`, `schema.table` or `database.schema.table`.
     pub table_name: Option<String>,
-    /// A key of `type: snowflake`. Not implemented yet.
+    /// A Snowflake Dataset. Not supported: the SQL REST API does not return its files.
     pub dataset_uri: Option<String>,
-    /// A key of `type: snowflake`. Not implemented yet.
+    /// The new names of columns of `type: snowflake`: `{TEXT: text}`. Default: unchanged.
     pub column_mapping: StringPairs,
-    /// A key of `type: snowflake`. Not implemented yet.
+    /// The maximum number of rows of `type: snowflake`. Default: all rows.
     pub limit: Option<HumanInt>,
-    /// A key of `type: snowflake`. Not implemented yet.
+    /// The rows of a batch in ArcticTraining's client of `type: snowflake`. No effect.
     pub batch_size: Option<HumanInt>,
 }
 
@@ -252,7 +260,7 @@ pub enum SourceType {
     HuggingfaceInstruct,
     /// Plain text.
     HuggingfaceCausal,
-    /// A Snowflake table. Not implemented yet.
+    /// A Snowflake query or table.
     Snowflake,
 }
 

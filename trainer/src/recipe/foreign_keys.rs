@@ -57,9 +57,12 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("auto_find_batch_size", "", "`trainer estimate RECIPE` compares the micro-batch with the memory"),
     key("group_by_length", "data.order", "`longest_first` starts with the longest rows"),
     key("dataloader_drop_last", "data.drop_last", ""),
-    key("dataloader_num_workers", "", MEMORY),
+    key("dataloader_num_workers", "data.dl_num_workers", ""),
     key("dataloader_pin_memory", "", MEMORY),
-    key("dataloader_prefetch_factor", "", MEMORY),
+    key("dataloader_prefetch_factor", "data.dl_num_workers", "two batches are prepared ahead for each worker"),
+    key("streaming", "data.streaming", "with `train_iters`"),
+    key("dataset_streaming", "data.streaming", "with `train_iters`"),
+    key("shuffle_buffer_size", "data.buffer_size", "with `data.streaming`"),
     // FP8.
     key("fp8", "precision.recipe", "delayed, current or blockwise"),
     key("filter_fqns", "precision.exclude_modules", "texts in the names of modules"),
@@ -221,7 +224,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
         "tokenizer.chat_template_kwargs",
         "`tokenizer.chat_template_kwargs: {enable_thinking: false}`",
     ),
-    key("streaming", "", "data are tokenized once and read from the cache"),
     key("neftune_noise_alpha", "", "NEFTune is not supported"),
     // Optimizer and schedule.
     key("lr", "optimizer.learning_rate", ""),

@@ -8,6 +8,7 @@ use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
 use super::deprecated::rename_all;
+use super::dialect::{RecipeDialect, detect};
 use super::error::{Fault, RecipeError, RecipeSource};
 use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
 use super::{Recipe, base, overrides, shipped, tilde};
@@ -20,6 +21,7 @@ pub struct Loaded {
     tree: RecipeNode,
     source: Arc<RecipeSource>,
     notes: Vec<String>,
+    dialect: RecipeDialect,
 }
 
 /// The origin of a setting.
@@ -69,6 +71,7 @@ impl Loaded {
         let source = Arc::new(source);
         let fail = |fault: Fault| RecipeError::new(source.clone(), vec![fault]);
         let (mut tree, mut old_names) = merged.map_err(&fail)?;
+        let dialect = detect(&tree);
         old_names.extend(overrides::apply_all(&mut tree, arguments).map_err(&fail)?);
         // The value of an argument may be a map that has deprecated keys.
         old_names.extend(rename_all(&mut tree).map_err(&fail)?);
@@ -76,7 +79,7 @@ impl Loaded {
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
         let notes = old_names.iter().map(|name| name.note(&source)).collect();
-        Ok(Self { recipe, tree, source: source.clone(), notes })
+        Ok(Self { recipe, tree, source: source.clone(), notes, dialect })
     }
 
     /// Returns the file and the arguments.
@@ -87,6 +90,11 @@ impl Loaded {
     /// Returns one line for each deprecated key, with its file and line.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Returns the dialect of the recipe file.
+    pub fn dialect(&self) -> &RecipeDialect {
+        &self.dialect
     }
 
     /// Returns the origin of the first of these keys that is set.

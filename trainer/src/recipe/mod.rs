@@ -9,6 +9,7 @@ mod data;
 mod ddp_backend;
 mod decode;
 mod deprecated;
+mod dialect;
 mod error;
 mod eval;
 mod foreign_keys;
@@ -39,6 +40,7 @@ pub use arctic_moe::ArcticMoe;
 pub use callbacks::{EarlyStoppingMode, EarlyStoppingSection, LossWatchdogSection, SpikeAction};
 pub use data::{CacheFsType, DataSection, DataSource, DataType, PadTo, SourceOptions, SourceType, StringPairs};
 pub use ddp_backend::DdpBackend;
+pub use dialect::RecipeDialect;
 pub use error::{BaseRecipe, Fault, RecipeError, RecipeSource};
 pub use eval::EvalSection;
 pub use key_docs::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
@@ -108,6 +110,7 @@ pub struct Recipe {
     /// A DeepSpeed config. It sets `gradient_clipping`, the loss scaling of `fp16`, the state dtypes of `bf16`, and in
     /// `zero_optimization` the `stage`, `mics_shard_size`, `offload_optimizer` and `offload_param`. Keys that only tune
     /// communication have no effect. Other keys are errors.
+    /// `torch_autocast` computes matmuls in 16 bits, and `wall_clock_breakdown` logs the times of a step's phases.
     pub deepspeed: DeepSpeedConfig,
     /// The maximum global norm of the gradients, which are scaled down to it; 0 turns clipping off. Default 1.0.
     pub gradient_clipping: Option<HumanFloat>,
@@ -228,11 +231,13 @@ pub struct Recipe {
     pub eval_log_iter_interval: Option<HumanInt>,
     /// Repeats the batch of the first step in every step. Default false.
     pub overfit_first_batch: Option<bool>,
-    /// Records the CUDA memory history (`step` or `e2e`). Not implemented yet.
-    pub mem_profiler: Option<String>,
-    /// A key of `mem_profiler`. No effect.
+    /// Records the memory in use over time, by phase and op: of training steps (`step`), or from before the model is built
+    /// (`e2e`). Default null: off.
+    pub mem_profiler: Option<MemProfiler>,
+    /// The folder of `mem_profiler`, with the files `RANK.json` (Chrome trace) and `RANK.txt` (table) of each rank. Default
+    /// `mem-prof` in `output_dir`.
     pub mem_profiler_dir: Option<String>,
-    /// A key of `mem_profiler`. No effect.
+    /// The number of newest entries that `mem_profiler` keeps. Default 100_000.
     pub mem_profiler_max_entries: Option<HumanInt>,
     /// The file whose creation ends the run after the current step. Default: `stop` in `output_dir`.
     pub kill_switch_path: Option<String>,
@@ -265,6 +270,16 @@ pub enum PipelineScheduleName {
     /// All forwards, then all backwards.
     #[serde(rename = "afab", alias = "gpipe")]
     AllForwardAllBackward,
+}
+
+/// The part of a run whose memory is profiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MemProfiler {
+    /// The training loop.
+    Step,
+    /// The whole run, with model loading.
+    E2e,
 }
 
 /// The selection of settings that trade time for memory.

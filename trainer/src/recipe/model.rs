@@ -31,11 +31,13 @@ pub struct ModelSection {
     /// The dtype of the weights in forward and backward: `bf16` (default), `f32` or `fp16`, with ArcticTraining's aliases
     /// (`bfloat16`, `torch.bfloat16`, `float`, `half`, ...). Master weights and gradients are f32, unless
     /// `deepspeed.bf16` sets bf16. `fp16` uses the loss scaling of `deepspeed.fp16`, with DeepSpeed's defaults.
+    /// With `f32`, `deepspeed.torch_autocast` sets a 16-bit dtype of matmuls.
     pub dtype: Option<FloatDtype>,
     /// Keeps the residual stream in f32 while the layers compute in `dtype`, with Megatron-LM's name: the embeddings are
     /// converted to f32, and outputs of attention and MLPs are added in f32. Needs `dtype: bf16` or `fp16`. Default false.
     pub fp32_residual_connection: Option<bool>,
-    /// ArcticTraining's name of the saved model. Not implemented yet; set `checkpoint.output_dir`.
+    /// The name of the saved model, a folder in `output_dir` of each checkpoint of type `huggingface`. Default: none, the
+    /// models are in `output_dir` itself.
     pub save_name: Option<String>,
     /// The attention implementation: `auto`, `cudnn`, `fused` (Candlewick's kernels) or `reference` (plain tensor
     /// operations with all scores in memory, for tests). Default `auto`: cuDNN on a GPU if it is installed and supports
@@ -182,7 +184,9 @@ pub struct TokenizerSection {
     pub chat_template: Option<String>,
     /// Extra variables of the chat template, such as `enable_thinking: false`. Default: none.
     pub chat_template_kwargs: JsonMap,
-    /// Arguments of ArcticTraining's tokenizer call. Not implemented yet.
+    /// Arguments of ArcticTraining's tokenizer call for `type: causal`: `truncation: true` with `max_length` cuts each text
+    /// after that number of tokens, without BOS and EOS. `add_special_tokens: false`, `padding: false`, `verbose` and
+    /// `return_*` keep the defaults. Default: none.
     pub tokenize_kwargs: JsonMap,
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_runtime::run_id::RunId;
@@ -18,7 +19,7 @@ pub struct Assets {
     /// The model's folder; `None` if the recipe contains the config.
     pub model_folder: Option<PathBuf>,
     /// The tokenizer.
-    pub tokenizer: Tokenizer,
+    pub tokenizer: Arc<Tokenizer>,
     template: Option<(String, String)>,
     kwargs: serde_json::Map<String, serde_json::Value>,
     clock: Clock,
@@ -46,7 +47,7 @@ impl Assets {
         let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelFiles::WithoutWeights)?;
         Ok(Self {
             model_folder,
-            tokenizer: Tokenizer::from_directory(tokenizer_folder)?,
+            tokenizer: Arc::new(Tokenizer::from_directory(tokenizer_folder)?),
             template: chat_template.as_ref().map(own_template).transpose()?,
             kwargs: chat_template_kwargs.clone(),
             clock: run_id.clock(),

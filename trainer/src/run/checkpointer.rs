@@ -17,7 +17,7 @@ use crate::checkpoint::{
     PlannedCheckpoints, Resumed, RunState, TrainState, WrittenCheckpoint, bytes_needed, move_aside, newest_complete,
     preflight, read_state, refuse_occupied, refuse_unowned, resume, save, update_latest_link,
 };
-use crate::data::TrainLoader;
+use crate::data::{EpochSize, TrainSteps};
 use crate::failpoint::failpoint;
 use crate::plan::{Plan, WeightInit, dtype};
 
@@ -138,7 +138,7 @@ impl<'a> Checkpointer<'a> {
     }
 
     /// Checks before the first step that every folder is writable and that all checkpoints fit on disk.
-    pub(super) fn preflight(&self, stream: &TrainLoader) -> Result<()> {
+    pub(super) fn preflight(&self, stream: &TrainSteps) -> Result<()> {
         let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
         let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
         let run_start = self.run.run_id.run;
@@ -171,7 +171,7 @@ impl<'a> Checkpointer<'a> {
     /// this run will write.
     ///
     /// Returns one line for each changed folder.
-    pub(super) fn prepare_folders(&self, stream: &TrainLoader) -> Result<Vec<String>> {
+    pub(super) fn prepare_folders(&self, stream: &TrainSteps) -> Result<Vec<String>> {
         let (run_start, done, total_steps) = (self.run.run_id.run, stream.cursor().step, stream.total_steps());
         let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
         let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
@@ -238,7 +238,7 @@ impl<'a> Checkpointer<'a> {
     pub(super) fn save(
         &mut self,
         checkpoint: &CheckpointPlan,
-        stream: &TrainLoader,
+        stream: &TrainSteps,
         progress: Progress,
     ) -> Result<SaveOutcome> {
         let home = checkpoint.output_dir.canonicalize().ok();
@@ -266,7 +266,7 @@ impl<'a> Checkpointer<'a> {
         Ok(outcome)
     }
 
-    fn run_state(&self, stream: &TrainLoader, progress: Progress) -> RunState {
+    fn run_state(&self, stream: &TrainSteps, progress: Progress) -> RunState {
         let cursor = stream.cursor();
         RunState {
             step: cursor.step,
@@ -435,7 +435,7 @@ fn settings(plan: &Plan) -> Fingerprint {
 }
 
 /// Returns the steps at which epochs end, as far as they are known now.
-fn epoch_ends(stream: &TrainLoader) -> Vec<usize> {
-    let in_epoch = stream.steps_in_epoch();
-    (1..=stream.total_steps() / in_epoch).map(|epoch| epoch * in_epoch).collect()
+fn epoch_ends(stream: &TrainSteps) -> Vec<usize> {
+    let Some(EpochSize { steps, .. }) = stream.epoch_size() else { return Vec::new() };
+    (1..=stream.total_steps() / steps).map(|epoch| epoch * steps).collect()
 }

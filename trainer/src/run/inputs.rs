@@ -46,8 +46,11 @@ fn local_assets(plan: &Plan, hub: &Hub) -> Result<Vec<PathBuf>> {
     Ok(local)
 }
 
-/// Opens a source, and returns its files if they are local.
+/// Opens a source, and returns its files if they are local. The rows of Snowflake are in no file.
 fn open_source(plan: &Plan, source: &SourcePlan, purpose: SourceUse, hub: &Hub) -> Result<Vec<PathBuf>> {
+    if source.snowflake.is_some() {
+        return Ok(Vec::new());
+    }
     let rows = crate::data::open(source, plan.data.kind, purpose, hub)?;
     if hub_repo(source).is_some() {
         return Ok(Vec::new());

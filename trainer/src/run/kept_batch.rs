@@ -8,7 +8,7 @@ use candlewick_text::files::write_atomically;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::data::{Batch, Dataset, GlobalBatch, IGNORE_INDEX};
+use crate::data::{Batch, GlobalBatch, IGNORE_INDEX, TrainSteps};
 use crate::exit::ExitCode;
 
 use super::session::Session;
@@ -80,9 +80,9 @@ impl KeptBatch {
 }
 
 impl KeptMicroBatch {
-    fn of(batch: &Batch, dataset: &Dataset) -> Self {
+    fn of(batch: &Batch, stream: &TrainSteps) -> Self {
         let Batch { ids, targets, cu_seqlens, n_tokens, samples, .. } = batch.clone();
-        let places: Vec<String> = samples.iter().map(|sample| dataset.locate(*sample)).collect();
+        let places: Vec<String> = samples.iter().map(|sample| stream.locate(*sample)).collect();
         let n_sequences = cu_seqlens.len().saturating_sub(1);
         // A fused row is one sequence with several samples.
         let sources = match places.len() == n_sequences {
@@ -153,11 +153,7 @@ impl Session<'_> {
             folder: std::env::current_dir().unwrap_or_default(),
             recipe_path: plan.recipe.clone(),
             recipe: plan.merged_recipe.clone(),
-            micro_batches: step
-                .micro_batches
-                .iter()
-                .map(|batch| KeptMicroBatch::of(batch, &self.run.prepared.train))
-                .collect(),
+            micro_batches: step.micro_batches.iter().map(|batch| KeptMicroBatch::of(batch, &self.stream)).collect(),
         }
     }
 }

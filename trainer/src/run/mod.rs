@@ -41,10 +41,11 @@ use evaluator::chat::ChatTemplateFormatter;
 use evaluator::task::TaskSelection;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{PreparedData, prepare_until};
+use crate::data::{PreparedData, prepare_stream_until, prepare_until};
 use crate::failpoint::failpoint;
 use crate::metrics::{RunExit, RunJson, Terminal};
 use crate::plan::Plan;
+use crate::profiling::Instruments;
 use crate::signals::{SignalReaction, StopRequest, StopSignals};
 
 pub use assets::Assets;
@@ -62,12 +63,25 @@ use ranks::RankContext;
 use session::Session;
 use tasks::Tasks;
 
+/// The device of a rank, and the measurements of this process.
+pub struct MeasuredDevice<'a> {
+    /// The compute device.
+    pub device: &'a Device,
+    /// The measurements, which the caller writes at the end.
+    pub instruments: &'a Instruments,
+}
+
 /// Trains on `device` with the settings of `plan`, as one rank of `world`, and returns the exit code. On a failure, the
 /// other ranks fail too.
 pub fn train(plan: &Plan, hub: &Hub, world: &World, device: &Device) -> Result<ExitCode> {
+    train_measured(plan, hub, world, &MeasuredDevice { device, instruments: &Instruments::default() })
+}
+
+/// Trains like [`train`] with measurements.
+pub fn train_measured(plan: &Plan, hub: &Hub, world: &World, measured: &MeasuredDevice) -> Result<ExitCode> {
     // Keep the groups until the other ranks know of a failure, because dropping a group waits for its pending
     // operations.
-    let ranks = RankContext::new(world, device, &plan.ranks)?;
+    let ranks = RankContext::new(world, measured.device, &plan.ranks)?.with_instruments(measured.instruments);
     train_as(plan, hub, &ranks).map_err(|error| ranks.report_failure(error))
 }
 
@@ -110,11 +124,16 @@ pub fn prepare_data_until(
     run_id: RunId,
     signals: &StopSignals,
 ) -> Result<(Assets, PreparedData)> {
+    let _span = span("prepare data", "");
     // A download, or a long row, cannot be interrupted.
     let _deadline = signals.deadline(STOP_LIMIT, ExitCode::Preempted).context("failed to watch for signals")?;
     let assets = Assets::find(plan, hub, run_id)?;
     let is_stopped = || signals.signal().is_some();
-    let prepared = prepare_until(&plan.data, &assets.tokenizer, assets.template()?, hub, &is_stopped)?;
+    let template = assets.template()?;
+    let prepared = match plan.data.streaming {
+        Some(_) => prepare_stream_until(&plan.data, assets.tokenizer.clone(), template, hub, &is_stopped)?,
+        None => prepare_until(&plan.data, &assets.tokenizer, template, hub, &is_stopped)?,
+    };
     Ok((assets, prepared))
 }
 
@@ -172,7 +191,10 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
     let open = || open_tasks(plan, selection.as_ref(), chat.as_ref(), hub);
     let tasks = ranks.process.one_rank_per_node_first(open)?;
     let explain = |error| out_of_memory::explain(error, plan, &ranks.device, None);
-    let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(explain)?;
+    let Built { engine, notes, peak } = {
+        let _span = span("build model", "");
+        build::engine(plan, &assets, ranks).map_err(explain)?
+    };
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
     stop.set_reaction(SignalReaction::Request);
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
@@ -249,10 +271,7 @@ fn steps(session: &mut Session) -> Result<EndReason> {
             return Ok(EndReason::Exit("exit_iteration"));
         }
         let started = DeviceTimestamp::now(session.run.engine.device())?;
-        let next = {
-            let _span = span("data", "");
-            session.stream.next_step()
-        };
+        let next = session.next_batch()?;
         let Some(step) = next else { return Ok(EndReason::Horizon) };
         session.train_step(step, started)?;
         after_step(session)?;

@@ -12,8 +12,10 @@ use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
 use super::rank_info::RankInfo;
+use crate::data::ReaderRank;
 use crate::exit::{ExitCode, classify};
 use crate::plan::{CheckpointingMode, Plan, RanksPlan};
+use crate::profiling::Instruments;
 use crate::recipe::MemoryMode;
 use crate::signals::{Signal, StopRequest};
 
@@ -29,6 +31,8 @@ pub(super) struct RankContext<'w> {
     pub(super) rank_info: RankInfo,
     /// The group of all ranks for asynchronous checkpoints.
     pub(super) background: ProcessGroup,
+    /// The measurements of this process.
+    pub(super) instruments: Instruments,
 }
 
 impl<'w> RankContext<'w> {
@@ -54,7 +58,19 @@ impl<'w> RankContext<'w> {
             groups,
             rank_info: RankInfo { data_rank, data_world: plan.n_data() },
             background,
+            instruments: Instruments::default(),
         })
+    }
+
+    /// Uses these measurements.
+    pub(super) fn with_instruments(self, instruments: &Instruments) -> Self {
+        instruments.set_device(&self.device);
+        Self { instruments: instruments.clone(), ..self }
+    }
+
+    /// Returns this rank among those that read a stream.
+    pub(super) fn reader(&self) -> ReaderRank {
+        ReaderRank { rank: self.process.rank(), n_ranks: self.world.size() }
     }
 
     /// Returns true on one of the ranks that share a micro-batch. That rank counts its tokens.

@@ -3,12 +3,12 @@
 use anyhow::{Context, Result};
 
 use super::context::TrainingRun;
-use crate::data::TrainLoader;
+use crate::data::TrainSteps;
 use crate::plan::{Plan, RoutingReplayPlan};
 use crate::routing::{RoutedModel, RoutingFiles, RoutingRecorder, RoutingReplay};
 
 /// Opens the record that the plan names, for the steps after the data cursor; `None` without one. All ranks call this.
-pub(super) fn open(run: &TrainingRun, stream: &TrainLoader) -> Result<Option<RoutingFiles>> {
+pub(super) fn open(run: &TrainingRun, stream: &TrainSteps) -> Result<Option<RoutingFiles>> {
     let Some(planned) = run.plan.moe.as_ref().and_then(|moe| moe.routing_replay.clone()) else { return Ok(None) };
     let model =
         RoutedModel::of(run.engine.model()).context("failed to record or replay experts: the model has none")?;
@@ -29,7 +29,7 @@ pub(super) fn open(run: &TrainingRun, stream: &TrainLoader) -> Result<Option<Rou
 }
 
 /// Returns the last step of this process, unless a stop is requested.
-fn last_step(plan: &Plan, stream: &TrainLoader) -> usize {
+fn last_step(plan: &Plan, stream: &TrainSteps) -> usize {
     let of_process = plan.exit.iteration_this_run.map(|n| stream.cursor().step + n);
     [Some(stream.total_steps()), plan.exit.iteration, of_process].into_iter().flatten().min().unwrap_or_default()
 }

@@ -12,7 +12,7 @@ use candlewick_parallel::{ActivationCheckpointing, MasterRounding, ZeroGradCount
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
-use crate::data::{Cursor, GlobalBatch, TokenStats, TrainLoader};
+use crate::data::{Cursor, GlobalBatch, TokenStats, TrainSteps};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
@@ -36,7 +36,7 @@ use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome, S
 pub(super) struct Session<'a> {
     pub(super) run: TrainingRun<'a>,
     pub(super) run_json: &'a mut RunJson,
-    pub(super) stream: TrainLoader,
+    pub(super) stream: TrainSteps,
     pub(super) reporter: Reporter,
     pub(super) progress: Progress,
     pub(super) checkpointer: Checkpointer<'a>,
@@ -71,7 +71,7 @@ impl<'a> Session<'a> {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
             None => Cursor::default(),
         };
-        let stream = TrainLoader::new(prepared.train.clone(), plan.data.clone(), cursor)?;
+        let stream = TrainSteps::new(prepared, &plan.data, cursor, run.ranks.reader())?;
         let total_steps = stream.total_steps();
         let schedule = plan.schedule.in_steps(|| stream.tokens_of_steps());
         schedule.check(total_steps, plan.optimizer.learning_rate)?;
@@ -120,6 +120,7 @@ impl<'a> Session<'a> {
         if resumed.is_some() {
             session.save_missing()?;
         }
+        session.run.ranks.instruments.begin_training();
         Ok(session)
     }
 
@@ -130,7 +131,8 @@ impl<'a> Session<'a> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
-        if resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
+        let is_tokenized = prepared.streamed.is_none();
+        if is_tokenized && resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
             terminal.line(&prepared.token_stats.to_string());
         }
         let plan = self.run.plan;
@@ -162,6 +164,13 @@ impl<'a> Session<'a> {
         TokenStats { seen, sources, ..self.run.prepared.token_stats.clone() }
     }
 
+    /// Loads the batch of the next step; `None` at the horizon.
+    pub(super) fn next_batch(&mut self) -> Result<Option<GlobalBatch>> {
+        let _span = span("data", "");
+        let process = &self.run.ranks.process;
+        self.stream.next_step(&|own| process.exchange(own.map_err(Into::into)))
+    }
+
     /// Computes one step. On a GPU, starts the step and reads the results of the step before, so that the device is
     /// never idle. Reports are one step late.
     pub(super) fn train_step(&mut self, step: GlobalBatch, started: DeviceTimestamp) -> Result<()> {
@@ -186,6 +195,7 @@ impl<'a> Session<'a> {
             fp8.request_stats();
         }
         let pending = step::start(engine, &self.scaler, step, &config, started)?;
+        let pending = pending.with_wall_clock(self.run.ranks.instruments.take_wall_clock());
         self.in_flight.push_back((pending, self.stream.cursor().clone()));
         if let Some(layers) = engine.fp8_stats()? {
             self.reporter.log_fp8(&Fp8Record::of(epoch, number, layers));
@@ -199,7 +209,7 @@ impl<'a> Session<'a> {
         while self.in_flight.len() > n_waiting || self.in_flight.front().is_some_and(|(step, _)| self.reads_early(step))
         {
             let Some((in_flight, position)) = self.in_flight.pop_front() else { break };
-            let output = in_flight.outcome(&self.run.prepared.train, self.routing.as_ref())?;
+            let output = in_flight.outcome(&self.stream, self.routing.as_ref())?;
             self.take_output(output, position)?;
         }
         Ok(())
@@ -271,9 +281,13 @@ impl<'a> Session<'a> {
             mfu: self.peak.as_mut().map(|peak| model_flops_utilization(useful_flops, step_time, peak)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
+            wall_clock_ms: outcome.wall_clock,
             gpu_energy_joules: self.monitor.as_ref().and_then(GpuMonitor::energy),
         };
         self.reporter.log_step(&record);
+        if let Some(times) = outcome.wall_clock {
+            self.reporter.terminal().line(&times.to_string());
+        }
         let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);
         self.update_run_json(|report| {
             report.metrics["step"] = json!(record);

@@ -14,8 +14,8 @@ use candlewick_parallel::{
     ZeroGradCount, mtp_loss_name,
 };
 
-use crate::data::{Batch, Dataset, GlobalBatch};
-use crate::metrics::ExpertLoad;
+use crate::data::{Batch, GlobalBatch, TrainSteps};
+use crate::metrics::{ExpertLoad, WallClockTimes};
 use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
 use crate::recipe::OnNonfinite;
 use crate::routing::RoutingFiles;
@@ -49,6 +49,8 @@ pub(super) struct StepOutcome {
     pub(super) grad_zeros: Option<u64>,
     /// The decision of the gradient scaler.
     pub(super) decision: StepDecision,
+    /// The times of the phases, if they are measured.
+    pub(super) wall_clock: Option<WallClockTimes>,
     /// The time from the start of the step to its end, on the device. A GPU starts a step when the step before is done.
     pub(super) elapsed: Duration,
 }
@@ -129,6 +131,8 @@ pub(super) struct PendingStep {
     max_loss: f64,
     started: DeviceTimestamp,
     done: DeviceTimestamp,
+    /// The times of the phases, if they are measured.
+    wall_clock: Option<WallClockTimes>,
     in_flight: InFlightStep,
 }
 
@@ -169,7 +173,7 @@ pub(super) fn start(
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, done) = (config.number, config.lr, DeviceTimestamp::now(engine.device())?);
     let data_world = config.rank.data_world;
-    Ok(PendingStep { step, own, data_world, number, lr, max_loss, started, done, in_flight })
+    Ok(PendingStep { step, own, data_world, number, lr, max_loss, started, done, wall_clock: None, in_flight })
 }
 
 /// Returns the auxiliary losses of a step.
@@ -196,6 +200,11 @@ fn mtp_losses(mtp: MtpPlan, step: &GlobalBatch) -> impl Iterator<Item = Auxiliar
 }
 
 impl PendingStep {
+    /// Adds the measured times of the phases.
+    pub(super) fn with_wall_clock(self, wall_clock: Option<WallClockTimes>) -> Self {
+        Self { wall_clock, ..self }
+    }
+
     /// Returns true if [`PendingStep::outcome`] returns at once.
     pub(super) fn is_done(&self) -> bool {
         self.in_flight.is_ready()
@@ -204,8 +213,8 @@ impl PendingStep {
     /// Waits for the step and returns its result.
     ///
     /// Writes the step's experts if `routing` is a record to write.
-    pub(super) fn outcome(self, dataset: &Dataset, routing: Option<&RoutingFiles>) -> Result<StepOutput> {
-        let Self { step, own, data_world, number, lr, max_loss, started, done, in_flight } = self;
+    pub(super) fn outcome(self, stream: &TrainSteps, routing: Option<&RoutingFiles>) -> Result<StepOutput> {
+        let Self { step, own, data_world, number, lr, max_loss, started, done, wall_clock, in_flight } = self;
         let StepResult {
             own_losses,
             losses,
@@ -222,7 +231,7 @@ impl PendingStep {
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         let nonfinite = (decision.outcome == UpdateOutcome::NonFinite).then(|| {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
-            let rows = locate(dataset, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
+            let rows = locate(stream, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
             NonFinite { step: number, what, rows }
         });
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
@@ -236,6 +245,7 @@ impl PendingStep {
             expert_load,
             grad_zeros,
             decision,
+            wall_clock,
             elapsed,
         };
         Ok(StepOutput { step, outcome })
@@ -274,11 +284,11 @@ impl NonFinite {
 }
 
 /// Names the samples of a step, or those among them with a non-finite loss.
-fn locate(dataset: &Dataset, step: &GlobalBatch, nonfinite_rows: &[usize]) -> String {
+fn locate(stream: &TrainSteps, step: &GlobalBatch, nonfinite_rows: &[usize]) -> String {
     const SHOWN: usize = 5;
     let all: Vec<usize> = step.micro_batches.iter().flat_map(|batch| batch.samples.iter().copied()).collect();
     let rows = if nonfinite_rows.is_empty() { &all[..] } else { nonfinite_rows };
-    let mut places: Vec<String> = rows.iter().take(SHOWN).map(|&row| dataset.locate(row)).collect();
+    let mut places: Vec<String> = rows.iter().take(SHOWN).map(|&row| stream.locate(row)).collect();
     if rows.len() > SHOWN {
         places.push(format!("and {} more", rows.len() - SHOWN));
     }

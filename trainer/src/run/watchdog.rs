@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use candlewick_ops::UpdateOutcome;
 
 use crate::checkpoint::Resumed;
-use crate::data::{Cursor, GlobalBatch, TrainLoader};
+use crate::data::{Cursor, GlobalBatch, TrainSteps};
 use crate::metrics::{LossSpikeEvent, LossSpikeRecord};
 use crate::plan::LossWatchdogPlan;
 use crate::recipe::SpikeAction;
@@ -81,14 +81,14 @@ impl Session<'_> {
         }
         self.discard_in_flight()?;
         self.finish_async_save(true)?;
-        let TrainingRun { plan, prepared, .. } = self.run;
+        let TrainingRun { plan, prepared, ranks, .. } = self.run;
         let n_undone = |to: usize| position.step - to;
         let resumed = self.checkpointer.load_newest()?.context("failed to rewind: there is no complete checkpoint")?;
         self.progress.n_skipped = resumed.run.n_skipped + n_undone(resumed.run.step);
         self.progress.loss_history.losses = resumed.run.loss_history.losses.clone();
         self.progress.scaler = resumed.run.scaler;
         self.reset_scaler(resumed.run.step)?;
-        self.stream = TrainLoader::new(prepared.train.clone(), plan.data.clone(), position)?;
+        self.stream = TrainSteps::new(prepared, &plan.data, position, ranks.reader())?;
         Ok(Some(resumed))
     }
 }

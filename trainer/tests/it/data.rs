@@ -93,6 +93,10 @@ impl Bench {
             cache_dir: self.path("cache"),
             fail_on_missing_cache: false,
             num_proc: 2,
+            max_text_tokens: None,
+            repeat_to_pack_max_length: false,
+            dl_num_workers: 0,
+            streaming: None,
             template_kwargs: Map::new(),
         }
     }
@@ -157,6 +161,7 @@ pub(crate) fn source(path: &Path) -> SourcePlan {
         apply_chat_template: true,
         sampling: Sampling::All,
         sample_seed: 42,
+        snowflake: None,
     }
 }
 

@@ -150,6 +150,35 @@ fn a_rewind_loads_the_checkpoint_and_skips_the_data_until_after_the_spike() {
     assert_eq!(run.report()["skipped_steps"], SPIKE - 30);
 }
 
+/// A loader that has read ahead continues after the spike, too. A stream begins again within a chunk.
+#[test]
+fn a_rewind_continues_after_the_spike_with_workers_and_in_a_stream() {
+    let saves = "checkpoint.0.save_every_n_steps=15";
+    let losses = |more: &[&str]| {
+        let run = spiky();
+        train_ok(&run, "rewind", &[&[saves], more].concat());
+        assert_eq!(spikes(&run)[0].1["rewound_to"], 30);
+        run.losses()
+    };
+    let want = losses(&[]);
+    assert_eq!(losses(&["data.dl_num_workers=2"]), want);
+    for n_workers in ["data.dl_num_workers=0", "data.dl_num_workers=2"] {
+        assert_eq!(losses(&["data.streaming=true", "data.buffer_size=7", n_workers]), want);
+    }
+}
+
+/// The kept batch of a stream names the row of the spike.
+#[test]
+fn the_kept_batch_of_a_stream_names_its_row() {
+    let run = spiky();
+    let output = train(&run, "stop", &["data.streaming=true", "data.buffer_size=7"]);
+    assert_eq!(output.status.code(), Some(5), "{}", stderr(&output));
+    let kept = fs::read_to_string(run.path().join("run/kept_batches").join(format!("step_{SPIKE}.json")));
+    let kept: Value = serde_json::from_str(&kept.unwrap()).unwrap();
+    let place = kept["micro_batches"][0]["sources"][0][0].as_str().unwrap();
+    assert!(place.ends_with(&format!("train.jsonl:{SPIKE}")), "{place}");
+}
+
 #[test]
 fn a_spike_before_the_first_checkpoint_is_skipped() {
     let run = spiky();

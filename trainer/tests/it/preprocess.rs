@@ -34,6 +34,25 @@ fn samples_are_shown_with_their_targets_in_brackets() {
     assert!(!preprocess(&run, &[], &[]).contains("--- sample"));
 }
 
+/// A stream is shown by its first chunk, in the order of training.
+#[test]
+fn samples_and_lengths_of_a_stream_are_those_of_its_first_chunk() {
+    let run = Run::new();
+    let stream = ["data.streaming=true", "data.buffer_size=7", "train_iters=10"];
+    let with = |more: &[&str]| preprocess(&run, &[more, &stream].concat(), &[]);
+    let shown = with(&["--show", "3"]);
+    assert!(shown.contains("the first chunk of the stream:"), "{shown}");
+    assert!(shown.contains("lengths of 7 sequences"), "{shown}");
+    let samples: Vec<&str> = shown.split("\n--- sample ").skip(1).collect();
+    let texts: Vec<&str> = samples.iter().map(|sample| sample.split_once('\n').unwrap().1.trim()).collect();
+    assert_eq!(texts.len(), 3, "{shown}");
+    let steps = with(&["--steps", "1"]);
+    let trained: Vec<&str> = steps.split("\n---\n").skip(1).map(str::trim).collect();
+    assert_eq!(trained[..3], texts, "{steps}");
+    let json: Value = serde_json::from_str(&with(&["--show", "2", "--json"])).unwrap();
+    assert_eq!((&json["part"], json["samples"].as_array().unwrap().len()), (&"first_chunk".into(), 2));
+}
+
 #[test]
 fn colours_replace_the_brackets_unless_they_are_refused() {
     let run = Run::new();

@@ -291,17 +291,20 @@ fn the_recipes_chat_template_is_exported_with_the_weights() {
 
 #[test]
 fn a_termination_signal_saves_and_exits_with_the_restart_code() {
-    let whole = Run::new();
-    whole.train_ok(&[]);
-    let stopped = Run::new();
-    let mut started = stopped.start_training(&[]);
-    started.wait_for("Train iter");
-    started.send(libc::SIGTERM);
-    let (code, log) = started.finish();
-    assert_eq!(code, Some(75), "{log}");
-    stopped.train_ok(&[]);
-    stopped.assert_resumed();
-    assert!(whole.exported() == stopped.exported());
+    let streamed = ["data.streaming=true", "data.buffer_size=7", "train_iters=24"];
+    for arguments in [&[][..], &["data.dl_num_workers=2"], &streamed] {
+        let whole = Run::new();
+        whole.train_ok(arguments);
+        let stopped = Run::new();
+        let mut started = stopped.start_training(arguments);
+        started.wait_for("Train iter");
+        started.send(libc::SIGTERM);
+        let (code, log) = started.finish();
+        assert_eq!(code, Some(75), "{log}");
+        stopped.train_ok(arguments);
+        stopped.assert_resumed();
+        assert!(whole.exported() == stopped.exported(), "{arguments:?}");
+    }
 }
 
 #[test]

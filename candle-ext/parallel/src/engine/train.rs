@@ -167,7 +167,10 @@ impl Engine {
             }
         }
         self.pipeline.finish()?;
-        self.store.wait_grad_reduction()?;
+        {
+            let _span = span("gradient reduction", "");
+            self.store.wait_grad_reduction()?;
+        }
         let auxiliary = self.sum_over_residual_ranks(auxiliary.finish(&self.device)?)?;
         let record = routers.record.take();
         let experts = record.map(|record| self.read_back_experts(record, &micros, &lengths)).transpose()?;

@@ -6,7 +6,8 @@ use super::error::type_name;
 use super::hints;
 use super::known_datasets::known_role_mapping;
 use super::row_format::RowFormat;
-use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn};
+use super::token_ids::INPUT_IDS;
+use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn, TokenIds};
 use crate::source::{Row, RowSource};
 use crate::suggestion::nearest;
 
@@ -38,7 +39,7 @@ pub enum DatasetType {
 }
 
 /// Format names that a recipe accepts.
-const NAMES: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
+const NAMES: [&str; 6] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text", "token_ids"];
 const MESSAGES_NAMES: [&str; 3] = ["messages", "openai", "chatml"];
 const PAIR_NAMES: [&str; 3] = ["prompt_completion", "prompt-completion", "prompt/completion"];
 const CHAT_COLUMNS: [&str; 6] = ["messages", "conversations", "conversation", "chat", "dialogue", "dialog"];
@@ -107,7 +108,7 @@ fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
             _ => Ok(()),
         };
     }
-    let has_column = !format.is_some_and(|name| name == "alpaca" || PAIR_NAMES.contains(&name));
+    let has_column = !format.is_some_and(|name| ["alpaca", "token_ids"].contains(&name) || PAIR_NAMES.contains(&name));
     let is_text = request.purpose == DatasetType::Causal && format.is_none();
     match (&request.column, &request.content_key, format) {
         (Some(_), _, Some(name)) if !has_column => clash("column", &format!("format: {name}")),
@@ -194,6 +195,10 @@ fn by_name(first_rows: &FirstRows, name: &str, request: &FormatRequest) -> Resul
         "alpaca" => alpaca(first_rows).ok_or_else(|| missing("instruction, output")),
         name if PAIR_NAMES.contains(&name) => pairs(first_rows)?.ok_or_else(|| missing("prompt, completion")),
         "text" => text(first_rows, request),
+        "token_ids" => {
+            first_rows.require(INPUT_IDS)?;
+            Ok(RowFormat::TokenIds(TokenIds))
+        }
         other => {
             let near = nearest(other, NAMES).map_or(".".to_owned(), |near| format!("; did you mean {near:?}?"));
             let problem = format!("{other:?} is not a format{near} There are: {}", NAMES.join(", "));

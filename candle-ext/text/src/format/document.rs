@@ -2,7 +2,7 @@
 
 use crate::conversation::{Conversation, Message};
 
-/// Content of a data set row: a chat, a prompt with its completion, or plain text.
+/// Content of a data set row: a chat, a prompt with its completion, plain text, or tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Document {
     /// A chat. Assistant messages with `"weight": 0` are masked from the loss.
@@ -16,6 +16,13 @@ pub enum Document {
     },
     /// Plain text. Every token has loss.
     Text(String),
+    /// Token ids, which are not rendered.
+    Tokens {
+        /// Token ids, `[n_tokens]`.
+        ids: Vec<u32>,
+        /// Loss mask, `[n_tokens]`; `None` if the row has none.
+        is_target: Option<Vec<bool>>,
+    },
 }
 
 impl Document {

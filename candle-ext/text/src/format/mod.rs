@@ -16,6 +16,7 @@ mod role_mapping;
 mod row_format;
 mod sharegpt;
 mod text_column;
+mod token_ids;
 
 pub use alpaca::Alpaca;
 pub use chat::message_from_fields;
@@ -30,3 +31,4 @@ pub use role_mapping::{RoleMapping, RolePath};
 pub use row_format::RowFormat;
 pub use sharegpt::ShareGpt;
 pub use text_column::TextColumn;
+pub use token_ids::TokenIds;

@@ -8,6 +8,7 @@ use super::prompt_completion::PromptCompletionColumns;
 use super::role_mapping::RoleMapping;
 use super::sharegpt::ShareGpt;
 use super::text_column::TextColumn;
+use super::token_ids::{INPUT_IDS, TokenIds};
 use crate::source::{Row, RowSource};
 
 /// Row format of a data set.
@@ -25,6 +26,8 @@ pub enum RowFormat {
     RoleMapping(RoleMapping),
     /// One column of text.
     Text(TextColumn),
+    /// Token ids.
+    TokenIds(TokenIds),
 }
 
 impl RowFormat {
@@ -42,6 +45,7 @@ impl RowFormat {
             Self::PromptCompletion(_) => "prompt/completion",
             Self::RoleMapping(_) => "role_mapping",
             Self::Text(_) => "text",
+            Self::TokenIds(_) => "token_ids",
         }
     }
 
@@ -75,6 +79,7 @@ impl RowFormat {
             Self::PromptCompletion(format) => format.parse(row),
             Self::RoleMapping(format) => format.parse(row),
             Self::Text(format) => format.parse(row),
+            Self::TokenIds(format) => format.parse(row),
         }
     }
 
@@ -89,6 +94,7 @@ impl RowFormat {
             Self::PromptCompletion(format) => vec![format.prompt.clone(), format.completion.clone()],
             Self::RoleMapping(format) => format.describe(),
             Self::Text(format) => vec![format.column.clone()],
+            Self::TokenIds(_) => vec![INPUT_IDS.to_owned()],
         }
     }
 }

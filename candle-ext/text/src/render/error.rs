@@ -40,6 +40,19 @@ pub enum RenderError {
         /// Beginning of the text.
         text: String,
     },
+    /// A tokenized row has an id that the tokenizer lacks.
+    #[error("use token id {id}: the tokenizer in {} has no such token; tokenize the data with it", .folder.display())]
+    UnknownTokenId {
+        /// The id.
+        id: u32,
+        /// The tokenizer's folder.
+        folder: PathBuf,
+    },
+    /// A tokenized row of a chat has no loss mask.
+    #[error(
+        "find targets: the tokenized row has no column `labels`; add it, or set `data.mask_inputs: false` to train on all tokens"
+    )]
+    NoLabels,
     /// The tokenizer fails.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),

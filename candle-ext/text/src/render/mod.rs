@@ -51,6 +51,7 @@ pub fn render_document(
     let document = if is_chat { document.into_chat() } else { document };
     let mut sample = match (&document, template) {
         (Document::Text(text), _) => text_sample(tokenizer, text, options.specials, options.eos)?,
+        (Document::Tokens { ids, is_target }, _) => tokenized(tokenizer, ids, is_target.as_deref(), options.targets)?,
         (Document::PromptCompletion { prompt, completion }, _) => {
             render_completion(tokenizer, prompt, completion, options)?
         }
@@ -66,6 +67,24 @@ pub fn render_document(
         sample.is_target.fill(true);
     }
     Ok(sample)
+}
+
+/// Returns the sample of a tokenized row. Chats need its loss mask.
+fn tokenized(
+    tokenizer: &Tokenizer,
+    ids: &[u32],
+    is_target: Option<&[bool]>,
+    targets: LossMask,
+) -> Result<Sample, RenderError> {
+    if let Some(id) = ids.iter().max().filter(|id| tokenizer.id_to_token(**id).is_none()) {
+        return Err(RenderError::UnknownTokenId { id: *id, folder: tokenizer.directory().to_owned() });
+    }
+    let is_target = match (is_target, targets) {
+        (Some(is_target), _) => is_target.to_vec(),
+        (None, LossMask::AllTokens) => vec![true; ids.len()],
+        (None, LossMask::Turns | LossMask::LastTurn) => return Err(RenderError::NoLabels),
+    };
+    Ok(Sample { ids: ids.to_vec(), is_target, ..Sample::default() })
 }
 
 /// Renders a chat with the generation prompt and returns its token ids.
@@ -92,10 +111,11 @@ fn text_sample(
     if text.trim().is_empty() {
         return Ok(Sample::default());
     }
-    let ids = tokenizer.encode(text, SpecialTokens::Exclude)?;
+    let mut ids = tokenizer.encode(text, SpecialTokens::Exclude)?;
     if ids.is_empty() {
         return Err(no_tokens(text));
     }
+    ids.truncate(specials.max_text_tokens.unwrap_or(usize::MAX));
     surround(tokenizer, Sample::all_targets(ids), specials, eos)
 }
 

@@ -87,11 +87,13 @@ pub struct TextSpecialTokens {
     pub add_bos_token: Option<bool>,
     /// Adds EOS after the text, as a document separator.
     pub add_eos_token: bool,
+    /// Tokens after which a text is cut, without special tokens. `None` cuts nothing.
+    pub max_text_tokens: Option<usize>,
 }
 
 impl Default for TextSpecialTokens {
     fn default() -> Self {
-        Self { add_bos_token: None, add_eos_token: true }
+        Self { add_bos_token: None, add_eos_token: true, max_text_tokens: None }
     }
 }
 

@@ -194,7 +194,9 @@ fn an_empty_thought_can_be_left_out() {
 }
 
 fn as_text(tokenizer: &Tokenizer, add_bos_token: Option<bool>, add_eos_token: bool) -> String {
-    let sample = render_text(tokenizer, "Yes.", TextSpecialTokens { add_bos_token, add_eos_token }).unwrap();
+    let sample =
+        render_text(tokenizer, "Yes.", TextSpecialTokens { add_bos_token, add_eos_token, max_text_tokens: None })
+            .unwrap();
     tokenizer.decode(&sample.ids, SpecialTokens::Include).unwrap()
 }
 
@@ -222,7 +224,8 @@ fn bos_of_plain_text_is_the_tokenizers_and_eos_ends_it() {
     let sample = render_text(&qwen, "Yes.", TextSpecialTokens::default()).unwrap();
     assert_eq!(sample.n_targets(), sample.len());
     assert!(render_text(&qwen, " \n", TextSpecialTokens::default()).unwrap().is_empty());
-    let error = render_text(&qwen, "Yes.", TextSpecialTokens { add_bos_token: Some(true), add_eos_token: true });
+    let error =
+        render_text(&qwen, "Yes.", TextSpecialTokens { add_bos_token: Some(true), ..TextSpecialTokens::default() });
     assert!(error.unwrap_err().to_string().contains("the tokenizer names no bos_token"));
 }
 

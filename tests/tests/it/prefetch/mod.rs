@@ -171,6 +171,10 @@ fn a_prefetched_recipe_trains_without_a_request() {
     assert!(said.contains("recipe.yaml.lock is in use, without requests to the Hub"), "{said}");
     assert!(said.contains(&format!("model tiny/base at commit {commit}")), "{said}");
     succeeds("check", &here.run("trainer check recipe.yaml --offline"));
+    // A stream reads the same files.
+    let streamed = "data.streaming=true train_iters=2 output_dir=streamed checkpoint=none";
+    succeeds("train", &here.run(&format!("trainer train recipe.yaml {streamed}")));
+    succeeds("prefetch --check", &here.run(&format!("trainer prefetch recipe.yaml --check {streamed}")));
     assert_eq!(here.server.log().len(), n_requests);
     // Without the lock, the run takes the newest commit, which is no model.
     fs::remove_file(here.path("recipe.yaml.lock")).unwrap();

@@ -209,6 +209,31 @@ fn expert_biases_are_resumed_on_other_meshes() {
     );
 }
 
+/// The ranks tokenize disjoint parts of each chunk. Their steps are those of one rank, after each resume too.
+#[test]
+fn a_stream_gives_any_number_of_ranks_the_steps_of_one() {
+    check_resume(
+        &["data.streaming=true", "data.buffer_size=5", "data.dl_num_workers=1"],
+        &[(2, &[STAGE_1]), (4, &["data.dl_num_workers=2"]), (2, &["sequence_parallel_size=2", ALL]), (1, &[ALL])],
+    );
+}
+
+/// Each rank prefetches batches, and writes a memory profile of its own.
+#[test]
+fn workers_and_measurements_change_no_loss_on_several_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let one = TrainerRun::new(&folder.path().join("one"), 1, &[]).finish().curve();
+    let profile = folder.path().join("profile");
+    let dir = format!("mem_profiler_dir={}", profile.display());
+    let keys = ["data.dl_num_workers=2", "mem_profiler=step", &dir, "deepspeed.wall_clock_breakdown=true", STAGE_3];
+    same_curve(&TrainerRun::new(&folder.path().join("two"), 2, &keys).finish().curve(), &one);
+    for rank in 0..2 {
+        let trace = fs::read_to_string(profile.join(format!("{rank}.json"))).unwrap();
+        assert!(trace.contains("micro-batch forward"), "{rank}");
+        assert!(fs::read_to_string(profile.join(format!("{rank}.txt"))).unwrap().contains("peak: "));
+    }
+}
+
 #[test]
 fn a_checkpoint_of_adapters_of_experts_is_resumed_on_other_meshes() {
     let adapter = "model.peft_config={r: 4, target_modules: all-linear, target_parameters: [gate_up_proj, \

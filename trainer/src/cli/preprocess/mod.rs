@@ -3,6 +3,7 @@
 mod tokens;
 
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candlewick_runtime::run_id::RunId;
@@ -13,7 +14,9 @@ use serde_json::{Value, json};
 
 use super::logging;
 use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, plan, recipe_hub};
-use crate::data::{Batch, Cursor, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, TrainLoader};
+use crate::data::{
+    Batch, Cursor, DataError, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, ReaderRank, TrainSteps,
+};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::prepare_data_until;
@@ -54,7 +57,7 @@ pub(super) fn run(args: &PreprocessArgs, verbosity: Verbosity) -> Result<ExitCod
     let mut plan = plan(&args.recipe, verbosity, args.world.world_info()?)?;
     // Other commands respect `fail_on_missing_cache`; this one fills the cache.
     plan.data.fail_on_missing_cache = false;
-    logging::start(verbosity, &plan.logger, None)?;
+    logging::start(verbosity, &plan.logger, Vec::new())?;
     show(&plan, &recipe_hub(&plan.recipe)?, args)
 }
 
@@ -64,41 +67,64 @@ fn show(plan: &Plan, hub: &Hub, args: &PreprocessArgs) -> Result<ExitCode> {
     let (assets, prepared) = prepare_data_until(plan, hub, RunId::now(), &signals)?;
     signals.set_reaction(SignalReaction::EndAtOnce);
     let mut out = io::stdout().lock();
-    let report = DataReport::new(&prepared.train, &plan.data);
-    let shown = match (args.json, args.output_format) {
+    let shown = ShownData::of(plan, &prepared)?;
+    let written = match (args.json, args.output_format) {
         (true, _) => {
             let printer = TokenPrinter::new(&assets.tokenizer, Marking::Brackets);
-            writeln!(out, "{:#}", summary(&prepared, &report, &printer, args.show))
+            writeln!(out, "{:#}", summary(&prepared, &shown, &printer, args.show))
         }
         (false, OutputFormat::Json) => {
-            steps(plan, &prepared, args.steps)?.try_for_each(|step| writeln!(out, "{}", step_json(&step)))
+            let steps = steps(plan, &prepared, args.steps)?;
+            steps.iter().try_for_each(|step| writeln!(out, "{}", step_json(step)))
         }
         (false, OutputFormat::Text) => {
             let marking = Marking::of_stdout();
             let printer = TokenPrinter::new(&assets.tokenizer, marking);
-            write_statistics(&mut out, plan, &prepared, &report)
-                .and_then(|()| write_samples(&mut out, &prepared.train, &report, (&printer, marking), args.show))
+            write_statistics(&mut out, plan, &prepared, &shown)
+                .and_then(|()| write_samples(&mut out, &shown, (&printer, marking), args.show))
                 .and_then(|()| write_steps(&mut out, plan, &prepared, (&printer, marking), args.steps))
         }
     };
-    match shown {
+    match written {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("failed to write to stdout"),
         _ => Ok(ExitCode::Ok),
     }
 }
 
-fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainLoader> {
-    Ok(TrainLoader::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
+/// The training data that are summarized and shown: all of them, or the first chunk of a stream.
+struct ShownData {
+    dataset: Arc<Dataset>,
+    report: DataReport,
+    is_chunk: bool,
 }
 
-fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<impl Iterator<Item = GlobalBatch>> {
+impl ShownData {
+    fn of(plan: &Plan, prepared: &PreparedData) -> Result<Self> {
+        let Some(streamed) = &prepared.streamed else {
+            let report = DataReport::new(&prepared.train, &plan.data);
+            return Ok(Self { dataset: prepared.train.clone(), report, is_chunk: false });
+        };
+        let (dataset, chunk_plan) = streamed.first_chunk()?;
+        Ok(Self { report: DataReport::new(&dataset, &chunk_plan), dataset: Arc::new(dataset), is_chunk: true })
+    }
+}
+
+fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainSteps> {
+    Ok(TrainSteps::new(prepared, &plan.data, Cursor::default(), ReaderRank { rank: 0, n_ranks: 1 })?)
+}
+
+fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<Vec<GlobalBatch>> {
     let mut stream = stream(plan, prepared)?;
-    Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
+    let steps = std::iter::from_fn(|| stream.next_step::<DataError>(&|own| Ok(vec![own?])).transpose());
+    Ok(steps.take(n_steps).collect::<Result<_, _>>()?)
 }
 
-fn write_statistics(out: &mut impl Write, plan: &Plan, prepared: &PreparedData, report: &DataReport) -> io::Result<()> {
+fn write_statistics(out: &mut impl Write, plan: &Plan, prepared: &PreparedData, shown: &ShownData) -> io::Result<()> {
     prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
-    writeln!(out, "\n{}\n{report}", prepared.token_stats)?;
+    match shown.is_chunk {
+        true => writeln!(out, "\nthe first chunk of the stream:\n{}", shown.report)?,
+        false => writeln!(out, "\n{}\n{}", prepared.token_stats, shown.report)?,
+    }
     let stream = stream(plan, prepared).map_err(io::Error::other)?;
     plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
     plan.parameters().map_or(Ok(()), |parameters| writeln!(out, "parameters: {parameters}"))
@@ -106,8 +132,7 @@ fn write_statistics(out: &mut impl Write, plan: &Plan, prepared: &PreparedData, 
 
 fn write_samples(
     out: &mut impl Write,
-    dataset: &Dataset,
-    report: &DataReport,
+    ShownData { dataset, report, .. }: &ShownData,
     (printer, marking): (&TokenPrinter<'_>, Marking),
     n_samples: usize,
 ) -> io::Result<()> {
@@ -131,7 +156,7 @@ fn write_steps(
     (printer, marking): (&TokenPrinter<'_>, Marking),
     n_steps: usize,
 ) -> io::Result<()> {
-    for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.enumerate() {
+    for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.iter().enumerate() {
         let (n_tokens, n_targets) = (step.n_tokens(), step.n_targets);
         writeln!(out, "\nstep {}: {n_tokens} tokens, {n_targets} targets; {}", i + 1, marking.legend())?;
         for batch in &step.micro_batches {
@@ -153,14 +178,16 @@ fn tokens(dataset: &Dataset, index: usize) -> (Vec<u32>, Vec<bool>) {
     (sample.ids().collect(), is_target)
 }
 
-fn summary(prepared: &PreparedData, report: &DataReport, printer: &TokenPrinter<'_>, n_samples: usize) -> Value {
+fn summary(prepared: &PreparedData, shown: &ShownData, printer: &TokenPrinter<'_>, n_samples: usize) -> Value {
+    let ShownData { dataset, report, is_chunk } = shown;
+    let part = if *is_chunk { "first_chunk" } else { "all" };
     let sample = |&index: &usize| {
-        let (ids, is_target) = tokens(&prepared.train, index);
+        let (ids, is_target) = tokens(dataset, index);
         let text = printer.text(&ids, &is_target);
-        json!({"place": prepared.train.locate(index), "ids": ids, "is_target": is_target, "text": text})
+        json!({"place": dataset.locate(index), "ids": ids, "is_target": is_target, "text": text})
     };
     let samples: Vec<Value> = report.order.iter().take(n_samples).map(sample).collect();
-    json!({"notes": prepared.notes, "token_stats": prepared.token_stats, "report": report, "samples": samples})
+    json!({"notes": prepared.notes, "token_stats": prepared.token_stats, "part": part, "report": report, "samples": samples})
 }
 
 fn step_json(step: &GlobalBatch) -> Value {

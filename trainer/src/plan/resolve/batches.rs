@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::masking::{self, Masking};
 use super::resolver::Resolver;
-use super::{mixture, sources};
+use super::{mixture, sources, streaming, tokenize_kwargs};
 use crate::data::{
     DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls, default_cache_dir,
 };
@@ -22,6 +22,7 @@ pub(super) fn resolve(
     let data = &recipe.data;
     let (sources, eval_sources, eval_fraction) = sources::resolve(resolver, kind);
     let mixture = mixture::resolve(resolver, sources.len());
+    let mixture_key = mixture::key(resolver, &mixture);
     let Masking { masking_strategy, roles_to_train, train_on_eos } = masking::resolve(resolver);
     let max_length = max_length(resolver, model);
     let packing = packing(resolver, kind);
@@ -63,6 +64,10 @@ pub(super) fn resolve(
         cache_dir: cache_dir(resolver),
         fail_on_missing_cache: resolver.pick("data.fail_on_missing_cache", data.fail_on_missing_cache, false),
         num_proc: num_proc(resolver),
+        max_text_tokens: tokenize_kwargs::resolve(resolver, kind),
+        repeat_to_pack_max_length: repeat_to_pack(resolver, packing, mixture_key.as_deref()),
+        dl_num_workers: dl_num_workers(resolver),
+        streaming: streaming::resolve(resolver, mixture_key.as_deref()),
         template_kwargs: tokenizer.chat_template_kwargs.clone(),
     }
 }
@@ -168,6 +173,7 @@ fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Trun
         (None, None) => Origin::Default,
     };
     let default = match kind {
+        DataKind::Sft if resolver.is_arctic_training() && data.filter_samples.is_none() => Truncation::Drop,
         DataKind::Sft => Truncation::Error,
         DataKind::Causal => Truncation::Split,
     };
@@ -283,11 +289,38 @@ fn horizon(resolver: &mut Resolver) -> Horizon {
     Horizon::Epochs(epochs)
 }
 
+fn repeat_to_pack(resolver: &mut Resolver, packing: Packing, mixture_key: Option<&str>) -> bool {
+    const KEY: &str = "data.repeat_to_pack_max_length";
+    let repeats = resolver.pick(KEY, resolver.recipe().data.repeat_to_pack_max_length, false);
+    if repeats && packing == Packing::Off {
+        resolver.report(&[KEY], format!("{KEY} needs data.pack_samples: true"));
+    }
+    if let (true, Some(key)) = (repeats, mixture_key) {
+        let message = format!("{KEY}: not possible with {key}, which decides how often a source is read");
+        resolver.report_with_advice(&[KEY], message, "remove one of the keys");
+    }
+    repeats
+}
+
+/// Returns the number of data loader workers. A worker prepares two steps ahead, as in PyTorch.
+fn dl_num_workers(resolver: &mut Resolver) -> usize {
+    const KEY: &str = "data.dl_num_workers";
+    const MOST: usize = 64;
+    let data = &resolver.recipe().data;
+    let default = match (resolver.is_arctic_training(), data.streaming) {
+        (true, _) => 2,
+        (false, Some(true)) => 1,
+        (false, _) => 0,
+    };
+    let n_workers = resolver.count(KEY, data.dl_num_workers, default);
+    if n_workers > MOST {
+        resolver.report(&[KEY], format!("{KEY}: expected at most {MOST}, found {n_workers}"));
+    }
+    n_workers
+}
+
 fn num_proc(resolver: &mut Resolver) -> usize {
     let data = &resolver.recipe().data;
     let most = resolver.env.n_cores.max(1);
-    if data.dl_num_workers.is_some_and(|n| n.0 > 0) {
-        resolver.note("data.dl_num_workers has no effect: each step builds its batch from memory-mapped tokens");
-    }
     resolver.positive("data.num_proc", data.num_proc, most.min(16)).min(most)
 }

@@ -2,12 +2,14 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use super::autocast;
 use super::output::run_folder;
 use super::resolver::Resolver;
 use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
-use crate::recipe::{CheckpointSection, CheckpointType, Origin};
+use crate::recipe::{CheckpointSection, CheckpointType, FloatDtype, Origin};
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
+    check_save_name(resolver);
     if resolver.recipe().moe.benchmark.is_on() {
         return refuse_benchmark(resolver);
     }
@@ -49,6 +51,28 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     plans
 }
 
+/// Checks the name of the saved model, which becomes a folder.
+fn check_save_name(resolver: &mut Resolver) {
+    const KEY: &str = "model.save_name";
+    let Some(name) = &resolver.recipe().model.save_name else { return };
+    resolver.pick(KEY, Some(name), name);
+    let is_folder_name = matches!(Path::new(name).components().collect::<Vec<_>>()[..], [Component::Normal(_)]);
+    if !is_folder_name || name.contains('/') {
+        let message = format!("{KEY}: expected the name of a folder, found {name:?}");
+        resolver.report_with_advice(&[KEY], message, "set checkpoint.output_dir to a path");
+    }
+}
+
+/// Returns the folder of exported models: the entry's, or the folder `model.save_name` in it.
+fn named(resolver: &Resolver, output_dir: PathBuf) -> PathBuf {
+    resolver.recipe().model.save_name.as_ref().map_or_else(|| output_dir.clone(), |name| output_dir.join(name))
+}
+
+/// Returns the dtype of exported weights. Under autocast they are f32, as in the model.
+fn export_dtype(resolver: &Resolver, given: Option<FloatDtype>) -> Option<FloatDtype> {
+    given.or_else(|| autocast::has_f32_weights(resolver).then_some(FloatDtype::F32))
+}
+
 /// Saves nothing: a benchmark with forced loads of experts trains no useful model.
 fn refuse_benchmark(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     if resolver.loaded.is_set("checkpoint") {
@@ -69,7 +93,7 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     };
     let plan = CheckpointPlan {
         format: CheckpointFormat::HuggingFace,
-        output_dir: folder.join("model"),
+        output_dir: named(resolver, folder.join("model")),
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
@@ -77,7 +101,7 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
         save_total_limit: None,
         save_retain_interval: None,
         async_save: false,
-        dtype: None,
+        dtype: export_dtype(resolver, None),
     };
     refuse_model_in_use(resolver, "output_dir", &plan);
     resolver.record("checkpoint", plan.to_string(), Origin::Default);
@@ -123,9 +147,14 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
         Some(CheckpointType::Huggingface) => CheckpointFormat::HuggingFace,
     };
     refuse_other_format(resolver, path, checkpoint, format);
+    let output_dir = PathBuf::from(&checkpoint.output_dir);
+    let (output_dir, dtype) = match format {
+        CheckpointFormat::Sharded => (output_dir, None),
+        CheckpointFormat::HuggingFace => (named(resolver, output_dir), export_dtype(resolver, checkpoint.dtype)),
+    };
     let plan = CheckpointPlan {
         format,
-        output_dir: PathBuf::from(&checkpoint.output_dir),
+        output_dir,
         auto_resume: checkpoint.auto_resume == Some(true),
         save_every_n_steps: checkpoint.save_every_n_steps.map_or(0, |n| n.0),
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
@@ -133,7 +162,7 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
         save_total_limit: checkpoint.save_total_limit.map(|n| n.0),
         save_retain_interval: checkpoint.save_retain_interval.map(|n| n.0),
         async_save: checkpoint.async_save == Some(true),
-        dtype: checkpoint.dtype,
+        dtype,
     };
     if plan.save_total_limit == Some(0) {
         let key = format!("{path}.save_total_limit");

@@ -4,6 +4,7 @@ use serde_json::Value;
 
 use candlewick_ops::LossScaling;
 
+use super::autocast;
 use super::resolver::Resolver;
 use crate::recipe::{FloatDtype, foreign_key_advice, parse_number};
 
@@ -37,8 +38,6 @@ const DISABLED_ONLY: &[(&str, DisabledValue)] = &[
     ("fp16.auto_cast", DisabledValue::False),
     ("fp16.consecutive_hysteresis", DisabledValue::False),
     ("prescale_gradients", DisabledValue::False),
-    ("torch_autocast.enabled", DisabledValue::False),
-    ("wall_clock_breakdown", DisabledValue::False),
 ];
 
 /// The key for the number of ranks in a shard group (MiCS); the groups replicate each other.
@@ -46,6 +45,9 @@ pub(super) const SHARD_SIZE: &str = "deepspeed.zero_optimization.mics_shard_size
 
 /// The key of the ZeRO stage.
 pub(super) const STAGE: &str = "zero_optimization.stage";
+
+/// The key of the times of a step's phases.
+const WALL_CLOCK: &str = "wall_clock_breakdown";
 
 /// The prefix of the keys of optimizer offload.
 const OFFLOAD: &str = "zero_optimization.offload_optimizer.";
@@ -113,6 +115,12 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         _ if key.starts_with(OFFLOAD) => check_offload(resolver, key, &path, value),
         _ if key.starts_with(OFFLOAD_PARAM) && !WITHOUT_EFFECT.contains(&key) => {
             check_offload_param(resolver, key, &path, value);
+        }
+        _ if key.starts_with(autocast::PREFIX) => autocast::check_leaf(resolver, key, &path, value),
+        WALL_CLOCK => {
+            if !value.is_boolean() {
+                resolver.report(&[&path], format!("{path}: expected true or false, found {value}"));
+            }
         }
         _ if key.starts_with("fp16.") => check_scaling(resolver, key, &path, value),
         _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect here")),
@@ -194,6 +202,13 @@ fn check_pinning(resolver: &mut Resolver, path: &str, value: &Value) {
     resolver.note(format!("{path} has no effect: copies always go through pinned memory"));
 }
 
+/// Returns true if the times of a step's phases are logged.
+pub(super) fn wall_clock_breakdown(resolver: &mut Resolver) -> bool {
+    let path = format!("deepspeed.{WALL_CLOCK}");
+    let given_value = given(resolver, WALL_CLOCK).and_then(Value::as_bool);
+    resolver.pick(&path, given_value, false)
+}
+
 /// Returns true if the weights are offloaded to a GPU's host.
 pub(super) fn weights_on_host(resolver: &mut Resolver) -> bool {
     let is_wanted = wants_weights_on_host(resolver);
@@ -209,9 +224,16 @@ pub(super) fn wants_weights_on_host(resolver: &Resolver) -> bool {
     given(resolver, &format!("{OFFLOAD_PARAM}device")).and_then(Value::as_str) == Some("cpu")
 }
 
-/// Returns the ZeRO stage, 0 by default. A stage out of bounds is reported elsewhere.
+/// Returns the ZeRO stage, by default 0, or 2 in ArcticTraining's dialect. A stage out of bounds is reported elsewhere.
 pub(super) fn zero_stage(resolver: &mut Resolver) -> usize {
-    resolver.pick("deepspeed.zero_optimization.stage", stage(resolver), 0)
+    let default = if has_arctic_default(resolver) { 2 } else { 0 };
+    resolver.pick("deepspeed.zero_optimization.stage", stage(resolver), default)
+}
+
+/// Returns true if ArcticTraining's default of the ZeRO stage applies. A recipe with any key of `zero_optimization` has
+/// DeepSpeed's default instead, 0.
+pub(super) fn has_arctic_default(resolver: &Resolver) -> bool {
+    resolver.is_arctic_training() && !resolver.recipe().deepspeed.contains_key("zero_optimization")
 }
 
 /// Returns the ZeRO stage that the section sets, if it is within bounds.
@@ -248,7 +270,7 @@ fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
         Some(n) if (*least..=*most).contains(&n) && n.fract() == 0.0 => {}
         _ => resolver.report(&[path], format!("{path}: expected a whole number from {least} to {most}, found {value}")),
     }
-    if resolver.recipe().model.dtype != Some(FloatDtype::F16) {
+    if resolver.recipe().model.dtype != Some(FloatDtype::F16) && !autocast::is_fp16(resolver) {
         resolver.note(format!("{path} has no effect: model.dtype is not f16"));
     }
 }

@@ -38,6 +38,19 @@ pub(super) fn resolve(resolver: &mut Resolver, n_sources: usize) -> Mixture {
     Mixture::Interleave { probabilities, stopping_strategy }
 }
 
+/// Returns the path of a key that sets the mixture. `None` if the sources follow each other.
+pub(super) fn key(resolver: &Resolver, mixture: &Mixture) -> Option<String> {
+    if *mixture == Mixture::Concatenate {
+        return None;
+    }
+    let sources = resolver.recipe().data.sources.iter().enumerate();
+    let mut keys = sources.filter_map(|(idx, DataSource(source))| {
+        let key = source.weight.map(|_| "weight").or(source.repeat.map(|_| "repeat"))?;
+        Some(path(resolver, "data.sources", idx, key))
+    });
+    Some(keys.next().unwrap_or_else(|| STOPPING.to_owned()))
+}
+
 /// Returns the paths and values of a key of the sources. `None` if no source sets it.
 fn factors(
     resolver: &mut Resolver,

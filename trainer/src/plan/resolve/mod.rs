@@ -3,10 +3,12 @@
 //! [`Plan::resolve`] is pure: it uses no device and no network. [`Environment`] has the facts from outside of the recipe:
 //! the model's config, the number of cores. No code below the plan validates a setting or supplies a default.
 
+mod autocast;
 mod backend;
 mod batches;
 mod checkpoints;
 mod deepspeed;
+mod dialect;
 mod environment;
 mod eval;
 mod lock_file;
@@ -19,12 +21,16 @@ mod optimizer;
 mod output;
 mod pipeline;
 mod precision;
+mod profiling;
 mod ranks;
 mod refused;
 mod resolver;
 mod router;
+mod snowflake;
 mod sources;
+mod streaming;
 mod temp_dir;
+mod tokenize_kwargs;
 mod tracking;
 mod tracking_env;
 mod watchdog;
@@ -51,6 +57,7 @@ impl Plan {
         refused::refuse_unimplemented_keys(&mut resolver);
         deepspeed::check_section(&mut resolver);
         let kind = batches::resolve_kind(&mut resolver);
+        dialect::note_defaults(&mut resolver, kind);
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);
         let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
@@ -75,6 +82,7 @@ impl Plan {
         let checkpoints = checkpoints::resolve(&mut resolver);
         let loss_watchdog = watchdog::resolve(&mut resolver, &checkpoints);
         let log = output::resolve_log(&mut resolver);
+        let profiling = profiling::resolve(&mut resolver);
         let logger = output::resolve_logger(&mut resolver);
         let generate = output::resolve_generate(&mut resolver, (eval.as_ref(), tasks.as_ref()));
         let recipe = &loaded.recipe;
@@ -111,6 +119,7 @@ impl Plan {
             exit,
             checkpoints,
             log,
+            profiling,
             on_nonfinite,
             loss_watchdog,
             generate,

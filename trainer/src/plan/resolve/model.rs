@@ -9,7 +9,7 @@ use candlewick_text::template::check_variable;
 use serde_json::Value;
 
 use super::resolver::Resolver;
-use super::{TempDir, deepspeed};
+use super::{TempDir, autocast, deepspeed};
 use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 use crate::recipe::{
     ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, HumanInt,
@@ -37,6 +37,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let config = config.map(|config| config.with_mtp_layers(mtp.map_or(0, |mtp| mtp.n_layers)));
     let init = init(resolver, &reshaped);
     let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
+    let dtype = autocast::compute_dtype(resolver, dtype);
     let fp32_residual_connection = fp32_residual_connection(resolver, dtype);
     let adapter = adapter(resolver, config.as_ref());
     let quantize_base = quantize_base(resolver, adapter.is_some());
@@ -171,7 +172,11 @@ fn mtp(resolver: &mut Resolver) -> Option<MtpPlan> {
 
 fn fp32_residual_connection(resolver: &mut Resolver, dtype: FloatDtype) -> bool {
     const KEY: &str = "model.fp32_residual_connection";
-    let is_on = resolver.pick(KEY, resolver.recipe().model.fp32_residual_connection, false);
+    let given = resolver.recipe().model.fp32_residual_connection;
+    if given.is_none() && autocast::f32_residual(resolver, KEY) {
+        return true;
+    }
+    let is_on = resolver.pick(KEY, given, false);
     if is_on && dtype == FloatDtype::F32 {
         let message = format!("{KEY}: true needs model.dtype: bf16 or fp16; with f32 everything is f32");
         resolver.report_with_advice(&[KEY], message, "remove the key");
@@ -266,7 +271,11 @@ fn activations(resolver: &mut Resolver) -> CheckpointingMode {
     };
     let given = given.or(by_other_keys);
     let origin = if given.is_some() { resolver.loaded.origin(&ACTIVATIONS) } else { Origin::Default };
-    let fraction = match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
+    let default = match resolver.is_arctic_training() {
+        true => ActivationCheckpoint::Full,
+        false => ActivationCheckpoint::None,
+    };
+    let fraction = match resolver.record(ACTIVATIONS[0], given.unwrap_or(default), origin) {
         ActivationCheckpoint::None => return CheckpointingMode::None,
         ActivationCheckpoint::Full => return CheckpointingMode::Full,
         ActivationCheckpoint::Selective => return CheckpointingMode::Selective,

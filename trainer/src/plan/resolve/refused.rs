@@ -1,33 +1,13 @@
 //! Keys of the schema that are not implemented yet. Each is an error if it would change the run.
 
 use super::resolver::Resolver;
-use crate::recipe::{DataSource, DataType, SourceType};
+use crate::recipe::DataType;
 
 /// Adds an error for each set key that is not implemented and would change the run.
 pub(super) fn refuse_unimplemented_keys(resolver: &mut Resolver) {
-    top_level(resolver);
-    parts(resolver);
     preferences(resolver);
-    let data = &resolver.recipe().data;
-    for (list, sources) in [("data.sources", &data.sources), ("data.eval_sources", &data.eval_sources)] {
-        for (idx, source) in sources.iter().enumerate() {
-            check_source(resolver, &format!("{list}.{idx}"), source);
-        }
-    }
     code(resolver);
     without_effect(resolver);
-}
-
-fn top_level(resolver: &mut Resolver) {
-    let recipe = resolver.recipe();
-    refuse(resolver, "mem_profiler", recipe.mem_profiler.is_some());
-}
-
-fn parts(resolver: &mut Resolver) {
-    let recipe = resolver.recipe();
-    refuse(resolver, "model.save_name", recipe.model.save_name.is_some());
-    refuse(resolver, "tokenizer.tokenize_kwargs", !recipe.tokenizer.tokenize_kwargs.is_empty());
-    refuse(resolver, "data.repeat_to_pack_max_length", recipe.data.repeat_to_pack_max_length == Some(true));
 }
 
 fn preferences(resolver: &mut Resolver) {
@@ -47,29 +27,9 @@ fn preferences(resolver: &mut Resolver) {
     }
 }
 
-fn check_source(resolver: &mut Resolver, path: &str, source: &DataSource) {
-    let source = &source.0;
-    if source.kind == Some(SourceType::Snowflake) {
-        refuse(resolver, &format!("{path}.type"), true);
-        return;
-    }
-    refuse(resolver, &format!("{path}.process"), source.process == Some(false));
-    for key in ["sql", "table_name", "dataset_uri", "column_mapping", "limit", "batch_size"] {
-        let key = format!("{path}.{key}");
-        refuse(resolver, &key, resolver.loaded.is_set(&key));
-    }
-}
-
 /// Adds a note for each key that is accepted for compatibility with ArcticTraining and has no effect.
 fn without_effect(resolver: &mut Resolver) {
-    for key in [
-        "skip_validation",
-        "mem_profiler_dir",
-        "mem_profiler_max_entries",
-        "data.cache_fs_type",
-        "data.use_data_cache",
-        "data.cache_processed_data",
-    ] {
+    for key in ["skip_validation", "data.cache_fs_type", "data.use_data_cache", "data.cache_processed_data"] {
         if resolver.loaded.is_set(key) {
             resolver.note(format!("{key} has no effect here"));
         }

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::environment::Environment;
 use crate::plan::ResolvedSetting;
-use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeError};
+use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeDialect, RecipeError};
 
 pub(super) struct Resolver<'a> {
     pub(super) loaded: &'a Loaded,
@@ -21,6 +21,11 @@ impl<'a> Resolver<'a> {
 
     pub(super) fn recipe(&self) -> &'a Recipe {
         &self.loaded.recipe
+    }
+
+    /// Returns true if the recipe file is in ArcticTraining's dialect, and has its defaults.
+    pub(super) fn is_arctic_training(&self) -> bool {
+        matches!(self.loaded.dialect(), RecipeDialect::ArcticTraining(_))
     }
 
     /// Returns the value of a key or its default, and records it in the table of settings.

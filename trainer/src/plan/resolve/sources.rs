@@ -4,6 +4,7 @@ use candlewick_text::source::SampleBy;
 use serde_json::Value;
 
 use super::resolver::Resolver;
+use super::snowflake;
 use crate::data::{DataKind, Sampling, SourcePlan};
 use crate::recipe::{DataSource, HumanFloat, JsonMap, SourceOptions, SourceType};
 
@@ -48,8 +49,10 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKi
     };
     let LoadArguments { data_files, field, sample_by, delimiter } =
         load_arguments(resolver, &format!("{path}.kwargs"), &source.kwargs);
+    let snowflake = snowflake::resolve(resolver, path, source);
+    let query_name = snowflake.as_ref().map(|query| format!("snowflake: {}", query.statement));
     SourcePlan {
-        name_or_path: source.name_or_path.clone().unwrap_or_default(),
+        name_or_path: query_name.or_else(|| source.name_or_path.clone()).unwrap_or_default(),
         revision: source.revision.clone(),
         split: source.split.clone(),
         split_mapping: source.split_mapping.0.clone(),
@@ -58,13 +61,14 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKi
         field,
         sample_by,
         delimiter,
-        format: source.format.clone(),
+        format: format(resolver, path, source),
         role_mapping: source.role_mapping.0.clone(),
         content_key: source.content_key.clone(),
         column: source.column.clone(),
         apply_chat_template: source.apply_chat_template.unwrap_or(true),
         sampling: sampling(resolver, path, source),
         sample_seed: source.sample_seed.map_or(42, |seed| seed.0 as u64),
+        snowflake,
     }
 }
 
@@ -107,7 +111,10 @@ fn load_arguments(resolver: &mut Resolver, path: &str, kwargs: &JsonMap) -> Load
             },
             _ => {
                 let at = format!("{path}.{key}");
-                let advice = format!("remove the key; supported keys: {}", READ.join(", "));
+                let advice = match key.as_str() {
+                    "streaming" => "remove the key, and set data.streaming: true".to_owned(),
+                    _ => format!("remove the key; supported keys: {}", READ.join(", ")),
+                };
                 resolver.report_with_advice(&[&at], format!("`{at}` is not implemented yet"), advice);
                 continue;
             }
@@ -162,8 +169,30 @@ fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind:
     }
 }
 
+/// The format of tokenized rows.
+const TOKEN_IDS: &str = "token_ids";
+
+/// Returns the name of the row format. `process: false` is ArcticTraining's name of `token_ids`.
+fn format(resolver: &mut Resolver, path: &str, source: &SourceOptions) -> Option<String> {
+    if source.process != Some(false) {
+        return source.format.clone();
+    }
+    let contradictions = [
+        (source.format.as_deref().is_some_and(|format| format != TOKEN_IDS), "format"),
+        (!source.role_mapping.0.is_empty(), "role_mapping"),
+        (source.content_key.is_some(), "content_key"),
+        (source.column.is_some(), "column"),
+    ];
+    for (_, key) in contradictions.into_iter().filter(|(is_set, _)| *is_set) {
+        let key = format!("{path}.{key}");
+        let message = format!("{key} contradicts process: false: tokenized rows have the columns input_ids and labels");
+        resolver.report_with_advice(&[&key], message, "remove one of the two keys");
+    }
+    Some(TOKEN_IDS.to_owned())
+}
+
 fn check_format(resolver: &mut Resolver, key: &str, format: &str) {
-    const FORMATS: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
+    const FORMATS: [&str; 6] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text", TOKEN_IDS];
     if FORMATS.contains(&format) || ["openai", "chatml"].contains(&format) {
         return;
     }

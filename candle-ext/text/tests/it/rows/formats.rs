@@ -22,6 +22,7 @@ fn show(document: &Document) -> String {
     match document {
         Document::Text(text) => text.clone(),
         Document::PromptCompletion { prompt, completion } => format!("{prompt} -> {completion}"),
+        Document::Tokens { ids, is_target } => format!("{ids:?} {is_target:?}"),
         Document::Conversation(chat) => {
             let lines = chat.messages.iter().map(|m| serde_json::to_string(m).unwrap());
             let tools = chat.tools.iter().map(|tools| format!("tools {tools}"));
