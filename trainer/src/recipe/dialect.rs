@@ -9,6 +9,13 @@ pub enum RecipeDialect {
     Candlewick,
     /// ArcticTraining's. It has the first key or value that only ArcticTraining's recipes need.
     ArcticTraining(String),
+    /// Candlewick's. The recipe has a key of Candlewick alone, and one that only ArcticTraining's recipes need.
+    Mixed {
+        /// The key of ArcticTraining.
+        mark: String,
+        /// The key of Candlewick.
+        own_key: String,
+    },
 }
 
 /// ArcticTraining's top-level keys without a section.
@@ -177,11 +184,10 @@ pub(super) fn detect(tree: &RecipeNode) -> RecipeDialect {
         MARKS.contains(&key.as_str())
             || MARKED_VALUES.iter().any(|(marked, start)| key == marked && text.starts_with(start))
     };
-    match keys.iter().find(is_marked) {
-        Some((mark, _)) if keys.iter().all(|(key, _)| is_of_arctic_training(key)) => {
-            RecipeDialect::ArcticTraining(mark.clone())
-        }
-        _ => RecipeDialect::Candlewick,
+    let Some((mark, _)) = keys.iter().find(is_marked) else { return RecipeDialect::Candlewick };
+    match keys.iter().find(|(key, _)| !is_of_arctic_training(key)) {
+        None => RecipeDialect::ArcticTraining(mark.clone()),
+        Some((own_key, _)) => RecipeDialect::Mixed { mark: mark.clone(), own_key: own_key.clone() },
     }
 }
 
@@ -248,20 +254,37 @@ mod tests {
     }
 
     #[test]
-    fn recipes_without_a_mark_or_with_a_key_of_candlewick_are_candlewicks() {
+    fn recipes_without_a_mark_are_candlewicks() {
         for text in [
             "model: {name_or_path: a}\ndata: {sources: [a]}",
             "model: {name_or_path: a}\ndata: {sources: [a]}\ncheckpoint: [{type: huggingface, output_dir: c}]",
-            "output_dir: runs/a\ndata: {sources: [a], use_data_cache: true}",
             "data: {sources: [{type: snowflake, sql: a}], dl_num_workers: 1}",
-            "base: other.yaml\nmodel: {type: liger}",
             "model: {type: random-weight-hf, name_or_path: a}\nscheduler: {type: wsd}",
-            "model: {type: liger, revision: main}",
-            "data: {sources: [{type: huggingface, name_or_path: a, subset: b}]}",
-            "checkpoint: [{type: deepspeed, output_dir: c, save_total_limit: 1}]",
             "",
         ] {
             assert_eq!(of(text), RecipeDialect::Candlewick, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_key_of_candlewick_beside_a_mark_is_named() {
+        for (text, mark, own_key) in [
+            ("output_dir: runs/a\ndata: {sources: [a], use_data_cache: true}", "data.use_data_cache", "output_dir"),
+            ("base: other.yaml\nmodel: {type: liger}", "model.type", "base"),
+            ("model: {type: liger, revision: main}", "model.type", "model.revision"),
+            (
+                "data: {sources: [{type: huggingface, name_or_path: a, subset: b}]}",
+                "data.sources.type",
+                "data.sources.subset",
+            ),
+            (
+                "checkpoint: [{type: deepspeed, output_dir: c, save_total_limit: 1}]",
+                "checkpoint.type",
+                "checkpoint.save_total_limit",
+            ),
+        ] {
+            let (mark, own_key) = (mark.to_owned(), own_key.to_owned());
+            assert_eq!(of(text), RecipeDialect::Mixed { mark, own_key }, "{text}");
         }
     }
 }

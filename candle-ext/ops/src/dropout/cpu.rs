@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::mask::{Dropout, key_after, random};
+use super::mask::{Dropout, PER_WORD, random};
 use super::rows::DropoutSpan;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
@@ -12,25 +12,34 @@ const BLOCK: usize = 1 << 12;
 
 /// Computes y = x mask / (1 - p) for the elements of a span.
 pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &DropoutSpan) {
-    let (scale, threshold) = (spec.scale(), spec.threshold());
     let blocks = y.chunks(BLOCK).into_par_iter().enumerate();
     blocks.for_each_init(
-        || (Vec::new(), vec![0.0; BLOCK]),
-        |(wide, out), (i, mut y)| {
+        || (Vec::new(), vec![0.0; BLOCK], vec![0; BLOCK / PER_WORD + 2]),
+        |(wide, out, words), (i, mut y)| {
             let start = i * BLOCK;
             let x = x.slice(start..start + y.len()).widened_here(wide);
             let mut n_done = 0;
             while n_done < x.len() {
                 let (global_start, n_left) = run.global_position(start + n_done);
-                let key = key_after(spec.key, global_start as u64);
                 let part = n_done..x.len().min(n_done + n_left);
-                let pairs = out[part.clone()].iter_mut().zip(&x[part.clone()]).enumerate();
-                vectorised!(pairs.for_each(|(j, (y, x))| {
-                    *y = if random(key, j as u64) >> 32 >= threshold { x * scale } else { 0.0 };
-                }));
+                mask(spec, global_start, words, &x[part.clone()], &mut out[part.clone()]);
                 n_done = part.end;
             }
             y.write(0, &out[..x.len()]);
         },
     );
+}
+
+/// Computes y = x mask / (1 - p) for consecutive elements of the whole tensor, the first of which is `global_start`.
+///
+/// `words` is scratch memory for 16 bits an element, and two words more.
+fn mask(spec: Dropout, global_start: usize, words: &mut [u64], x: &[f32], y: &mut [f32]) {
+    let (scale, threshold) = (spec.scale(), spec.threshold());
+    let (first_word, n_skipped) = ((global_start / PER_WORD) as u64, global_start % PER_WORD);
+    let words = &mut words[..(n_skipped + x.len()).div_ceil(PER_WORD)];
+    let numbered = words.iter_mut().enumerate();
+    vectorised!(numbered.for_each(|(i, word)| *word = random(spec.key, first_word + i as u64).to_le()));
+    let bits: &[u16] = bytemuck::cast_slice(words);
+    let triples = y.iter_mut().zip(x).zip(&bits[n_skipped..]);
+    vectorised!(triples.for_each(|((y, x), bits)| *y = if *bits >= threshold { x * scale } else { 0.0 }));
 }

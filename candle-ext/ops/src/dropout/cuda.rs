@@ -24,9 +24,10 @@ pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<O
             Arg::Address(y.address + offset),
             Arg::I64(n as i64),
             Arg::I64(run.width as i64),
+            Arg::I64(run.global_start as i64),
             Arg::I64(run.stride as i64),
-            Arg::U64(spec.after(run.global_start).key),
-            Arg::U64(spec.threshold()),
+            Arg::U64(spec.key),
+            Arg::I32(i32::from(spec.threshold())),
             Arg::F32(spec.scale()),
         ];
         // SAFETY: both have n elements of one dtype.

@@ -1,27 +1,37 @@
-// dropout: n elements in lines of `width`, W at a time; lines begin `stride` elements apart in the whole tensor.
+// dropout: n elements in lines of `width`, W at a time. Lines begin `stride` elements apart in the whole tensor, the first at `start`.
 #include "common.cuh"
 #include "random.cuh"
 
-// y = x mask scale. The mask is 1 where 32 random bits reach the threshold. A line holds whole packs.
+// Elements that share 64 random bits, as in mask.rs.
+constexpr int PER_WORD = 4;
+
+// y = x mask scale. The mask is 1 where an element's 16 random bits reach the threshold. A line holds whole packs.
+// A pack of more than one element begins at a multiple of PER_WORD in the whole tensor.
 template <int W, typename T>
-__device__ void apply(const T* x, T* y, long long n, long long width, long long stride, uint64_t key, uint64_t threshold,
-                      float scale) {
+__device__ void apply(const T* x, T* y, long long n, long long width, long long start, long long stride, uint64_t key,
+                      int threshold, float scale) {
     for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
         auto pack = load<W>(x + i);
-        const long long place = i < width ? i : i / width * stride + i % width;
+        const long long place = start + (i < width ? i : i / width * stride + i % width);
+        uint64_t word = 0;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-            const bool keeps = random_bits(key, place + j) >> 32 >= threshold;
+            if (j % PER_WORD == 0) word = random_bits(key, place / PER_WORD + j / PER_WORD);
+            const int shift = 16 * (W == 1 ? static_cast<int>(place % PER_WORD) : j % PER_WORD);
+            const bool keeps = static_cast<int>(word >> shift & 0xffff) >= threshold;
             pack.at[j] = narrow<T>(keeps ? widen(pack.at[j]) * scale : 0.0f);
         }
         store(y + i, pack);
     }
 }
 
-#define KERNELS(T, suffix)                                                                          \
-    KERNEL(256) apply_##suffix(const T* x, T* y, long long n, long long width, long long stride,    \
-            unsigned long long key, unsigned long long threshold, float scale) {                    \
-        if (is_wide<T>(width, x, y)) apply<WIDE<T>>(x, y, n, width, stride, key, threshold, scale); \
-        else apply<1>(x, y, n, width, stride, key, threshold, scale);                               \
+#define KERNELS(T, suffix)                                                                                       \
+    KERNEL(256) apply_##suffix(const T* x, T* y, long long n, long long width, long long start, long long stride, \
+            unsigned long long key, int threshold, float scale) {                                               \
+        static_assert(WIDE<T> % PER_WORD == 0, "a pack has whole words");                                        \
+        if (start % PER_WORD == 0 && stride % PER_WORD == 0 && is_wide<T>(width, x, y))                          \
+            apply<WIDE<T>>(x, y, n, width, start, stride, key, threshold, scale);                                \
+        else                                                                                                     \
+            apply<1>(x, y, n, width, start, stride, key, threshold, scale);                                      \
     }
 FOR_EACH_FLOAT(KERNELS)

@@ -3,28 +3,29 @@
 /// Dropout probability and the key of the mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// Probability that an element becomes zero, in [0, 1).
+    /// Probability that an element becomes zero, in [0, 1). It is rounded to a multiple of 2^-16.
     pub p: f64,
     /// Seed of the mask: equal keys give equal masks.
     pub key: u64,
 }
 
 impl Dropout {
-    /// Returns the mask that follows the first `n_elements`, for a tensor that is processed in pieces.
-    pub fn after(self, n_elements: usize) -> Self {
-        Self { key: key_after(self.key, n_elements as u64), ..self }
-    }
-
-    /// Returns the factor on elements that are not dropped: 1 / (1 - p).
+    /// Returns the factor on elements that are not dropped: 1 / (1 - p), of the rounded p.
     pub(super) fn scale(self) -> f32 {
-        (1.0 / (1.0 - self.p)) as f32
+        (VALUES / (VALUES - f64::from(self.threshold()))) as f32
     }
 
-    /// Returns the threshold: an element is kept if its 32 random bits are at least this.
-    pub(super) fn threshold(self) -> u64 {
-        (self.p * 2f64.powi(32)) as u64
+    /// Returns the threshold: an element is kept if its 16 random bits are at least this.
+    pub(super) fn threshold(self) -> u16 {
+        (self.p * VALUES).round() as u16
     }
 }
+
+/// Number of values of 16 bits.
+const VALUES: f64 = 65_536.0;
+
+/// Elements that share 64 random bits. Each has 16 of them, from the lowest on.
+pub(super) const PER_WORD: usize = 4;
 
 /// Derives a key from another: a step's key from a seed, a micro-batch's key from the step's, and so on.
 pub fn derive_key(key: u64, part: u64) -> u64 {

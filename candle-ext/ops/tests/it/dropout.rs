@@ -17,7 +17,11 @@ fn dropout_drops_the_given_fraction_and_scales_the_rest() {
         let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / n as f64;
         // Five standard deviations of a binomial.
         assert!((dropped - p).abs() < 5.0 * (p * (1.0 - p) / n as f64).sqrt(), "{dropped} of {p}");
-        assert!(y.iter().all(|y| *y == 0.0 || (y * (1.0 - p) - 1.0).abs() < 1e-6));
+        let rounded = (p * 65_536.0).round() / 65_536.0;
+        assert!(y.iter().all(|y| *y == 0.0 || (y * (1.0 - rounded) - 1.0).abs() < 1e-6));
+        // The mean is one, with the deviation of a binomial.
+        let mean = y.iter().sum::<f64>() / n as f64;
+        assert!((mean - 1.0).abs() < 5.0 * (p / (1.0 - p) / n as f64).sqrt(), "mean {mean} for {p}");
         let both = y.windows(2).filter(|pair| pair == &[0.0, 0.0]).count() as f64 / n as f64;
         assert!((both - p * p).abs() < 0.005, "neighbours fall independently: {both} of {}", p * p);
     });

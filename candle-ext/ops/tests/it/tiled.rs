@@ -2,7 +2,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
+use candlewick_ops::{
+    ColumnShard, Dropout, OutputDtype, RowRanges, Weight, dropout, linear, reshape, sharded_dropout, swiglu, tiled,
+};
 
 use crate::cases::{
     OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
@@ -107,7 +109,9 @@ fn a_tile_has_the_dropout_mask_of_its_rows() {
     let x = randn((50, 33), 1);
     let spec = Dropout { p: 0.4, key: 11 };
     let whole = dropout(&x, spec).unwrap();
-    let tiles = tiled(&x, 13, move |x, first_row| dropout(x, spec.after(first_row * 33))).unwrap();
+    let rows = RowRanges::all();
+    let tile = move |x: &Tensor, first_row| sharded_dropout(x, spec, &rows.skip(first_row), ColumnShard::ALL);
+    let tiles = tiled(&x, 13, tile).unwrap();
     assert_eq!(bits(&tiles), bits(&whole));
 }
 

@@ -226,14 +226,13 @@ pub(super) fn wants_weights_on_host(resolver: &Resolver) -> bool {
 
 /// Returns the ZeRO stage, by default 0, or 2 in ArcticTraining's dialect. A stage out of bounds is reported elsewhere.
 pub(super) fn zero_stage(resolver: &mut Resolver) -> usize {
-    let default = if has_arctic_default(resolver) { 2 } else { 0 };
+    let default = if resolver.is_arctic_training() && leaves_stage_open(resolver) { 2 } else { 0 };
     resolver.pick("deepspeed.zero_optimization.stage", stage(resolver), default)
 }
 
-/// Returns true if ArcticTraining's default of the ZeRO stage applies. A recipe with any key of `zero_optimization` has
-/// DeepSpeed's default instead, 0.
-pub(super) fn has_arctic_default(resolver: &Resolver) -> bool {
-    resolver.is_arctic_training() && !resolver.recipe().deepspeed.contains_key("zero_optimization")
+/// Returns true if the recipe has no key of `zero_optimization`. With any of them, DeepSpeed's default stage applies, 0.
+pub(super) fn leaves_stage_open(resolver: &Resolver) -> bool {
+    !resolver.recipe().deepspeed.contains_key("zero_optimization")
 }
 
 /// Returns the ZeRO stage that the section sets, if it is within bounds.

@@ -132,14 +132,17 @@ fn a_recipe_of_arctic_training_has_its_defaults() {
 
 #[test]
 fn a_recipe_of_candlewick_keeps_its_defaults() {
-    for text in [
-        SHORT.replace("type: liger, ", "").replace("  use_data_cache: true\n  cache_processed_data: true\n", ""),
-        format!("{SHORT}output_dir: runs/a\n"),
-    ] {
+    let unmarked =
+        SHORT.replace("type: liger, ", "").replace("  use_data_cache: true\n  cache_processed_data: true\n", "");
+    let mixed = "output_dir is a key of Candlewick alone, so ArcticTraining's defaults do not apply (in spite of model.type): \
+                 deepspeed.zero_optimization.stage: 2, model.activation_checkpoint: full, data.truncation: drop";
+    for (text, note) in [(unmarked, None), (format!("{SHORT}output_dir: runs/a\n"), Some(mixed))] {
         let own = on_ranks(8, &text).unwrap();
         assert_eq!((own.ranks.zero_stage, own.model.activations), (0, CheckpointingMode::None), "{text}");
         assert_eq!((own.data.truncation, own.data.dl_num_workers), (Truncation::Error, 0));
-        assert!(!own.notes.iter().any(|note| note.contains("dialect")), "{:?}", own.notes);
+        let notes = own.notes.iter().map(String::as_str);
+        assert_eq!(notes.clone().find(|note| note.contains("ArcticTraining's defa")), note);
+        assert!(!notes.clone().any(|note| note.contains("dialect")), "{:?}", own.notes);
     }
 }
 
