@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_of_candlewick_beside_a_mark_is_named() {
+    fn a_key_of_candlewick_is_named_with_the_mark() {
         for (text, mark, own_key) in [
             ("output_dir: runs/a\ndata: {sources: [a], use_data_cache: true}", "data.use_data_cache", "output_dir"),
             ("base: other.yaml\nmodel: {type: liger}", "model.type", "base"),
