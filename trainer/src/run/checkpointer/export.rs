@@ -4,14 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
-use candlewick_model::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
 use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
 use crate::checkpoint::{CheckpointPlan, EXPORT_MARK, ExportMark, RunState, refuse_unowned, update_latest_link};
 use crate::failpoint::failpoint;
-use crate::plan::{WeightInit, dtype};
-use crate::run::context::TrainingRun;
+use crate::plan::dtype;
 
 use super::{Checkpointer, SavedCheckpoint};
 
@@ -109,13 +108,4 @@ impl Checkpointer<'_> {
         };
         (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
     }
-}
-
-/// Identifies the base weights of an adapter, if they were loaded from a checkpoint.
-pub(super) fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
-    let model = &run.plan.model;
-    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
-    let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
-    let weights = Checkpoint::open(folder).ok()?.identity();
-    Some(BaseModelRecord { model: name.to_owned(), weights })
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::Result;
 use candlewick_model::BaseModelRecord;
+use candlewick_model::checkpoint::Checkpoint;
 use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
@@ -17,12 +18,11 @@ use crate::checkpoint::{
     refuse_occupied, resume, save,
 };
 use crate::data::{EpochSize, TrainSteps};
-use crate::plan::Plan;
+use crate::plan::{Plan, WeightInit};
 
 use super::async_save::{AsyncSave, FinishedAsyncSave};
 use super::context::{Progress, TrainingRun};
 use super::state::EngineState;
-use export::base_record;
 
 pub(super) struct Checkpointer<'a> {
     run: TrainingRun<'a>,
@@ -289,6 +289,15 @@ impl Drop for Checkpointer<'_> {
             tracing::warn!("{error:#}");
         }
     }
+}
+
+/// Identifies the base weights of an adapter, if they were loaded from a checkpoint.
+fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
+    let model = &run.plan.model;
+    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
+    let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
+    let weights = Checkpoint::open(folder).ok()?.identity();
+    Some(BaseModelRecord { model: name.to_owned(), weights })
 }
 
 /// Returns the settings that a resumed run must share with its checkpoint. The data cursor guards the settings that
