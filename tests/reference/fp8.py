@@ -1,4 +1,4 @@
-"""FP8 quantization in torch, for candle-ext/ops/tests/it/fp8.rs.
+"""FP8 quantization in torch, for candle-ext/ops/tests/it/fp8/quantization.rs.
 
     pip install torch==2.15.0 numpy
     python tests/reference/fp8.py

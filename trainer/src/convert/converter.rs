@@ -117,6 +117,16 @@ impl<'s> Converter<'s> {
         }
     }
 
+    /// Returns a degree of parallelism, and multiplies the number of ranks by it. Any other value is a fault.
+    pub(super) fn degree(&mut self, item: &ForeignItem<'_>) -> Option<u64> {
+        let degree = item.whole().filter(|n| *n > 0);
+        match degree {
+            Some(n) => self.n_ranks *= n as usize,
+            None => self.fail(item, "a number of ranks"),
+        }
+        degree
+    }
+
     /// Records that the recipe has the same settings.
     pub(super) fn map<const N: usize>(&mut self, item: &ForeignItem<'_>, settings: [(&str, Json); N]) {
         self.record(FindingKind::Mapped, item, settings.to_vec(), "");

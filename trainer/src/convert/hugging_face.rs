@@ -1,13 +1,24 @@
-//! Keys of transformers' `TrainingArguments`, which axolotl and LLaMA-Factory pass on.
+//! Keys of transformers' `TrainingArguments`, which axolotl and LLaMA-Factory pass on, and other keys of both.
 
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::item::ForeignItem;
+use crate::recipe::SchedulerKwargs;
 
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
 const LOADER: &str = "each step builds its batch from memory-mapped tokens";
 const LAUNCHER: &str = "the launcher sets it";
+const ONE_RATE: &str = "both factors of an adapter have one learning rate";
+
+pub(super) const KERNELS: &str = "fused kernels are always used";
+pub(super) const NO_DORA: &str = "DoRA is not supported; a plain LoRA adapter trains";
+pub(super) const NO_MODULES: &str = "training whole modules together with an adapter is not supported";
+pub(super) const PREPARED: &str = "data are tokenized once and read from the cache";
+pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
+pub(super) const TEMPLATE: &str =
+    "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
+pub(super) const TOKEN_RATE: &str = "metrics.jsonl has tokens per second";
 
 pub(super) const RULES: KeyRules = &[
     // Optimizer and schedule.
@@ -39,7 +50,10 @@ pub(super) const RULES: KeyRules = &[
     ("torch_compile_mode", KeyRule::BuiltIn("there is nothing to compile")),
     ("gradient_checkpointing_kwargs", KeyRule::BuiltIn("blocks are always recomputed exactly")),
     ("torch_empty_cache_steps", KeyRule::BuiltIn("the allocator needs no such calls")),
-    ("use_liger_kernel", KeyRule::BuiltIn("fused kernels are always used")),
+    ("use_liger_kernel", KeyRule::BuiltIn(KERNELS)),
+    ("bf16", KeyRule::By(dtype)),
+    ("fp16", KeyRule::By(dtype)),
+    ("gradient_checkpointing", KeyRule::By(gradient_checkpointing)),
     ("average_tokens_across_devices", KeyRule::BuiltIn("the loss is the mean over all target tokens of a step")),
     ("include_num_input_tokens_seen", KeyRule::BuiltIn("metrics.jsonl has the tokens")),
     ("full_determinism", KeyRule::BuiltIn("a run on a CPU is deterministic; on a GPU set model.attn_deterministic")),
@@ -88,6 +102,12 @@ pub(super) const RULES: KeyRules = &[
     ("do_eval", KeyRule::BuiltIn("evaluation data are evaluated")),
     ("prediction_loss_only", KeyRule::BuiltIn("evaluation computes the loss")),
     ("disable_tqdm", KeyRule::BuiltIn("a terminal shows a progress bar")),
+    // Keys of both toolkits that transformers' arguments lack.
+    ("gradient_accumulation_steps", KeyRule::Elsewhere),
+    ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
+    ("streaming", KeyRule::Unless(PREPARED)),
+    ("loraplus_lr_ratio", KeyRule::Nothing(ONE_RATE)),
+    ("loraplus_lr_embedding", KeyRule::Nothing(ONE_RATE)),
 ];
 
 /// Converts the number of optimizer steps.
@@ -164,22 +184,9 @@ pub(super) fn scheduler(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 }
 
 fn scheduler_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    const KNOWN: [&str; 12] = [
-        "num_cycles",
-        "min_lr",
-        "min_lr_rate",
-        "num_stable_steps",
-        "num_decay_steps",
-        "decay_ratio",
-        "min_lr_ratio",
-        "warmup_type",
-        "decay_type",
-        "timescale",
-        "lr_end",
-        "power",
-    ];
+    let known = json!(SchedulerKwargs::default());
     for entry in item.entries().into_iter().filter(|entry| !entry.is_null()) {
-        match KNOWN.contains(&entry.name()) {
+        match known.get(entry.name()).is_some() {
             true => {
                 let path = format!("scheduler.scheduler_specific_kwargs.{}", entry.name());
                 converter.map(&entry, [(&path, entry.scalar())]);
@@ -228,6 +235,26 @@ fn best_metric(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
+/// Converts the fraction of rows that are held out.
+pub(super) fn held_out_rows(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    match item.number() {
+        Some(0.0) => converter.built_in(item, "no rows are held out"),
+        Some(fraction) if fraction > 0.0 && fraction < 1.0 => {
+            let train = ((1.0 - fraction) * 1e9).round() / 1e9;
+            converter.map(item, [("data.train_eval_split", json!([train, fraction]))]);
+        }
+        _ => converter.nothing(item, "a number of rows is not supported; use data.eval_sources: [NAME:train[:100]]"),
+    }
+}
+
+/// Converts a flag that makes prompts targets.
+pub(super) fn train_on_prompts(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    match item.flag() {
+        Some(trains) => converter.map(item, [("data.mask_inputs", (!trains).into())]),
+        None => converter.fail(item, "true or false"),
+    }
+}
+
 /// Converts the dtype of `bf16`, `fp16` and their other names.
 pub(super) fn dtype(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let is_bf16 = |item: &ForeignItem<'_>| item.flag() == Some(true) || matches!(item.text(), Some("auto" | "full"));
@@ -253,7 +280,7 @@ pub(super) fn dtype(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 }
 
 /// Converts activation checkpointing.
-pub(super) fn gradient_checkpointing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+fn gradient_checkpointing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let key = "model.activation_checkpoint";
     match (item.flag(), item.text()) {
         (Some(true), _) => converter.map(item, [(key, "full".into())]),

@@ -64,8 +64,7 @@ pub(super) fn convert(converter: &mut Converter<'_>) {
 }
 
 fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
+    let Some(n) = converter.degree(item) else { return };
     match item.name() {
         "tp_size" => converter.map(item, [("tensor_parallel_size", n.into())]),
         "cp_size" => converter.map(item, [("context_parallel_size", n.into())]),

@@ -86,7 +86,7 @@ pub(crate) fn upload<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevi
     let to = driver::base("upload", &storage)?;
     let bytes = bytes_of(values);
     if !bytes.is_empty() {
-        send(bytes, to, device).map_err(|error| Error::Msg(format!("upload: CUDA failed: {error}")))?;
+        send(bytes, to, device).map_err(cuda_failed("upload"))?;
     }
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
@@ -122,7 +122,7 @@ pub(crate) fn upload_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Re
         return Ok(());
     }
     let to = address("upload_into", dst)?;
-    send(bytes, to, device).map_err(|error| Error::Msg(format!("upload_into: CUDA failed: {error}")))
+    send(bytes, to, device).map_err(cuda_failed("upload_into"))
 }
 
 fn send(bytes: &[u8], to: super::DeviceAddress, device: &CudaDevice) -> std::result::Result<(), DriverError> {
@@ -143,17 +143,13 @@ pub(crate) struct StreamEvent(CudaEvent);
 impl StreamEvent {
     pub(crate) fn record(device: &CudaDevice) -> Result<Self> {
         let event = device.cuda_stream().record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
-        Ok(Self(event.map_err(timing_failed)?))
+        Ok(Self(event.map_err(cuda_failed("device timestamp"))?))
     }
 
     pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
-        let milliseconds = earlier.0.elapsed_ms(&self.0).map_err(timing_failed)?;
+        let milliseconds = earlier.0.elapsed_ms(&self.0).map_err(cuda_failed("device timestamp"))?;
         Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
     }
-}
-
-fn timing_failed(error: DriverError) -> Error {
-    Error::Msg(format!("device timestamp: CUDA failed: {error}"))
 }
 
 /// Copy from device to host in flight.
@@ -166,7 +162,7 @@ impl Readback {
     pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
         let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
         let from = address("readout", x)?;
-        Self::copy(from, n_bytes, device).map_err(failed)
+        Self::copy(from, n_bytes, device).map_err(cuda_failed("device readback"))
     }
 
     fn copy(from: super::DeviceAddress, n_bytes: usize, device: &CudaDevice) -> std::result::Result<Self, DriverError> {
@@ -198,9 +194,9 @@ impl Readback {
 
     fn wait_for_bytes(&self) -> Result<&[u8]> {
         if let Some(copy) = &self.staging.copy {
-            copy.synchronize().map_err(failed)?;
+            copy.synchronize().map_err(cuda_failed("device readback"))?;
         }
-        Ok(&self.staging.bytes.as_slice().map_err(failed)?[..self.n_bytes])
+        Ok(&self.staging.bytes.as_slice().map_err(cuda_failed("device readback"))?[..self.n_bytes])
     }
 
     pub(crate) fn wait(self) -> Result<Vec<f32>> {
@@ -235,7 +231,7 @@ impl Pinned {
     pub(crate) fn into_device(mut self) -> Result<Tensor> {
         let storage = driver::alloc(&self.device, self.dtype, self.shape.elem_count())?;
         let to = driver::base("unpark", &storage)?;
-        self.readback.send_back(to, &self.device).map_err(failed)?;
+        self.readback.send_back(to, &self.device).map_err(cuda_failed("device readback"))?;
         Ok(crate::storage::tensor(Storage::Cuda(storage), self.shape))
     }
 }
@@ -247,6 +243,7 @@ impl Drop for Readback {
     }
 }
 
-fn failed(error: DriverError) -> Error {
-    Error::Msg(format!("device readback: CUDA failed: {error}"))
+/// Returns a function that adds the name of a failed operation to an error of CUDA.
+fn cuda_failed(operation: &'static str) -> impl FnOnce(DriverError) -> Error {
+    move |error| Error::Msg(format!("{operation}: CUDA failed: {error}"))
 }

@@ -241,14 +241,17 @@ fn refused(source: &str, want: &str) {
     assert!(error.contains(want), "{want:?} is not in {error:.300}");
 }
 
+/// The memory of tests on other threads does not count in a child process.
 #[test]
 fn a_template_may_not_take_for_ever_or_print_without_end() {
-    let loops = "{% for a in range(100000) %}{% for b in range(100000) %}{{ '' }}{% endfor %}{% endfor %}";
-    refused(loops, "it takes more than 50000000 instructions");
-    let text = "x".repeat(100_000);
-    refused(&format!("{{% for a in range(100000) %}}{text}{{% endfor %}}"), "it prints more than 64 MiB");
-    refused(&format!("{{{{ strftime_now('%Y' * {}) }}}}", 100_000), "strftime_now: the format has");
-    refused(&"x".repeat(300_000), "over the limit of 262144");
+    in_child("template::a_template_may_not_take_for_ever_or_print_without_end", || {
+        let loops = "{% for a in range(100000) %}{% for b in range(100000) %}{{ '' }}{% endfor %}{% endfor %}";
+        refused(loops, "it takes more than 50000000 instructions");
+        let text = "x".repeat(100_000);
+        refused(&format!("{{% for a in range(100000) %}}{text}{{% endfor %}}"), "it prints more than 64 MiB");
+        refused(&format!("{{{{ strftime_now('%Y' * {}) }}}}", 100_000), "strftime_now: the format has");
+        refused(&"x".repeat(300_000), "over the limit of 262144");
+    });
 }
 
 /// Runs `check` in a child process: the thread of an abandoned rendering runs until its process ends.
@@ -269,12 +272,14 @@ fn check_given_up(body: &str) {
     let chat = Conversation::new([Message::new("user", "x")]);
     let source = format!("{{% set ns = namespace(x=['x'], t='x' * 1000) %}}{body}");
     let template = ChatTemplate::new("test", &source).unwrap();
+    let first = std::time::Instant::now();
     let error = template.render(&chat, AddGenerationPrompt::No).unwrap_err();
+    let first = first.elapsed();
     assert!(matches!(error, TemplateError::LimitExceeded { .. }), "{error:.300}");
     // Further renderings are refused at once.
     let again = std::time::Instant::now();
     assert!(template.render_turns(&chat).unwrap_err().to_string().contains("one rendering takes more than"));
-    assert!(again.elapsed() < std::time::Duration::from_secs(1));
+    assert!(again.elapsed() < first / 4, "{:?} after {first:?}", again.elapsed());
 }
 
 macro_rules! given_up {

@@ -22,6 +22,10 @@ const FIXTURES: &[(&str, FixtureFn)] = &[
     ("data/mmlu", mmlu),
     ("results/before", results),
     ("capitals.yaml", capitals),
+    ("trainer convert torchtune.yaml", foreign_files),
+    ("trainer watch runs/mine", earlier_runs),
+    ("trainer replay runs/mine", spiky_run),
+    ("--lora-modules sql=runs/sql-lora", two_adapters),
 ];
 
 /// Creates the files that a page names and does not create itself.
@@ -59,24 +63,71 @@ fn my_run(reader: &Reader) {
         {"type": "huggingface", "output_dir": "runs/my-run/model", "save_end_of_training": true},
     ]);
     let data = json!({"sources": ["recipes/chats/chats.jsonl", "recipes/chats/chats.jsonl"], "max_length": 256});
-    let keys = json!({"output_dir": "runs/my-run", "data": data, "checkpoint": checkpoint});
-    reader.write("my-run.yaml", &smollm2(&keys));
-    succeeds(reader, "trainer -q train my-run.yaml");
+    train(reader, "my-run", &json!({"data": data, "checkpoint": checkpoint}));
 }
 
 fn my_lora(reader: &Reader) {
+    adapter(reader, "my-lora", 4);
+}
+
+/// Trains adapters of different ranks.
+fn two_adapters(reader: &Reader) {
+    adapter(reader, "sql-lora", 4);
+    adapter(reader, "chat-lora", 8);
+}
+
+fn adapter(reader: &Reader, name: &str, rank: usize) {
     let model = json!({
         "name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "f32",
-        "peft_config": {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        "peft_config": {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": "all-linear"},
     });
-    reader.write("my-lora.yaml", &smollm2(&json!({"output_dir": "runs/my-lora", "train_iters": 2, "model": model})));
-    succeeds(reader, "trainer -q train my-lora.yaml");
+    train(reader, name, &json!({"train_iters": 2, "model": model}));
+}
+
+/// Trains a run with these keys into `runs/NAME`.
+fn train(reader: &Reader, name: &str, keys: &Value) {
+    let mut keys = keys.clone();
+    keys["output_dir"] = format!("runs/{name}").into();
+    reader.write(&format!("{name}.yaml"), &smollm2(&keys));
+    succeeds(reader, &format!("trainer -q train {name}.yaml"));
 }
 
 fn fp8_run(reader: &Reader) {
-    let keys = json!({"output_dir": "runs/mine", "train_iters": 2, "precision": {"recipe": "delayed"}});
-    reader.write("mine.yaml", &smollm2(&keys));
-    succeeds(reader, "trainer -q train mine.yaml");
+    train(reader, "mine", &json!({"train_iters": 2, "precision": {"recipe": "delayed"}}));
+}
+
+fn earlier_runs(reader: &Reader) {
+    for name in ["mine", "first", "second"] {
+        train(reader, name, &json!({"train_iters": 2, "checkpoint": "none"}));
+    }
+}
+
+/// Trains rows that are alike, one a step, and one of rare characters in step 41.
+fn spiky_run(reader: &Reader) {
+    let row = |step: usize| {
+        let answer = if step == 41 { "§ΩЖ¿ÞßЇ漢字§ΩЖ¿ÞßЇ漢字" } else { "Yes. Yes. Yes. Yes." };
+        let question = format!("Is {} a number?", step % 4);
+        let messages = [json!({"role": "user", "content": question}), json!({"role": "assistant", "content": answer})];
+        json!({ "messages": messages }).to_string() + "\n"
+    };
+    reader.write("spiky.jsonl", &(1..=42).map(row).collect::<String>());
+    let keys = json!({
+        "data": {"sources": ["spiky.jsonl"], "max_length": 128, "order": "sequential", "pack_samples": false},
+        "micro_batch_size": 1, "gradient_accumulation_steps": 1, "scheduler": {"name": "constant"}, "optimizer": {"learning_rate": 1e-2},
+        "loss_watchdog": {"rolling_interval_length": 16, "warmup_steps": 24, "sigma_factor": 8},
+        "checkpoint": {"type": "sharded", "output_dir": "runs/mine/checkpoints", "save_every_n_steps": 40},
+    });
+    train(reader, "mine", &keys);
+}
+
+/// Writes files of torchtune, LLaMA-Factory and picotron, and the model folder and the data that they name.
+fn foreign_files(reader: &Reader) {
+    base(reader);
+    for name in ["torchtune.yaml", "llama-factory.yaml", "picotron.json"] {
+        reader.write(name, &suite::read(format!("tests/tests/fixtures/foreign/{name}")));
+    }
+    reader.write("corpus.txt", &suite::read("docs/GLOSSARY.md"));
+    reader.write("data/dataset_info.json", &suite::read("tests/tests/fixtures/foreign/dataset_info.json"));
 }
 
 fn base(reader: &Reader) {

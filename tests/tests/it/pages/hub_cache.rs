@@ -8,6 +8,8 @@ use std::sync::OnceLock;
 use serde_json::{Value, json};
 use suite::{program, root};
 
+use crate::hub_server::Repo;
+
 const COMMIT: &str = "0123456789012345678901234567890123456789";
 
 /// The models of the pages, with the architecture of the tiny model that replaces each.
@@ -41,6 +43,17 @@ impl HubCache {
     /// Copies the cache into a folder.
     pub(super) fn copy_to(&self, folder: &Path) {
         copy(&self.0.path().join("hub"), folder);
+    }
+
+    /// Returns the repositories, as a server has them.
+    pub(super) fn repositories(&self) -> Vec<Repo> {
+        let hub = self.0.path().join("hub");
+        let names = fs::read_dir(&hub).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let repository = |name: String| {
+            let snapshot = hub.join(&name).join("snapshots").join(COMMIT);
+            add_files(Repo::new(&name.replace("--", "/"), &[]), &snapshot, "")
+        };
+        names.map(repository).collect()
     }
 
     /// Returns the snapshot folder of a repository, and makes its branch main point there.
@@ -86,15 +99,19 @@ impl HubCache {
             "question": "Which animal barks?", "choices": {"text": ["a dog", "a cat"], "label": ["A", "B"]},
             "answerKey": "A",
         });
-        self.add_file("datasets--allenai--ai2_arc", "ARC-Easy/test.jsonl", &arc);
+        let piqa = json!({"goal": "Cut bread", "sol1": "use a knife", "sol2": "use a spoon", "label": 0});
         let sum = json!({"question": "What is 4 plus 2?", "answer": "4 + 2 = <<4+2=6>>6\n#### 6"});
         let chat = json!({"messages": [
             {"role": "user", "content": "What comes after 3?"}, {"role": "assistant", "content": "4"},
         ]});
         for split in ["train", "test"] {
+            self.add_file("datasets--allenai--ai2_arc", &format!("ARC-Easy/{split}.jsonl"), &arc);
             self.add_file("datasets--openai--gsm8k", &format!("main/{split}.jsonl"), &sum);
             let ultrachat = "datasets--HuggingFaceH4--ultrachat_200k";
             self.add_file(ultrachat, &format!("data/{split}_sft-00000-of-00001.jsonl"), &chat);
+        }
+        for split in ["train", "validation"] {
+            self.add_file("datasets--baber--piqa", &format!("{split}.jsonl"), &piqa);
         }
     }
 
@@ -104,6 +121,17 @@ impl HubCache {
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         fs::write(file, format!("{row}\n").repeat(300)).unwrap();
     }
+}
+
+/// Adds the files of a folder and of its subfolders to a repository, below a path that ends with a slash.
+fn add_files(repository: Repo, folder: &Path, below: &str) -> Repo {
+    fs::read_dir(folder).unwrap().map(Result::unwrap).fold(repository, |repository, entry| {
+        let name = format!("{below}{}", entry.file_name().to_str().unwrap());
+        match entry.path().is_dir() {
+            true => add_files(repository, &entry.path(), &format!("{name}/")),
+            false => repository.with(&name, &fs::read(entry.path()).unwrap()),
+        }
+    })
 }
 
 /// Copies the files of a folder and of its subfolders.

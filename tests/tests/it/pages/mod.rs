@@ -27,28 +27,21 @@ const NOT_RUN: &[(&str, &str, &str)] = &[
     ("docs/launch.md", "scripts/launch --nnodes 2 --node-rank 0", "needs two nodes"),
     ("docs/launch.md", "scripts/launch --nnodes 2 --rdzv-backend c10d", "needs two nodes"),
     ("docs/multi-gpu.md", "scripts/launch --standalone --nproc-per-node gpu", "needs GPUs"),
-    (
-        "docs/serving.md",
-        "trainer serve HuggingFaceTB/SmolLM2-135M-Instruct --served-model-name base",
-        "needs two adapters",
-    ),
     ("docs/serving.md", "trainer serve HuggingFaceTB/SmolLM2-135M-Instruct", "needs lm-eval"),
     ("docs/use-your-model.md", "echo 'FROM ./my-model-gguf", "needs ollama"),
     ("docs/use-your-model.md", "llama-cli -m my-model-gguf", "needs llama.cpp"),
     ("docs/use-your-model.md", "vllm serve merged", "needs vLLM"),
-    ("docs/converting.md", "trainer convert axolotl.yml", "needs files of other toolkits"),
-    ("docs/monitoring.md", "trainer watch runs/mine", "needs earlier runs"),
-    ("docs/offline.md", "trainer prefetch recipe.yaml --output carry", "needs the Hub"),
-    ("docs/offline.md", "trainer prefetch recipe.yaml", "needs the Hub"),
-    ("docs/offline.md", "tar xf carry.tar", "needs the Hub"),
-    ("docs/offline.md", "evaluator run --lock recipe", "needs the Hub"),
-    ("docs/offline.md", "evaluator prefetch", "needs the Hub"),
-    ("docs/running.md", "trainer replay runs/mine", "needs a loss spike"),
     ("tests/reference/README.md", "pip install torch==2.15.0", "needs a package index"),
 ];
 
 /// The page whose results `the_runs_of_getting_started_lower_the_loss` checks.
 const GETTING_STARTED: &str = "docs/getting-started.md";
+
+/// The page whose commands have a Hub server.
+const OFFLINE: &str = "docs/offline.md";
+
+/// The page whose replay `the_replay_of_running_prints_the_lines_of_its_page` compares.
+const RUNNING: &str = "docs/running.md";
 
 /// Declares a test for each of the other pages with commands, and the list of them.
 macro_rules! pages {
@@ -67,6 +60,7 @@ macro_rules! pages {
 pages! {
     the_commands_of_the_readme_succeed: "README.md"
     the_commands_of_adding_a_task_succeed: "docs/adding-a-task.md"
+    the_commands_of_converting_succeed: "docs/converting.md"
     the_commands_of_distributed_succeed: "docs/distributed.md"
     the_commands_of_evaluating_succeed: "docs/evaluating.md"
     the_commands_of_evaluate_succeed: "docs/evaluate.md"
@@ -77,6 +71,7 @@ pages! {
     the_commands_of_long_context_succeed: "docs/long-context.md"
     the_commands_of_lora_succeed: "docs/lora.md"
     the_commands_of_memory_succeed: "docs/memory.md"
+    the_commands_of_monitoring_succeed: "docs/monitoring.md"
     the_commands_of_moe_succeed: "docs/moe.md"
     the_commands_of_moe_training_succeed: "docs/moe-training.md"
     the_commands_of_multi_gpu_succeed: "docs/multi-gpu.md"
@@ -88,8 +83,12 @@ pages! {
 
 /// Follows a page from its beginning to its end.
 fn follow(path: &str) -> Reader {
+    follow_as(Reader::new(), path)
+}
+
+/// Follows a page in the folder of a reader.
+fn follow_as(mut reader: Reader, path: &str) -> Reader {
     let page = read(path);
-    let mut reader = Reader::new();
     fixtures::prepare(&reader, &page);
     reader.follow(&page);
     reader
@@ -106,7 +105,7 @@ fn pages_with_commands() -> BTreeSet<String> {
 fn every_page_with_commands_is_followed_by_a_test() {
     let has_one_that_runs = |path: &String| blocks(&read(path)).iter().any(Block::runs);
     let pages: BTreeSet<_> = pages_with_commands().into_iter().filter(has_one_that_runs).collect();
-    let followed = PAGES.iter().chain([&GETTING_STARTED, &messages::PAGE]);
+    let followed = PAGES.iter().chain([&GETTING_STARTED, &OFFLINE, &RUNNING, &messages::PAGE]);
     assert_eq!(pages, followed.map(|page| (*page).to_owned()).collect());
 }
 
@@ -129,6 +128,30 @@ fn the_blocks_that_no_test_runs_are_listed_with_their_reasons() {
     let mut listed: Vec<_> = NOT_RUN.iter().map(|(_, command, _)| *command).collect();
     listed.sort_unstable();
     assert_eq!(found, listed);
+}
+
+#[test]
+fn the_commands_of_offline_succeed_and_only_prefetch_sends_requests() {
+    let reader = follow_as(Reader::online(), OFFLINE);
+    let (prefetches, others): (Vec<_>, Vec<_>) =
+        reader.followed.iter().partition(|followed| followed.command.contains(" prefetch "));
+    assert!(prefetches.iter().any(|prefetch| prefetch.n_requests > 0));
+    assert!(others.len() >= 8, "only {} commands", others.len());
+    for other in others {
+        assert_eq!(other.n_requests, 0, "{}", other.command);
+    }
+}
+
+#[test]
+fn the_replay_of_running_prints_the_lines_of_its_page() {
+    let reader = follow(RUNNING);
+    let page = read(RUNNING);
+    let blocks = blocks(&page);
+    let shown = blocks.iter().find(|block| block.text.starts_with("$ trainer replay")).unwrap();
+    let printed = String::from_utf8_lossy(&reader.followed.last().unwrap().output.stdout);
+    let printed = printed.replace(reader.path("").to_str().unwrap(), "/data/");
+    let shown: Vec<_> = shown.text.lines().skip(1).take_while(|line| *line != "...").collect();
+    assert_eq!(printed.lines().take(shown.len()).collect::<Vec<_>>(), shown, "{printed}");
 }
 
 #[test]

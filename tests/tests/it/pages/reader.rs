@@ -25,6 +25,7 @@ const REPLACED: &[(&str, &str, &str)] = &[
     ("=MODEL ", "=Qwen/Qwen3-0.6B ", "a placeholder"),
     ("hf_...", "hf_secret", "a placeholder"),
     ("http://127.0.0.1:8000/", "http://ADDRESS/", "the tests' server has another port"),
+    ("cp \"$(command -v", "ln -s \"$(command -v", "the programs of the tests are large"),
 ];
 
 /// The address of a server in [`REPLACED`].
@@ -34,12 +35,25 @@ const ADDRESS: &str = "ADDRESS";
 pub(super) struct Followed {
     pub(super) command: String,
     pub(super) output: Output,
+    /// Number of requests that the Hub server received.
+    pub(super) n_requests: usize,
+}
+
+/// The Hub of a reader's commands.
+enum ReaderHub {
+    /// A cache with all repositories. Only `--push-to-hub` sends requests.
+    Cache,
+    /// A server with all repositories, and an empty cache.
+    Server,
 }
 
 /// A folder with the repository's recipes, a Hub cache and the results of commands.
 pub(super) struct Reader {
     folder: tempfile::TempDir,
-    hub: HubServer,
+    /// The folder in it that the commands have changed to.
+    current: PathBuf,
+    hub: ReaderHub,
+    server_of_hub: HubServer,
     /// The variables that commands have exported.
     exported: BTreeMap<String, String>,
     /// The last server that a command has started, with its address.
@@ -48,15 +62,28 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// Creates the folder, with the tiny models and data sets of [`HubCache`].
+    /// Creates the folder, with a cache of the tiny models and data sets of [`HubCache`].
     pub(super) fn new() -> Self {
+        let reader = Self::with_hub(ReaderHub::Cache, HubServer::start([]));
+        HubCache::shared().copy_to(&reader.path("hf-home/hub"));
+        reader
+    }
+
+    /// Creates the folder, with a Hub server that has the tiny models and data sets.
+    pub(super) fn online() -> Self {
+        Self::with_hub(ReaderHub::Server, HubServer::start(HubCache::shared().repositories()))
+    }
+
+    fn with_hub(hub: ReaderHub, server_of_hub: HubServer) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let reader =
-            Self { folder, hub: HubServer::start([]), exported: BTreeMap::new(), server: None, followed: Vec::new() };
+        let current = folder.path().to_owned();
+        let (exported, followed) = (BTreeMap::new(), Vec::new());
+        let reader = Self { folder, current, hub, server_of_hub, exported, server: None, followed };
         for name in ["recipes", "scripts", "tests"] {
             symlink(root().join(name), reader.path(name)).unwrap();
         }
-        HubCache::shared().copy_to(&reader.path("hf-home/hub"));
+        // curl fails if a server answers with an error.
+        reader.write(".curlrc", "fail-with-body\n");
         reader
     }
 
@@ -100,15 +127,22 @@ impl Reader {
 
     /// Runs a command of a page, which ends with this exit code.
     fn follow_command(&mut self, command: &str, code: i32) {
-        if let Some((name, value)) = command.strip_prefix("export ").and_then(|rest| rest.split_once('=')) {
-            self.exported.insert(name.to_owned(), replaced(value));
+        if let Some(variables) = command.strip_prefix("export ") {
+            let set = variables.split(' ').map(|variable| variable.split_once('=').unwrap());
+            self.exported.extend(set.map(|(name, value)| (name.to_owned(), replaced(value))));
+            return;
+        }
+        if let Some(folder) = command.strip_prefix("cd ") {
+            self.current.push(folder);
             return;
         }
         if ["trainer serve ", "evaluator serve "].iter().any(|serve| command.starts_with(serve)) {
             self.serve(command);
             return;
         }
+        let n_earlier = self.server_of_hub.log().len();
         let output = self.run(command);
+        let n_requests = self.server_of_hub.log().len() - n_earlier;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         assert!(
             output.status.code() == Some(code),
@@ -117,7 +151,7 @@ impl Reader {
             text(&output.stdout),
             text(&output.stderr)
         );
-        self.followed.push(Followed { command: command.to_owned(), output });
+        self.followed.push(Followed { command: command.to_owned(), output, n_requests });
     }
 
     /// Runs a command line in a shell, as the reader does, without a network.
@@ -133,15 +167,17 @@ impl Reader {
         let programs = program("trainer").parent().unwrap().display().to_string();
         let path = format!("{programs}:{}", std::env::var("PATH").unwrap_or_default());
         let mut command = Command::new("sh");
-        command.args(["-ec", &line.replace(ADDRESS, address)]).current_dir(self.folder.path()).stdin(Stdio::piped());
+        command.args(["-ec", &line.replace(ADDRESS, address)]).current_dir(&self.current).stdin(Stdio::piped());
         command.env("PATH", path).env("RAYON_NUM_THREADS", "2").env("LAUNCH", program("launch"));
         command.env("HF_HOME", self.path("hf-home")).env("XDG_CACHE_HOME", self.path("cache"));
-        for name in ["RUST_BACKTRACE", "RUST_LOG", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "RANK", "WORLD_SIZE"] {
+        command.env("CURL_HOME", self.folder.path());
+        let hub = ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"];
+        for name in ["RUST_BACKTRACE", "RUST_LOG", "RANK", "WORLD_SIZE"].iter().chain(&hub) {
             command.env_remove(name);
         }
-        match line.contains("--push-to-hub") {
-            true => command.env("HF_ENDPOINT", self.hub.endpoint()),
-            false => command.env("HF_HUB_OFFLINE", "1"),
+        match self.hub {
+            ReaderHub::Cache if !line.contains("--push-to-hub") => command.env("HF_HUB_OFFLINE", "1"),
+            _ => command.env("HF_ENDPOINT", self.server_of_hub.endpoint()),
         };
         command.envs(&self.exported);
         command
@@ -151,6 +187,8 @@ impl Reader {
     fn serve(&mut self, command: &str) {
         self.stop();
         let log = self.path("server.log");
+        // The log of an earlier server has its address.
+        let _ = fs::remove_file(&log);
         let line = format!("exec {command} --port 0 2>server.log");
         let server = self.shell(&replaced(&line)).stdout(Stdio::null()).spawn().unwrap();
         let address = || {

@@ -2,8 +2,8 @@
 
 use serde_json::{Value as Json, json};
 
-use super::model::KERNELS;
 use crate::convert::converter::{Converter, KeyRule, KeyRules};
+use crate::convert::hugging_face::{KERNELS, NO_DORA, NO_MODULES};
 use crate::convert::item::ForeignItem;
 
 pub(super) const RULES: KeyRules = &[
@@ -24,14 +24,12 @@ pub(super) const RULES: KeyRules = &[
     ("peft_layers_to_transform", KeyRule::By(peft)),
     ("peft_layers_pattern", KeyRule::By(peft)),
     ("peft_use_rslora", KeyRule::By(peft)),
-    ("peft_use_dora", KeyRule::Unless("DoRA is not supported; a plain LoRA adapter trains")),
+    ("peft_use_dora", KeyRule::Unless(NO_DORA)),
     ("peft_init_lora_weights", KeyRule::By(init)),
     ("peft_autocast_adapter_dtype", KeyRule::BuiltIn("the adapter's master weights are f32")),
-    ("lora_modules_to_save", KeyRule::Nothing("training whole modules together with an adapter is not supported")),
+    ("lora_modules_to_save", KeyRule::Nothing(NO_MODULES)),
     ("lora_fan_in_fan_out", KeyRule::Unless("linear layers of these models store [outputs, inputs]")),
     ("lora_on_cpu", KeyRule::BuiltIn("`trainer merge` merges on the CPU")),
-    ("loraplus_lr_ratio", KeyRule::Nothing("both factors of an adapter have one learning rate")),
-    ("loraplus_lr_embedding", KeyRule::Nothing("both factors of an adapter have one learning rate")),
     ("lora_mlp_kernel", KeyRule::BuiltIn(KERNELS)),
     ("lora_qkv_kernel", KeyRule::BuiltIn(KERNELS)),
     ("lora_o_kernel", KeyRule::BuiltIn(KERNELS)),

@@ -8,15 +8,14 @@ mod ranks;
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
-use super::hugging_face::{self, BatchKeys};
+use super::hugging_face::{self, BatchKeys, KERNELS, SYSTEM_MESSAGE, TEMPLATE, TOKEN_RATE};
 use super::item::ForeignItem;
 use super::report::FindingKind;
 use super::saving::{self, SaveInterval, SavingDefaults};
-use model::{KERNELS, RESIZE};
+use model::RESIZE;
 
 const CONFIG: &str = "config.json and tokenizer.json have the type";
 const PACKING: &str = "packing needs no such parameter";
-const TEMPLATE: &str = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
 const EXPERTS: &str = "experts are always one matrix multiplication per projection";
 
 const RULES: KeyRules = &[
@@ -35,10 +34,7 @@ const RULES: KeyRules = &[
     ("is_llama_derived_model", KeyRule::BuiltIn(CONFIG)),
     ("is_mistral_derived_model", KeyRule::BuiltIn(CONFIG)),
     ("is_qwen_derived_model", KeyRule::BuiltIn(CONFIG)),
-    ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
-    ("bf16", KeyRule::By(hugging_face::dtype)),
     ("bfloat16", KeyRule::By(hugging_face::dtype)),
-    ("fp16", KeyRule::By(hugging_face::dtype)),
     ("float16", KeyRule::By(hugging_face::dtype)),
     ("fp8", KeyRule::By(model::fp8)),
     ("fp8_enable_fsdp_float8_all_gather", KeyRule::By(model::fp8_gather)),
@@ -75,7 +71,6 @@ const RULES: KeyRules = &[
     ("liger_cross_entropy", KeyRule::BuiltIn(KERNELS)),
     ("liger_fused_linear_cross_entropy", KeyRule::BuiltIn(KERNELS)),
     ("plugins", KeyRule::By(model::plugins)),
-    ("gradient_checkpointing", KeyRule::By(hugging_face::gradient_checkpointing)),
     ("activation_offloading", KeyRule::By(model::activation_offloading)),
     ("selective_checkpointing", KeyRule::By(model::selective)),
     ("tiled_mlp", KeyRule::To("tiled_mlp_compute")),
@@ -84,8 +79,7 @@ const RULES: KeyRules = &[
     ("datasets", KeyRule::By(datasets::training)),
     ("test_datasets", KeyRule::By(datasets::evaluation)),
     ("pretraining_dataset", KeyRule::By(datasets::pretraining)),
-    ("streaming", KeyRule::Unless("data are tokenized once and read from the cache")),
-    ("val_set_size", KeyRule::By(val_set_size)),
+    ("val_set_size", KeyRule::By(hugging_face::held_out_rows)),
     ("dataset_prepared_path", KeyRule::To("data.cache_dir")),
     ("dataset_processes", KeyRule::To("data.num_proc")),
     ("dataset_num_proc", KeyRule::To("data.num_proc")),
@@ -101,8 +95,8 @@ const RULES: KeyRules = &[
     ("chat_template", KeyRule::By(chat_template)),
     ("chat_template_jinja", KeyRule::To("tokenizer.chat_template")),
     ("chat_template_kwargs", KeyRule::By(chat_template_kwargs)),
-    ("default_system_message", KeyRule::Nothing("put the system message into the rows or the chat template")),
-    ("train_on_inputs", KeyRule::By(train_on_inputs)),
+    ("default_system_message", KeyRule::Nothing(SYSTEM_MESSAGE)),
+    ("train_on_inputs", KeyRule::By(hugging_face::train_on_prompts)),
     ("sequence_len", KeyRule::To("data.max_length")),
     ("eval_sequence_len", KeyRule::By(eval_sequence_len)),
     ("excess_length_strategy", KeyRule::By(excess)),
@@ -120,7 +114,6 @@ const RULES: KeyRules = &[
     ("batch_flattening", KeyRule::BuiltIn("rows of a micro-batch are never padded")),
     // Batches and optimizer.
     ("micro_batch_size", KeyRule::Elsewhere),
-    ("gradient_accumulation_steps", KeyRule::Elsewhere),
     (
         "batch_size",
         KeyRule::Nothing("the batch is micro_batch_size x gradient_accumulation_steps x data-parallel ranks"),
@@ -158,8 +151,8 @@ const RULES: KeyRules = &[
     ("loss_watchdog_patience", KeyRule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
     ("gc_steps", KeyRule::BuiltIn("memory is freed at once")),
     ("gc_collect_steps", KeyRule::BuiltIn("memory is freed at once")),
-    ("include_tokens_per_second", KeyRule::BuiltIn("metrics.jsonl has tokens per second")),
-    ("include_tkps", KeyRule::BuiltIn("metrics.jsonl has tokens per second")),
+    ("include_tokens_per_second", KeyRule::BuiltIn(TOKEN_RATE)),
+    ("include_tkps", KeyRule::BuiltIn(TOKEN_RATE)),
     ("profiler_steps", KeyRule::Nothing("`trainer train --profile` profiles")),
     ("use_tensorboard", KeyRule::Elsewhere),
     ("use_wandb", KeyRule::Elsewhere),
@@ -222,17 +215,6 @@ fn sample_packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
-fn val_set_size(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match item.number() {
-        Some(0.0) => converter.built_in(item, "no rows are held out"),
-        Some(fraction) if fraction > 0.0 && fraction < 1.0 => {
-            let train = ((1.0 - fraction) * 1e9).round() / 1e9;
-            converter.map(item, [("data.train_eval_split", json!([train, fraction]))]);
-        }
-        _ => converter.nothing(item, "a number of rows is not supported; use data.eval_sources: [NAME:train[:100]]"),
-    }
-}
-
 fn curriculum(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(true) => converter.map(item, [("data.order", "sequential".into())]),
@@ -252,13 +234,6 @@ fn chat_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 
 fn chat_template_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     converter.map(item, [("tokenizer.chat_template_kwargs", item.json())]);
-}
-
-fn train_on_inputs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match item.flag() {
-        Some(trains) => converter.map(item, [("data.mask_inputs", (!trains).into())]),
-        None => converter.fail(item, "true or false"),
-    }
 }
 
 fn eval_sequence_len(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

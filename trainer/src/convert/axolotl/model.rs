@@ -1,9 +1,9 @@
 //! axolotl's keys of the model, its precision and its memory.
 
 use crate::convert::converter::Converter;
+use crate::convert::hugging_face::KERNELS;
 use crate::convert::item::ForeignItem;
 
-pub(super) const KERNELS: &str = "fused kernels are always used";
 pub(super) const RESIZE: &str = "embeddings cannot be resized, and the tokenizer's own special tokens are used";
 
 pub(super) fn base_model_config(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

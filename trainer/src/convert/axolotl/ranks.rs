@@ -6,8 +6,7 @@ use crate::convert::converter::Converter;
 use crate::convert::item::ForeignItem;
 
 pub(super) fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
+    let Some(n) = converter.degree(item) else { return };
     match item.name() {
         "tensor_parallel_size" => converter.map(item, [("tensor_parallel_size", n.into())]),
         _ => converter.map(item, [("context_parallel_size", n.into())]),
@@ -15,8 +14,7 @@ pub(super) fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 }
 
 pub(super) fn dp_shard(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
+    let Some(n) = converter.degree(item) else { return };
     let note = format!("ZeRO stage 3 shards over the ranks of a group; start {} ranks", converter.n_ranks);
     let settings = [
         ("deepspeed.zero_optimization.stage", Json::from(3)),
@@ -26,7 +24,8 @@ pub(super) fn dp_shard(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 }
 
 pub(super) fn dp_replicate(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
+    if converter.degree(item).is_none() {
+        return;
+    }
     converter.built_in(item, "the ranks that are started decide the number of replicas");
 }

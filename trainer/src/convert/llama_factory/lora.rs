@@ -3,6 +3,7 @@
 use serde_json::{Value as Json, json};
 
 use crate::convert::converter::{Converter, KeyRule, KeyRules};
+use crate::convert::hugging_face::{NO_DORA, NO_MODULES};
 use crate::convert::item::ForeignItem;
 
 const FP8: &str = "frozen weights are FP8 codes, a byte a weight; weights of 4 bits are not supported";
@@ -15,17 +16,15 @@ pub(super) const RULES: KeyRules = &[
     ("lora_dropout", KeyRule::Elsewhere),
     ("lora_target", KeyRule::Elsewhere),
     ("use_rslora", KeyRule::Elsewhere),
-    ("use_dora", KeyRule::Unless("DoRA is not supported; a plain LoRA adapter trains")),
+    ("use_dora", KeyRule::Unless(NO_DORA)),
     ("pissa_init", KeyRule::Unless("PEFT's default initialization is the only one")),
     ("pissa_iter", KeyRule::BuiltIn("has no effect without pissa_init")),
     ("pissa_convert", KeyRule::BuiltIn("has no effect without pissa_init")),
-    ("additional_target", KeyRule::Nothing("training whole modules together with an adapter is not supported")),
+    ("additional_target", KeyRule::Nothing(NO_MODULES)),
     (
         "create_new_adapter",
         KeyRule::Unless("merge the adapter first with `trainer merge`, and train a new one on the result"),
     ),
-    ("loraplus_lr_ratio", KeyRule::Nothing("both factors of an adapter have one learning rate")),
-    ("loraplus_lr_embedding", KeyRule::Nothing("both factors of an adapter have one learning rate")),
     ("quantization_bit", KeyRule::By(quantized)),
     ("quantization_method", KeyRule::BuiltIn(QUANTIZED)),
     ("quantization_type", KeyRule::BuiltIn(QUANTIZED)),

@@ -6,14 +6,13 @@ mod lora;
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
-use super::hugging_face::{self, BatchKeys};
+use super::hugging_face::{self, BatchKeys, KERNELS, PREPARED, SYSTEM_MESSAGE, TEMPLATE, TOKEN_RATE};
 use super::item::ForeignItem;
 use super::saving::{self, SaveInterval, SavingDefaults};
 
 const MEDIA: &str = "images, videos and audio are not supported";
 const SERVER: &str = "has no influence on training";
 const RESIZE: &str = "embeddings cannot be resized";
-const KERNELS: &str = "fused kernels are always used";
 
 const RULES: KeyRules = &[
     // Model.
@@ -26,7 +25,6 @@ const RULES: KeyRules = &[
     ("add_tokens", KeyRule::Nothing(RESIZE)),
     ("add_special_tokens", KeyRule::Nothing(RESIZE)),
     ("split_special_tokens", KeyRule::Unless("special tokens in a text are always split by the chat template's rules")),
-    ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
     ("low_cpu_mem_usage", KeyRule::BuiltIn("weights are memory-mapped")),
     ("rope_scaling", KeyRule::By(rope_scaling)),
     ("flash_attn", KeyRule::By(attention)),
@@ -37,13 +35,10 @@ const RULES: KeyRules = &[
     ("enable_liger_kernel", KeyRule::BuiltIn(KERNELS)),
     ("moe_aux_loss_coef", KeyRule::By(aux_loss)),
     ("disable_gradient_checkpointing", KeyRule::By(no_checkpointing)),
-    ("gradient_checkpointing", KeyRule::By(hugging_face::gradient_checkpointing)),
     ("use_reentrant_gc", KeyRule::BuiltIn("blocks are always recomputed exactly")),
     ("upcast_layernorm", KeyRule::Unless("norms compute in f32 and return model.dtype")),
     ("upcast_lmhead_output", KeyRule::BuiltIn("logits are always f32")),
     ("train_from_scratch", KeyRule::By(from_scratch)),
-    ("bf16", KeyRule::By(hugging_face::dtype)),
-    ("fp16", KeyRule::By(hugging_face::dtype)),
     ("pure_bf16", KeyRule::By(pure_bf16)),
     ("fp8", KeyRule::By(fp8)),
     ("fp8_backend", KeyRule::BuiltIn("the own FP8 kernels, or cuBLASLt's")),
@@ -81,14 +76,13 @@ const RULES: KeyRules = &[
     ("template", KeyRule::By(template)),
     ("cutoff_len", KeyRule::To("data.max_length")),
     ("model_max_length", KeyRule::BuiltIn("data.max_length limits the rows")),
-    ("train_on_prompt", KeyRule::By(train_on_prompt)),
+    ("train_on_prompt", KeyRule::By(hugging_face::train_on_prompts)),
     ("mask_history", KeyRule::Unless("all answers are targets; `train: false` in a message masks it")),
     ("packing", KeyRule::By(packing)),
     ("neat_packing", KeyRule::By(neat_packing)),
-    ("val_size", KeyRule::By(val_size)),
+    ("val_size", KeyRule::By(hugging_face::held_out_rows)),
     ("eval_on_each_dataset", KeyRule::Unless("the evaluation data have one loss together")),
-    ("streaming", KeyRule::Unless("data are tokenized once and read from the cache")),
-    ("buffer_size", KeyRule::BuiltIn("data are tokenized once and read from the cache")),
+    ("buffer_size", KeyRule::BuiltIn(PREPARED)),
     ("mix_strategy", KeyRule::By(mix)),
     ("interleave_probs", KeyRule::Nothing("data.sources.N.sample_ratio or sample_count set the parts of sources")),
     ("preprocessing_num_workers", KeyRule::To("data.num_proc")),
@@ -99,12 +93,11 @@ const RULES: KeyRules = &[
     ("ignore_pad_token_for_loss", KeyRule::BuiltIn("padding has no loss")),
     ("disable_shuffling", KeyRule::By(no_shuffling)),
     ("tool_format", KeyRule::Nothing("the tokenizer's chat template renders tools")),
-    ("default_system", KeyRule::Nothing("put the system message into the rows or the chat template")),
+    ("default_system", KeyRule::Nothing(SYSTEM_MESSAGE)),
     ("enable_thinking", KeyRule::By(thinking)),
     ("preserve_thinking", KeyRule::By(preserve_thinking)),
     // Batches, optimizer and logs.
     ("per_device_train_batch_size", KeyRule::Elsewhere),
-    ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("per_device_eval_batch_size", KeyRule::BuiltIn("evaluation uses micro_batch_size; the loss is the same")),
     ("num_train_epochs", KeyRule::By(hugging_face::epochs)),
     ("optim", KeyRule::By(hugging_face::optimizer)),
@@ -113,7 +106,7 @@ const RULES: KeyRules = &[
     ("plot_loss", KeyRule::BuiltIn("metrics.jsonl has every step, and report_to: tensorboard plots it")),
     ("compute_accuracy", KeyRule::Unless("evaluation computes the loss; eval.tasks evaluates tasks")),
     ("predict_with_generate", KeyRule::Unless("evaluation computes the loss; eval.tasks evaluates tasks")),
-    ("include_effective_tokens_per_second", KeyRule::BuiltIn("metrics.jsonl has tokens per second")),
+    ("include_effective_tokens_per_second", KeyRule::BuiltIn(TOKEN_RATE)),
     ("use_swanlab", KeyRule::Unless("the trackers are tensorboard, wandb and mlflow")),
     ("swanlab_project", KeyRule::Nothing("the trackers are tensorboard, wandb and mlflow")),
     ("swanlab_run_name", KeyRule::Nothing("the trackers are tensorboard, wandb and mlflow")),
@@ -240,15 +233,7 @@ fn fp8(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 }
 
 fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let note = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
-    converter.change(item, [], note);
-}
-
-fn train_on_prompt(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match item.flag() {
-        Some(trains) => converter.map(item, [("data.mask_inputs", (!trains).into())]),
-        None => converter.fail(item, "true or false"),
-    }
+    converter.change(item, [], TEMPLATE);
 }
 
 fn packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
@@ -269,17 +254,6 @@ fn neat_packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.flag() {
         Some(true) => converter.map(item, [("data.pack_samples", true.into())]),
         _ => converter.built_in(item, "packed samples never attend to each other"),
-    }
-}
-
-fn val_size(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match item.number() {
-        Some(0.0) => converter.built_in(item, "no rows are held out"),
-        Some(fraction) if fraction > 0.0 && fraction < 1.0 => {
-            let train = ((1.0 - fraction) * 1e9).round() / 1e9;
-            converter.map(item, [("data.train_eval_split", json!([train, fraction]))]);
-        }
-        _ => converter.nothing(item, "a number of rows is not supported; use data.eval_sources: [NAME:train[:100]]"),
     }
 }
 

@@ -218,8 +218,7 @@ fn degree(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     if item.number() == Some(-1.0) {
         return converter.change(item, [stage_3()], "ZeRO stage 3 shards over all data-parallel ranks");
     }
-    let Some(n) = item.whole().filter(|n| *n > 0) else { return converter.fail(item, "a number of ranks") };
-    converter.n_ranks *= n as usize;
+    let Some(n) = converter.degree(item) else { return };
     match item.name() {
         "tensor_parallel_dim" => converter.map(item, [("tensor_parallel_size", n.into())]),
         "context_parallel_dim" => converter.map(item, [("context_parallel_size", n.into())]),

@@ -1,24 +1,23 @@
 //! A training session: the data loader, the engine, and the reports.
 
+mod saves;
+mod step_report;
+
 use std::collections::VecDeque;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
-use candlewick_model::TiledMlp;
-use candlewick_ops::{DeviceTimestamp, GradPolicy, GradScaler, LossScaling, UpdateOutcome, derive_key, span};
-use candlewick_parallel::{ActivationCheckpointing, MasterRounding, ZeroGradCount};
+use candlewick_ops::{DeviceTimestamp, GradPolicy, GradScaler, UpdateOutcome, derive_key, span};
+use candlewick_parallel::{MasterRounding, ZeroGradCount};
 use serde_json::json;
 
-use crate::checkpoint::{CheckpointError, CheckpointFormat, CheckpointPlan, Moment, Resumed, Tag};
+use crate::checkpoint::{CheckpointError, Resumed};
 use crate::data::{Cursor, GlobalBatch, TokenStats, TrainSteps};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    AttentionPairs, CheckpointRecord, FlopFactors, Fp8Record, GpuMonitor, Memory, ModelShape, Recomputed, Reporter,
-    ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord, StepRecord, TrackerFailure, flops,
-    model_flops_utilization, recomputed_flops,
+    Fp8Record, GpuMonitor, Reporter, ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord, TrackerFailure,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
@@ -26,12 +25,12 @@ use crate::routing::RoutingFiles;
 use crate::schedule::Schedule;
 use crate::signals::StopRequest;
 
-use super::async_save::FinishedAsyncSave;
-use super::checkpointer::{self, Checkpointer, SaveOutcome, SavedCheckpoint};
+use super::checkpointer::Checkpointer;
 use super::context::{Progress, TrainingRun};
 use super::describe::{describe, lines};
 use super::routing;
-use super::step::{self, AllStepsSkipped, PendingStep, StepConfig, StepOutcome, StepOutput};
+use super::step::{self, PendingStep, StepConfig, StepOutput};
+pub(super) use saves::StopResult;
 
 pub(super) struct Session<'a> {
     pub(super) run: TrainingRun<'a>,
@@ -246,73 +245,6 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn report(&mut self, step: &GlobalBatch, outcome: &StepOutcome) {
-        let decision = &outcome.decision;
-        if decision.outcome == UpdateOutcome::Overflowed {
-            let (number, scale) = (outcome.number, decision.next.loss_scale);
-            let line = format!("skipped step {number}: its gradient overflowed; the loss scale is now {scale}");
-            self.reporter.terminal().line(&line);
-        }
-        let data_world = self.run.ranks.rank_info.data_world;
-        let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(data_world) as f64);
-        let n_ranks = self.run.plan.ranks.n_ranks();
-        let step_time = outcome.elapsed.as_secs_f64();
-        let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
-        let useful_flops = self.flops(step, Work::Useful) / n_ranks as f64;
-        let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
-        let record = StepRecord {
-            epoch: step.epoch,
-            iter: outcome.number,
-            lr: outcome.lr,
-            loss: outcome.loss,
-            auxiliary_losses: outcome.auxiliary.clone(),
-            expert_load: outcome.expert_load.clone(),
-            grad_norm: decision.norm,
-            num_zeros: outcome.grad_zeros,
-            loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(decision.next.loss_scale),
-            seqlen: padded as f64 / n_micros,
-            iter_time: step_time / n_rounds,
-            iter_tflops: tera_flops / step_time,
-            step_time,
-            step_tflops: tera_flops / step_time,
-            tokens: step.n_tokens() as u64,
-            n_targets: step.n_targets as u64,
-            tokens_per_second: step.n_tokens() as f64 / step_time,
-            mfu: self.peak.as_mut().map(|peak| model_flops_utilization(useful_flops, step_time, peak)),
-            memory: Memory::now(),
-            gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
-            wall_clock_ms: outcome.wall_clock,
-            gpu_energy_joules: self.monitor.as_ref().and_then(GpuMonitor::energy),
-        };
-        self.reporter.log_step(&record);
-        if let Some(times) = outcome.wall_clock {
-            self.reporter.terminal().line(&times.to_string());
-        }
-        let (token_stats, n_skipped) = (json!(self.token_stats()), self.progress.n_skipped);
-        self.update_run_json(|report| {
-            report.metrics["step"] = json!(record);
-            report.token_stats = token_stats;
-            report.skipped_steps = n_skipped;
-        });
-    }
-
-    /// Returns the FLOPs of a step, summed over all ranks.
-    fn flops(&self, step: &GlobalBatch, work: Work) -> f64 {
-        let shape = ModelShape::of(self.run.engine.model());
-        let (attention_pairs, again) = match work {
-            Work::All => {
-                (AttentionPairs::Full, recomputed(self.run.engine.checkpointing(), self.run.engine.tiled_mlp()))
-            }
-            Work::Useful => (AttentionPairs::Causal, Vec::new()),
-        };
-        let factors = if self.run.plan.model.adapter.is_some() { FlopFactors::ADAPTER } else { FlopFactors::TRAIN };
-        let of_batch = |ends: &[usize]| {
-            let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            flops(&shape, factors, attention_pairs, &lengths) + recomputed_flops(&shape, &again, &lengths)
-        };
-        step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
-    }
-
     /// Updates run.json. A failed write only warns, because the run can still save checkpoints.
     pub(super) fn update_run_json(&mut self, change: impl FnOnce(&mut RunReport)) {
         if let Err(error) = self.run_json.update(change) {
@@ -333,125 +265,6 @@ impl<'a> Session<'a> {
         let TrainingRun { plan, ranks, stop, .. } = self.run;
         ranks.agree_on_stop(stop.poll(), plan.exit.kill_switch_path.as_deref())
     }
-
-    /// Reports the asynchronous checkpoint if it is finished. With `wait`, waits for it.
-    pub(super) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
-        if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
-            let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
-            self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved: dir, save_time });
-            self.log_removed(&removed);
-        }
-        Ok(())
-    }
-
-    fn log_removed(&self, removed: &[PathBuf]) {
-        removed
-            .iter()
-            .for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (save_total_limit)", dir.display())));
-    }
-
-    /// Saves every checkpoint that is due after this step.
-    pub(super) fn save_due(&mut self) -> Result<()> {
-        self.finish_async_save(false)?;
-        let moment = self.moment();
-        if moment.end_of_training {
-            self.refuse_untrained()?;
-        }
-        if !self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.is_due(moment)) {
-            return Ok(());
-        }
-        let is_trained = self.is_trained()?;
-        self.save_all(|plan| plan.is_due(moment) && (is_trained || plan.format == CheckpointFormat::Sharded)).map(drop)
-    }
-
-    /// Returns true if a step was applied, or if there was no step yet.
-    fn is_trained(&mut self) -> Result<bool> {
-        self.drain(0)?;
-        let n_steps = self.stream.cursor().step;
-        Ok(n_steps == 0 || self.progress.n_skipped < n_steps)
-    }
-
-    /// Fails if every step so far was skipped, because the weights are the initial ones.
-    fn refuse_untrained(&mut self) -> Result<()> {
-        let n_steps = self.stream.cursor().step;
-        if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps }.into()) }
-    }
-
-    pub(super) fn moment(&self) -> Moment {
-        let Cursor { step, epoch, step_in_epoch, .. } = *self.stream.cursor();
-        let finished_epoch = (step_in_epoch == 0).then_some(epoch);
-        Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
-    }
-
-    /// Saves the checkpoints of this step that are missing because the run died between two of them.
-    fn save_missing(&mut self) -> Result<()> {
-        let Cursor { step, epoch, .. } = *self.stream.cursor();
-        let (moment, run_id) = (self.moment(), self.run.run_id);
-        let is_missing = |plan: &CheckpointPlan| !checkpointer::is_of_run(&plan.dir(Tag { step, epoch }), run_id);
-        // The first rank decides: a later check on another rank may find a checkpoint that was written meanwhile.
-        let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.is_due(moment) && is_missing(plan)));
-        let found = self.run.ranks.process.exchange(Ok(found.collect()))?.swap_remove(0);
-        let checkpoints = self.run.plan.checkpoints.iter().zip(found);
-        let missing: Vec<&CheckpointPlan> = checkpoints.filter(|(_, is)| *is == 1).map(|(plan, _)| plan).collect();
-        self.save_all(|plan| missing.contains(&plan)).map(drop)
-    }
-
-    /// Saves every checkpoint of the plan if the run has ended and none was due, so that no training is lost.
-    pub(super) fn save_last_step(&mut self) -> Result<()> {
-        if self.checkpointer.newest_step().is_some()
-            || self.run.plan.checkpoints.is_empty()
-            || self.stream.cursor().step == 0
-        {
-            return Ok(());
-        }
-        self.refuse_untrained()?;
-        self.reporter.terminal().line("no checkpoint was due in this run: saving the last step");
-        self.save_all(|_| true)?;
-        self.finish_async_save(true)
-    }
-
-    /// Saves the checkpoints of a run that ends early: those to resume from, and those due at the end of training.
-    pub(super) fn save_early_end(&mut self) -> Result<usize> {
-        self.refuse_untrained()?;
-        let n_checkpoints =
-            self.save_all(|plan| plan.format == CheckpointFormat::Sharded || plan.save_end_of_training)?;
-        self.finish_async_save(true)?;
-        Ok(n_checkpoints)
-    }
-
-    /// Saves the checkpoints to resume from. If the plan has none, exports the weights.
-    pub(super) fn save_to_resume(&mut self) -> Result<StopResult> {
-        let n_checkpoints = self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;
-        self.finish_async_save(true)?;
-        if n_checkpoints == 0 {
-            return Ok(if self.save_all(|_| true)? == 0 { StopResult::Lost } else { StopResult::Exported });
-        }
-        let resumes = self.run.plan.checkpoints.iter().any(|plan| plan.auto_resume);
-        Ok(if resumes { StopResult::Resumable } else { StopResult::Saved })
-    }
-
-    /// Saves the `wanted` checkpoints and returns their number, existing ones included.
-    fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
-        let mut n_checkpoints = 0;
-        for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
-            self.drain(0)?;
-            self.finish_async_save(true)?;
-            let _span = span("save", "");
-            let before = self.progress.before + self.started.elapsed();
-            let progress = Progress { before, ..self.progress.clone() };
-            let started = Instant::now();
-            if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) =
-                self.checkpointer.save(checkpoint, &self.stream, progress)?
-            {
-                let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
-                let save_time = started.elapsed().as_secs_f64();
-                self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved, save_time });
-                self.log_removed(&removed);
-            }
-            n_checkpoints += 1;
-        }
-        Ok(n_checkpoints)
-    }
 }
 
 /// Returns the gradient scaler after `step`. Old checkpoints have no state of it.
@@ -469,15 +282,6 @@ fn grad_scaler(run: &TrainingRun, progress: &Progress, step: usize) -> Result<Gr
     })
 }
 
-/// The operations to count.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Work {
-    /// All computed operations: attention over all pairs, as ArcticTraining counts it, and recomputation.
-    All,
-    /// The useful operations: causal attention, without recomputation.
-    Useful,
-}
-
 /// Part of the seed of the rounding of master weights.
 const MASTER_ROUNDING: u64 = 0xbf16;
 
@@ -487,47 +291,4 @@ fn master_rounding(plan: &Plan, step: usize) -> MasterRounding {
         return MasterRounding::Nearest;
     }
     MasterRounding::Stochastic { key: derive_key(derive_key(plan.seed, MASTER_ROUNDING), step as u64) }
-}
-
-/// Returns the recomputed parts of each layer. Tiled MLPs are recomputed once more than their layer.
-fn recomputed(kept: &[ActivationCheckpointing], tiled_mlp: TiledMlp) -> Vec<Recomputed> {
-    let of_layer = |kept: &ActivationCheckpointing| {
-        let layer = *kept != ActivationCheckpointing::None;
-        let attention = layer && *kept != ActivationCheckpointing::Selective;
-        Recomputed { layer, attention, tiled_mlp: tiled_mlp == TiledMlp::On }
-    };
-    kept.iter().map(of_layer).collect()
-}
-
-/// The saved state of a run that was stopped by a signal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StopResult {
-    /// A checkpoint from which the same command resumes.
-    Resumable,
-    /// A checkpoint, but the recipe does not set `auto_resume`.
-    Saved,
-    /// Exported weights.
-    Exported,
-    /// Nothing: the recipe has no checkpoint.
-    Lost,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn checkpointed_layers_and_tiled_mlps_are_recomputed() {
-        use ActivationCheckpointing::{Full, None, Offload, Selective};
-        let counts = |kept: &[ActivationCheckpointing], tiled_mlp| {
-            let again = recomputed(kept, tiled_mlp);
-            let n = |is_again: fn(&Recomputed) -> bool| again.iter().filter(|layer| is_again(layer)).count();
-            (n(|layer| layer.layer), n(|layer| layer.attention), n(|layer| layer.tiled_mlp))
-        };
-        assert_eq!(counts(&[None; 3], TiledMlp::Off), (0, 0, 0));
-        assert_eq!(counts(&[Full, None, Full], TiledMlp::Off), (2, 2, 0));
-        assert_eq!(counts(&[Selective, None, Full], TiledMlp::Off), (2, 1, 0));
-        assert_eq!(counts(&[Offload, Offload, Full], TiledMlp::On), (3, 3, 3));
-        assert_eq!(counts(&[None; 3], TiledMlp::On), (0, 0, 3));
-    }
 }

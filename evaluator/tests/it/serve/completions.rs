@@ -1,0 +1,169 @@
+//! Completions and chats: texts, log-probabilities and samples.
+
+use std::net::TcpStream;
+
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::tokenizer::SpecialTokens;
+use serde_json::{Value, json};
+
+use super::{CHAT, COMPLETIONS, Server, complete, greedy, joined, received, user, with};
+use crate::support::CONTEXT;
+
+#[test]
+fn a_chat_has_the_reply_of_the_library_whole_and_streamed() {
+    let server = Server::start(&[]);
+    let lm = server.lm();
+    let chat = Conversation::new([Message::new("user", "Say wolf 4 times.")]);
+    let want = lm.chat(&chat, &greedy(20), &mut |_| Ok(std::ops::ControlFlow::Continue(()))).unwrap();
+    let body = json!({"model": "tiny", "messages": user("Say wolf 4 times."), "temperature": 0, "max_tokens": 20});
+    let whole = server.ok(CHAT, &body);
+    let choice = &whole["choices"][0];
+    assert_eq!(choice["message"], json!({"role": "assistant", "content": want.text, "refusal": null}));
+    let n_prompt = want.timings.prompt_tokens;
+    let usage = &whole["usage"];
+    assert_eq!(
+        (usage["prompt_tokens"].clone(), usage["total_tokens"].clone()),
+        (json!(n_prompt), json!(n_prompt as u64 + usage["completion_tokens"].as_u64().unwrap()))
+    );
+    assert_eq!(choice["finish_reason"], if want.timings.new_tokens == 20 { "length" } else { "stop" });
+    let stream = json!({"stream": true, "stream_options": {"include_usage": true}});
+    let chunks = server.streamed(CHAT, &with(body.clone(), stream));
+    assert_eq!(chunks[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
+    assert_eq!(joined(&chunks, 0, "/delta/content"), want.text);
+    let (last, end) = (&chunks[chunks.len() - 1], &chunks[chunks.len() - 2]);
+    assert_eq!((&last["choices"], &last["usage"]), (&json!([]), usage));
+    assert_eq!(end["choices"][0]["finish_reason"], choice["finish_reason"]);
+    // Text parts are one text, and unknown fields are ignored.
+    let parts =
+        json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "Say wolf 4 times."}]}], "x": 1});
+    assert_eq!(server.ok(CHAT, &with(body, parts))["choices"], whole["choices"]);
+}
+
+/// Tokens of the prompt are scored in the same forward as those of the library, up to the rounding of f32.
+#[test]
+fn echoed_prompts_have_the_log_probabilities_of_the_library() {
+    let server = Server::start(&[]);
+    let lm = server.lm();
+    let texts = ["Say wolf 4 times.", "Spell the word cloud.", "Say wolf 5 times, or 6."];
+    let ids = texts.map(|text| lm.tokenizer().encode(text, SpecialTokens::Include).unwrap());
+    let fields = json!({"echo": true, "max_tokens": 1, "logprobs": 1, "temperature": 0});
+    for prompts in [json!(texts), json!(ids)] {
+        let response = server.ok(COMPLETIONS, &with(json!({"prompt": prompts}), fields.clone()));
+        assert_eq!(response["choices"].as_array().unwrap().len(), 3);
+        for ((choice, text), ids) in response["choices"].as_array().unwrap().iter().zip(texts).zip(&ids) {
+            let want = lm.score(text).unwrap();
+            let found = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+            assert_eq!((found.len(), &found[0]), (ids.len() + 1, &Value::Null));
+            for (found, want) in found.iter().zip(&want).skip(1) {
+                let difference = found.as_f64().unwrap() - f64::from(want.logprob.unwrap());
+                assert!(difference.abs() < 1e-5, "{found} {want:?}");
+            }
+            let top = choice["logprobs"]["top_logprobs"].as_array().unwrap();
+            assert!(top.iter().skip(1).all(|top| (1..=2).contains(&top.as_object().unwrap().len())), "{top:?}");
+            let largest =
+                |top: &Value| top.as_object().unwrap().values().map(|it| it.as_f64().unwrap()).fold(f64::MIN, f64::max);
+            assert!(top.iter().zip(found).skip(1).all(|(top, found)| largest(top) >= found.as_f64().unwrap()));
+            // Greedy decoding takes the most probable token.
+            assert_eq!(largest(&top[ids.len()]), found[ids.len()].as_f64().unwrap());
+            assert!(choice["text"].as_str().unwrap().starts_with(text), "{choice}");
+            let tokens: Vec<&str> =
+                choice["logprobs"]["tokens"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+            assert_eq!(tokens[..ids.len()].concat(), text);
+            let offset = tokens[..3].concat().chars().count();
+            assert_eq!(choice["logprobs"]["text_offset"][3], offset);
+        }
+    }
+    let nothing = server.ok(COMPLETIONS, &json!({"prompt": texts[0], "echo": true, "max_tokens": 0, "logprobs": 0}));
+    assert_eq!((&nothing["choices"][0]["text"], &nothing["usage"]["completion_tokens"]), (&json!(texts[0]), &json!(0)));
+    // A prompt that fills the context can be scored, too.
+    let full = vec![5; CONTEXT];
+    let full = server.ok(COMPLETIONS, &json!({"prompt": full, "echo": true, "max_tokens": 1, "logprobs": 1}));
+    assert_eq!(full["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), CONTEXT + 1);
+}
+
+#[test]
+fn completions_do_not_depend_on_concurrent_requests() {
+    let server = Server::start(&[]);
+    let lm = server.lm();
+    let prompts: Vec<String> = (0..6).map(|i| format!("Say wolf {i} times, say {}", "cloud ".repeat(i))).collect();
+    let want: Vec<String> = prompts.iter().map(|prompt| complete(&lm, prompt, &greedy(12)).text).collect();
+    let body = |prompt: &String| json!({"prompt": prompt, "max_tokens": 12, "temperature": 0});
+    let connections: Vec<TcpStream> =
+        prompts.iter().map(|prompt| server.send("POST /v1/completions", &body(prompt).to_string())).collect();
+    let together = server.ok(COMPLETIONS, &json!({"prompt": prompts, "max_tokens": 12, "temperature": 0}));
+    for (i, (connection, want)) in connections.into_iter().zip(&want).enumerate() {
+        let (status, alone) = received(connection);
+        assert_eq!((status, &alone["choices"][0]["text"]), (200, &json!(want)), "{}", prompts[i]);
+        assert_eq!(&together["choices"][i]["text"], want);
+    }
+    // The longest common prefix of an earlier request is reused.
+    let again = server.ok(COMPLETIONS, &body(&prompts[5]));
+    assert_eq!(&again["choices"][0]["text"], &want[5]);
+}
+
+#[test]
+fn choices_are_sampled_from_the_seed() {
+    let server = Server::start(&[]);
+    let body = json!({"messages": user("Hi"), "n": 3, "seed": 7, "max_tokens": 12, "temperature": 1.5});
+    let contents = |body: &Value| -> Vec<Value> {
+        let response = server.ok(CHAT, body);
+        response["choices"].as_array().unwrap().iter().map(|choice| choice["message"]["content"].clone()).collect()
+    };
+    let all = contents(&body);
+    assert_eq!(contents(&body), all);
+    assert!(all[0] != all[1] && all[1] != all[2], "{all:?}");
+    assert_eq!(contents(&with(body.clone(), json!({"n": 1})))[0], all[0]);
+    assert_ne!(contents(&with(body.clone(), json!({"seed": -8}))), all);
+    let chunks = server.streamed(CHAT, &with(body.clone(), json!({"stream": true})));
+    for (index, content) in all.iter().enumerate() {
+        assert_eq!(&joined(&chunks, index, "/delta/content"), content);
+    }
+    // One candidate is greedy decoding.
+    let greedy = contents(&with(body.clone(), json!({"n": 1, "temperature": 0})));
+    for one in [json!({"top_k": 1}), json!({"top_p": 1e-9}), json!({"min_p": 1.0})] {
+        assert_eq!(contents(&with(with(body.clone(), json!({"n": 1})), one)), greedy);
+    }
+    assert_ne!(contents(&with(body.clone(), json!({"n": 1, "temperature": 0, "repetition_penalty": 0.1}))), greedy);
+}
+
+#[test]
+fn stop_strings_end_a_text_and_are_left_out() {
+    let server = Server::start(&[]);
+    let whole = complete(&server.lm(), "Say wolf", &greedy(24)).text;
+    let stop: String = whole.chars().skip(whole.chars().count() / 2).take(3).collect();
+    let before = &whole[..whole.find(&stop).unwrap()];
+    let body = json!({"prompt": "Say wolf", "max_tokens": 24, "temperature": 0, "stop": [stop, "never in there"]});
+    let stopped = server.ok(COMPLETIONS, &body);
+    assert_eq!(stopped["choices"][0]["text"], before);
+    assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    let chunks = server.streamed(COMPLETIONS, &with(body, json!({"stream": true})));
+    assert_eq!(joined(&chunks, 0, "/text"), before);
+}
+
+#[test]
+fn log_probabilities_of_a_chat_belong_to_its_tokens() {
+    let server = Server::start(&[]);
+    let body = json!({
+        "messages": user("Hi"), "temperature": 0, "max_tokens": 6, "logprobs": true, "top_logprobs": 3, "ignored": null
+    });
+    let response = server.ok(CHAT, &body);
+    let content = response["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(response["usage"]["completion_tokens"], content.len());
+    for entry in content {
+        let top = entry["top_logprobs"].as_array().unwrap();
+        assert_eq!((top.len(), &top[0]["token"], &top[0]["logprob"]), (3, &entry["token"], &entry["logprob"]));
+        assert!(entry["bytes"].is_null() || entry["bytes"] == json!(entry["token"].as_str().unwrap().as_bytes()));
+        let logprobs: Vec<f64> = top.iter().map(|top| top["logprob"].as_f64().unwrap()).collect();
+        assert!(logprobs.is_sorted_by(|a, b| a >= b) && logprobs.iter().map(|it| it.exp()).sum::<f64>() < 1.0 + 1e-6);
+    }
+    let chunks = server.streamed(CHAT, &with(body, json!({"stream": true})));
+    let of_chunk = |chunk: &Value| chunk["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default();
+    let streamed: Vec<Value> = chunks.iter().flat_map(of_chunk).collect();
+    assert_eq!(streamed.len(), content.len());
+    for (streamed, whole) in streamed.iter().zip(content) {
+        assert_eq!(streamed["token"], whole["token"]);
+        // The prompt's keys and values are reused, and a forward of one token rounds differently.
+        let difference = streamed["logprob"].as_f64().unwrap() - whole["logprob"].as_f64().unwrap();
+        assert!(difference.abs() < 1e-5, "{streamed} {whole}");
+    }
+}

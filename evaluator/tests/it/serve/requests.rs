@@ -1,0 +1,140 @@
+//! Requests that the server refuses.
+
+use std::io::{Read, Write};
+
+use serde_json::{Value, json};
+
+use super::{CHAT, COMPLETIONS, Server, received, user, with};
+
+#[test]
+fn bad_requests_get_errors_that_name_the_field() {
+    let server = Server::start(&["--max-queue", "4"]);
+    let chat = |fields: Value| (CHAT, with(json!({"messages": user("Hi"), "max_tokens": 2}), fields));
+    let completion = |fields: Value| (COMPLETIONS, with(json!({"prompt": "Hi", "max_tokens": 2}), fields));
+    let long = "wolf ".repeat(200);
+    for ((path, body), status, param, want) in [
+        (chat(json!({"temperature": "hot"})), 400, json!("temperature"), "temperature is \"hot\", expected a number"),
+        (chat(json!({"temperature": -1})), 400, json!("temperature"), "expected a number of at least 0"),
+        (chat(json!({"top_p": 2})), 400, json!("top_p"), "at most 1"),
+        (chat(json!({"top_k": -2})), 400, json!("top_k"), "top_k is -2"),
+        (chat(json!({"min_p": []})), 400, json!("min_p"), "min_p is []"),
+        (chat(json!({"seed": 1.5})), 400, json!("seed"), "expected an integer"),
+        (chat(json!({"max_tokens": -1})), 400, json!("max_tokens"), "at least 0"),
+        (chat(json!({"n": 0})), 400, json!("n"), "at least 1"),
+        (chat(json!({"n": 5})), 400, json!(null), "at most 4"),
+        (chat(json!({"stream": "yes"})), 400, json!("stream"), "true or false"),
+        (chat(json!({"stop": [1]})), 400, json!("stop"), "a string or an array of strings"),
+        (chat(json!({"stop": ""})), 400, json!("stop"), "empty string"),
+        (chat(json!({"top_logprobs": 3})), 400, json!("top_logprobs"), "needs logprobs"),
+        (chat(json!({"logprobs": true, "top_logprobs": 21})), 400, json!("top_logprobs"), "at most 20"),
+        (chat(json!({"messages": []})), 400, json!("messages"), "missing or empty"),
+        (chat(json!({"messages": null})), 400, json!("messages"), "missing or empty"),
+        (chat(json!({"messages": [3]})), 400, json!("messages"), "messages[0] is 3, expected an object"),
+        (chat(json!({"messages": [{"content": "Hi"}]})), 400, json!("messages"), "messages[0]"),
+        (
+            chat(json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
+            400,
+            json!("messages"),
+            "image",
+        ),
+        (
+            chat(json!({"messages": [{"role": "assistant", "content": "Hi"}]})),
+            400,
+            json!("messages"),
+            "nothing to answer",
+        ),
+        (
+            chat(json!({"tools": [{"type": "function", "function": {"name": "f"}}]})),
+            400,
+            json!("tools"),
+            "does not render tools",
+        ),
+        (chat(json!({"chat_template_kwargs": {"messages": 1}})), 400, json!("chat_template_kwargs"), "messages is set"),
+        (chat(json!({"response_format": {"type": "json_object"}})), 400, json!("response_format"), "json_object"),
+        (chat(json!({"presence_penalty": 0.5})), 400, json!("presence_penalty"), "repetition_penalty"),
+        (chat(json!({"logit_bias": {"5": 1}})), 400, json!("logit_bias"), "not supported"),
+        (chat(json!({"model": "gpt-4o"})), 404, json!(null), "this server has \"tiny\""),
+        (chat(json!({"model": 4})), 400, json!("model"), "expected a string"),
+        (
+            chat(json!({"messages": user(&long)})),
+            400,
+            json!(null),
+            "the server's limit for prompt and completion is 64",
+        ),
+        (completion(json!({"prompt": null})), 400, json!("prompt"), "prompt is null"),
+        (completion(json!({"prompt": []})), 400, json!("prompt"), "prompt is []"),
+        (completion(json!({"prompt": [[]]})), 400, json!("prompt"), "has no tokens"),
+        (completion(json!({"prompt": ""})), 400, json!("prompt"), "has no tokens"),
+        (completion(json!({"prompt": [1, "a"]})), 400, json!("prompt"), "prompt is [1,\"a\"]"),
+        (completion(json!({"prompt": [600]})), 400, json!("prompt"), "token 600, but the vocabulary has 600"),
+        (completion(json!({"prompt": [1u64 << 40]})), 400, json!("prompt"), "the vocabulary has 600"),
+        (completion(json!({"prompt": [-1]})), 400, json!("prompt"), "prompt is [-1]"),
+        (completion(json!({"prompt": vec!["a"; 5]})), 400, json!(null), "at most 4"),
+        (completion(json!({"logprobs": true})), 400, json!("logprobs"), "an integer"),
+        (completion(json!({"suffix": "x"})), 400, json!("suffix"), "not supported"),
+        (("/v1/embeddings", json!({})), 404, json!(null), "POST /v1/embeddings is not served"),
+        (("/v1/models", json!({})), 405, json!(null), "does not accept POST"),
+    ] {
+        let (found, response) = server.post(path, &body);
+        let error = &response["error"];
+        assert_eq!((found, &error["param"]), (status, &param), "{body}: {response}");
+        assert!(error["message"].as_str().unwrap().contains(want), "{body}: {error}");
+        assert_eq!(error["type"], "invalid_request_error");
+    }
+    for (body, want) in
+        [("", "not JSON"), ("[1]", "expected a JSON object"), ("{\"a\"", "not JSON"), ("\u{1}\u{2}", "not JSON")]
+    {
+        let (status, response) = received(server.send("POST /v1/completions", body));
+        assert!(status == 400 && response["error"]["message"].as_str().unwrap().contains(want), "{response}");
+    }
+    let deep = "[".repeat(100_000);
+    assert_eq!(received(server.send("POST /v1/completions", &deep)).0, 400);
+    // After all of them the server still answers.
+    server.ok(
+        CHAT,
+        &chat(json!({"response_format": {"type": "text"}, "presence_penalty": 0.0, "tools": [], "user": "u"})).1,
+    );
+}
+
+#[test]
+fn bodies_have_a_size_limit_and_a_type() {
+    let server = Server::start(&[]);
+    let mut stream = server.connect();
+    write!(
+        stream,
+        "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 99999999\r\n\r\n"
+    )
+    .unwrap();
+    let (status, response) = received(stream);
+    assert!(status == 413 && response["error"]["message"].as_str().unwrap().contains("16777216 bytes"), "{response}");
+    // A form of a web page is no request.
+    let mut stream = server.connect();
+    write!(stream, "POST /v1/completions HTTP/1.0\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\n{{}}")
+        .unwrap();
+    assert_eq!(received(stream).0, 415);
+    let mut stream = server.connect();
+    stream.write_all(b"\x00\xff nonsense\r\n\r\n").unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 400"), "{answer:?}");
+    server.ok(COMPLETIONS, &json!({"prompt": "Hi", "max_tokens": 1}));
+}
+
+#[test]
+fn an_api_key_is_required_except_for_health() {
+    let server = Server::start(&["--api-key", "secret"]);
+    let get = |path: &str, header: &str| received(server.send(&format!("GET {path} HTTP/1.0\r\n{header}X: "), ""));
+    assert_eq!(get("/health", "").0, 200);
+    for header in ["", "Authorization: Bearer wrong\r\n", "Authorization: secret\r\n", "Authorization: Bearer \r\n"] {
+        let (status, response) = get("/v1/models", header);
+        assert_eq!((status, &response["error"]["code"]), (401, &json!("invalid_api_key")), "{header}");
+    }
+    let (status, models) = get("/v1/models", "Authorization: Bearer secret\r\n");
+    assert_eq!(
+        (status, &models["data"][0]["id"], &models["data"][0]["max_model_len"]),
+        (200, &json!("tiny"), &json!(64))
+    );
+    assert_eq!(get("/v1/models/tiny", "Authorization: Bearer secret\r\n").0, 200);
+    assert_eq!(get("/v1/models/owner/other", "Authorization: Bearer secret\r\n").0, 404);
+    assert_eq!(server.post(CHAT, &json!({"messages": user("Hi")})).0, 401);
+}

@@ -1,0 +1,151 @@
+//! The checkpoints that a session saves: those due after a step, missing ones, and those of a run that ends.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::Result;
+use candlewick_ops::span;
+
+use crate::checkpoint::{CheckpointFormat, CheckpointPlan, Moment, Tag};
+use crate::data::Cursor;
+use crate::metrics::CheckpointRecord;
+use crate::run::async_save::FinishedAsyncSave;
+use crate::run::checkpointer::{self, SaveOutcome, SavedCheckpoint};
+use crate::run::context::Progress;
+use crate::run::step::AllStepsSkipped;
+
+use super::Session;
+
+/// The saved state of a run that was stopped by a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::run) enum StopResult {
+    /// A checkpoint from which the same command resumes.
+    Resumable,
+    /// A checkpoint, but the recipe does not set `auto_resume`.
+    Saved,
+    /// Exported weights.
+    Exported,
+    /// Nothing: the recipe has no checkpoint.
+    Lost,
+}
+
+impl Session<'_> {
+    /// Reports the asynchronous checkpoint if it is finished. With `wait`, waits for it.
+    pub(in crate::run) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
+        if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
+            let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
+            self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved: dir, save_time });
+            self.log_removed(&removed);
+        }
+        Ok(())
+    }
+
+    fn log_removed(&self, removed: &[PathBuf]) {
+        removed
+            .iter()
+            .for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (save_total_limit)", dir.display())));
+    }
+
+    /// Saves every checkpoint that is due after this step.
+    pub(in crate::run) fn save_due(&mut self) -> Result<()> {
+        self.finish_async_save(false)?;
+        let moment = self.moment();
+        if moment.end_of_training {
+            self.refuse_untrained()?;
+        }
+        if !self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.is_due(moment)) {
+            return Ok(());
+        }
+        let is_trained = self.is_trained()?;
+        self.save_all(|plan| plan.is_due(moment) && (is_trained || plan.format == CheckpointFormat::Sharded)).map(drop)
+    }
+
+    /// Returns true if a step was applied, or if there was no step yet.
+    fn is_trained(&mut self) -> Result<bool> {
+        self.drain(0)?;
+        let n_steps = self.stream.cursor().step;
+        Ok(n_steps == 0 || self.progress.n_skipped < n_steps)
+    }
+
+    /// Fails if every step so far was skipped, because the weights are the initial ones.
+    fn refuse_untrained(&mut self) -> Result<()> {
+        let n_steps = self.stream.cursor().step;
+        if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps }.into()) }
+    }
+
+    pub(in crate::run) fn moment(&self) -> Moment {
+        let Cursor { step, epoch, step_in_epoch, .. } = *self.stream.cursor();
+        let finished_epoch = (step_in_epoch == 0).then_some(epoch);
+        Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
+    }
+
+    /// Saves the checkpoints of this step that are missing because the run died between two of them.
+    pub(super) fn save_missing(&mut self) -> Result<()> {
+        let Cursor { step, epoch, .. } = *self.stream.cursor();
+        let (moment, run_id) = (self.moment(), self.run.run_id);
+        let is_missing = |plan: &CheckpointPlan| !checkpointer::is_of_run(&plan.dir(Tag { step, epoch }), run_id);
+        // The first rank decides: a later check on another rank may find a checkpoint that was written meanwhile.
+        let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.is_due(moment) && is_missing(plan)));
+        let found = self.run.ranks.process.exchange(Ok(found.collect()))?.swap_remove(0);
+        let checkpoints = self.run.plan.checkpoints.iter().zip(found);
+        let missing: Vec<&CheckpointPlan> = checkpoints.filter(|(_, is)| *is == 1).map(|(plan, _)| plan).collect();
+        self.save_all(|plan| missing.contains(&plan)).map(drop)
+    }
+
+    /// Saves every checkpoint of the plan if the run has ended and none was due, so that no training is lost.
+    pub(in crate::run) fn save_last_step(&mut self) -> Result<()> {
+        if self.checkpointer.newest_step().is_some()
+            || self.run.plan.checkpoints.is_empty()
+            || self.stream.cursor().step == 0
+        {
+            return Ok(());
+        }
+        self.refuse_untrained()?;
+        self.reporter.terminal().line("no checkpoint was due in this run: saving the last step");
+        self.save_all(|_| true)?;
+        self.finish_async_save(true)
+    }
+
+    /// Saves the checkpoints of a run that ends early: those to resume from, and those due at the end of training.
+    pub(in crate::run) fn save_early_end(&mut self) -> Result<usize> {
+        self.refuse_untrained()?;
+        let n_checkpoints =
+            self.save_all(|plan| plan.format == CheckpointFormat::Sharded || plan.save_end_of_training)?;
+        self.finish_async_save(true)?;
+        Ok(n_checkpoints)
+    }
+
+    /// Saves the checkpoints to resume from. If the plan has none, exports the weights.
+    pub(in crate::run) fn save_to_resume(&mut self) -> Result<StopResult> {
+        let n_checkpoints = self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;
+        self.finish_async_save(true)?;
+        if n_checkpoints == 0 {
+            return Ok(if self.save_all(|_| true)? == 0 { StopResult::Lost } else { StopResult::Exported });
+        }
+        let resumes = self.run.plan.checkpoints.iter().any(|plan| plan.auto_resume);
+        Ok(if resumes { StopResult::Resumable } else { StopResult::Saved })
+    }
+
+    /// Saves the `wanted` checkpoints and returns their number, existing ones included.
+    fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
+        let mut n_checkpoints = 0;
+        for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
+            self.drain(0)?;
+            self.finish_async_save(true)?;
+            let _span = span("save", "");
+            let before = self.progress.before + self.started.elapsed();
+            let progress = Progress { before, ..self.progress.clone() };
+            let started = Instant::now();
+            if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) =
+                self.checkpointer.save(checkpoint, &self.stream, progress)?
+            {
+                let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
+                let save_time = started.elapsed().as_secs_f64();
+                self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved, save_time });
+                self.log_removed(&removed);
+            }
+            n_checkpoints += 1;
+        }
+        Ok(n_checkpoints)
+    }
+}
