@@ -30,6 +30,7 @@ use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_g
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
 use candlewick_runtime::progress::show_downloads;
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::stdout::print_line;
 
 /// Evaluates language models on lm-evaluation-harness tasks.
@@ -179,14 +180,14 @@ fn run(command: &Command) -> Result<()> {
     match command {
         Command::Chat(args) => {
             print_note("evaluator chat", "trainer chat");
-            chat(&args.model, &args.options, &hub)
+            chat(&args.model, &args.options, &rank_env()?, &hub)
         }
         Command::Generate(args) => {
             // With --timings stderr is JSON, for programs.
             if !args.options.timings {
                 print_note("evaluator generate", "trainer generate");
             }
-            generate(&args.model, &args.options, &hub)
+            generate(&args.model, &args.options, &rank_env()?, &hub)
         }
         Command::Perplexity(args) => score::run_deprecated_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{D, Tensor};
 use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, KvCache};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::sampler::{SamplingParamError, SamplingParams, TokenSampler, seed_of};
 use candlewick_runtime::exit::ExitCode;
@@ -33,7 +33,7 @@ impl Default for GenerateOptions {
 }
 
 /// Timings of a generation, without model loading.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Timings {
     /// Number of prompt tokens.
     pub prompt_tokens: usize,
@@ -58,7 +58,7 @@ impl fmt::Display for Timings {
 }
 
 /// Reason why a generation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// The model generated a stop token.
     Stop,

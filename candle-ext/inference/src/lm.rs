@@ -12,9 +12,9 @@ use candlewick_ops::{AttentionChoice, CuSeqlens};
 use candlewick_parallel::{Engine, EngineSpec, Micro, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
-use candlewick_text::template::ChatTemplate;
+use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
 use crate::eval_loss::{EvalLoss, EvalLossSum};
@@ -33,6 +33,7 @@ pub struct Lm {
     folders: Vec<PathBuf>,
     dtype: DType,
     attention: AttentionChoice,
+    parallel: (ParallelConfig, ParallelGroups),
 }
 
 /// A borrowed model for evaluation: engine and tokenizer, also of a model in training.
@@ -45,7 +46,7 @@ pub struct LmHandle<'a> {
 }
 
 /// Result of a generation, as text.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GeneratedText {
     /// Generated text, without special tokens.
     pub text: String,
@@ -97,7 +98,27 @@ impl Lm {
         adapter: Option<&Path>,
         dtype: DType,
         device: Device,
+        parallel: (ParallelConfig, &ParallelGroups),
+    ) -> Result<Self> {
+        Self::load_sharing((folder, adapter), dtype, device, parallel, None)
+    }
+
+    /// Loads a PEFT adapter on top of this model, or none. This model must have none. Both models share the base weights.
+    /// Collective: all ranks of the model's groups must call it.
+    pub fn with_adapter(&self, adapter: Option<&Path>) -> Result<Self> {
+        let (config, groups) = &self.parallel;
+        let (folders, device) = ((self.folder(), adapter), self.engine.device().clone());
+        let adapted = Self::load_sharing(folders, self.dtype, device, (*config, groups), Some(&self.engine))?;
+        Ok(adapted.with_attention(self.attention))
+    }
+
+    /// Loads this rank's shard of a model. The frozen weights of `base` are shared.
+    fn load_sharing(
+        (folder, adapter): (&Path, Option<&Path>),
+        dtype: DType,
+        device: Device,
         (parallel_config, groups): (ParallelConfig, &ParallelGroups),
+        base: Option<&Engine>,
     ) -> Result<Self> {
         let tokenizer = tokenizer_of(folder, adapter)?;
         let template = tokenizer.chat_template(None)?;
@@ -109,7 +130,8 @@ impl Lm {
         // The output layer runs on few tokens, so its cost is neglected.
         let layout = PipelineLayout::balanced(model.n_blocks(), parallel_config.pipeline_parallel, 1, 0.0);
         let zero_stage = parallel_config.zero3.then_some(ZeroStage::Three);
-        let engine = EngineSpec { zero_stage, ..EngineSpec::inference(dtype, layout) }.build(model, groups, device)?;
+        let spec = EngineSpec { zero_stage, ..EngineSpec::inference(dtype, layout) };
+        let engine = spec.build_sharing(model, groups, device, base)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
         let base = WeightSource::Checkpoint(&base);
@@ -117,28 +139,8 @@ impl Lm {
             load_weights(&engine, base, adapter.as_ref().map_or(base, |a| WeightSource::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
         let (tokenizer, template) = (Arc::new(tokenizer), template.map(Arc::new));
-        Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
-    }
-
-    /// Loads a PEFT adapter on top of this model, which must have none. Both models share the base weights.
-    pub fn with_adapter(&self, adapter: &Path) -> Result<Self> {
-        let folder = self.folder();
-        let tokenizer = tokenizer_of(folder, Some(adapter))?;
-        let template = tokenizer.chat_template(None)?.map(Arc::new);
-        let opened = AdapterFolder::open(adapter)?;
-        let model = Model::new(Config::read(folder)?, Some(opened.config.clone()))?;
-        let layout = PipelineLayout::balanced(model.n_blocks(), 1, 1, 0.0);
-        let (groups, device) = (ParallelConfig::single_rank_groups()?, self.engine.device().clone());
-        let spec = EngineSpec::inference(self.dtype, layout);
-        let engine = spec.build_sharing(model, &groups, device, Some(&self.engine))?;
-        let base = Checkpoint::open(folder)?;
-        opened.check_base(&base)?;
-        let sources = [WeightSource::Checkpoint(&base), WeightSource::Checkpoint(&opened.weights)];
-        let notes = load_weights(&engine, sources[0], sources[1])?;
-        notes.iter().for_each(|note| tracing::warn!("{note}"));
-        let folders = vec![folder.to_owned(), adapter.to_owned()];
-        let (engine, attention) = (engine.with_attention(self.attention), self.attention);
-        Ok(Self { engine, tokenizer: Arc::new(tokenizer), template, folders, dtype: self.dtype, attention })
+        let (attention, parallel) = (AttentionChoice::default(), (parallel_config, groups.clone()));
+        Ok(Self { engine, tokenizer, template, folders, dtype, attention, parallel })
     }
 
     /// Sets the attention implementation.
@@ -223,6 +225,13 @@ impl Lm {
         }
         let template = with_variables(self.chat_template()?.clone(), variables);
         Ok(Self { template: Some(Arc::new(template)), ..self })
+    }
+
+    /// Sets the clock of the chat template. Ranks that compute together need equal prompts, so they use one clock.
+    #[must_use]
+    pub fn with_clock(self, clock: Clock) -> Self {
+        let template = self.template.as_deref().map(|template| Arc::new(template.clone().with_clock(clock)));
+        Self { template, ..self }
     }
 
     /// Returns the tokenizer.

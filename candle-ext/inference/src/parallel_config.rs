@@ -191,6 +191,16 @@ impl InferenceGroup {
         self.replica.size() == 1 && self.lockstep.is_none()
     }
 
+    /// Returns the number of replicas that may process different requests. Replicas that share experts process equal ones.
+    pub(crate) fn n_independent_replicas(&self) -> usize {
+        if self.lockstep.is_some() { 1 } else { self.data_parallel.size() }
+    }
+
+    /// Returns the index of this rank's replica among [`InferenceGroup::n_independent_replicas`].
+    pub(crate) fn replica_index(&self) -> usize {
+        if self.lockstep.is_some() { 0 } else { self.data_parallel.rank() }
+    }
+
     /// Returns true if any rank of this replica passes true. Collective: all ranks of the replica must call it.
     pub fn any_in_replica(&self, own: bool) -> Result<bool> {
         let all = self.replica.all_reduce(&Tensor::new(u32::from(own), &Device::Cpu)?, Reduce::Max)?;

@@ -7,7 +7,7 @@ use candlewick_comm::{CommBackend, HostBackend, Options, RankFailure, World};
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::exit::{ExitCode, classify};
-use candlewick_runtime::process_group::{ProcessGroup, fail};
+use candlewick_runtime::process_group::{ProcessGroup, end_together, fail};
 use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 
 use crate::parallel_config::{InferenceGroup, ParallelConfig};
@@ -44,11 +44,21 @@ pub fn run_on_ranks<T>(
         false => CommBackend::Nccl(device.clone()),
     };
     let world = World::join(env, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
-    let done = EvalRanks::new(&world, parallel_config).and_then(|ranks| part(&ranks, device));
+    let mut know_all = false;
+    let done = EvalRanks::new(&world, parallel_config).and_then(|ranks| {
+        let done = part(&ranks, device);
+        know_all = ranks.process.has_failed_together();
+        done
+    });
     let ended_by = |failure: &RankFailure| anyhow!("failed to {failure}").context(ExitCode::Peer);
-    let value = done.map_err(|error| fail(&world, "evaluate", (classify(&error), error), ended_by))?;
-    world.leave().context("failed to end together with the other ranks")?;
-    Ok(value)
+    match done {
+        Ok(value) => {
+            world.leave().context("failed to end together with the other ranks")?;
+            Ok(value)
+        }
+        Err(error) if know_all => Err(end_together(world, (classify(&error), error))),
+        Err(error) => Err(fail(&world, "run", (classify(&error), error), ended_by)),
+    }
 }
 
 impl EvalRanks {

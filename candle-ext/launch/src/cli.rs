@@ -69,6 +69,7 @@ Examples:
   launch --nproc-per-node 4 -- trainer train recipe.yaml
   launch --standalone --nproc-per-node auto --max-restarts 3 trainer train recipe.yaml
   launch --nproc-per-node 2 --log-dir logs --tee 3 --local-ranks-filter 0 trainer train recipe.yaml
+  launch --standalone --nproc-per-node 2 --interactive -- trainer chat runs/my-run --tensor-parallel-size 2
   launch --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 8 trainer train recipe.yaml
   launch --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id job7 trainer train recipe.yaml
   launch --dry-run --nproc-per-node 2 trainer train recipe.yaml
@@ -176,6 +177,10 @@ pub struct OutputArgs {
     /// Copy streams to log files in addition to the console; takes the values of --redirects
     #[arg(short, long, env = "PET_TEE", hide_env = true, value_name = "STREAMS", default_value = "0")]
     pub tee: StreamsPerRank,
+    /// Give the console to local rank 0, for a program that talks to its user: its output has no prefix, and parts of
+    /// lines appear at once
+    #[arg(long, conflicts_with_all = ["redirects", "tee"])]
+    pub interactive: bool,
     /// Show only the output of these local ranks on the console
     #[arg(long, alias = "local_ranks_filter", env = "PET_LOCAL_RANKS_FILTER", hide_env = true, value_name = "0,1,...")]
     pub local_ranks_filter: Option<LocalRanks>,

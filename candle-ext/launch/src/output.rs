@@ -1,4 +1,5 @@
-//! The output of workers: stdout and stderr go to the console line by line, to a log file byte by byte, or to both.
+//! The output of workers: stdout and stderr go to the console line by line, to a log file byte by byte, or to both. With
+//! `--interactive`, local rank 0 writes to the console itself.
 //!
 //! The last lines of stderr are kept for the failure report.
 
@@ -32,9 +33,9 @@ pub struct WorkerOutputs {
 /// The destination of one stream of one worker.
 #[derive(Debug)]
 pub struct StreamOutput {
-    /// The worker's end: a pipe, or a log file.
+    /// The worker's end: a pipe, a log file, or the console.
     pub stdio: Stdio,
-    /// The reader of the pipe; `None` if the worker writes to a log file.
+    /// The reader of the pipe; `None` if the worker writes to a log file or to the console.
     pub reader: Option<OutputReader>,
 }
 
@@ -82,6 +83,9 @@ impl WorkerOutputs {
         prefix: &str,
         tail: LineTail,
     ) -> io::Result<StreamOutput> {
+        if self.plan.is_interactive && local_rank == 0 {
+            return Ok(StreamOutput { stdio: Stdio::inherit(), reader: None });
+        }
         let is_teed = self.plan.tee.of(local_rank).has(stream);
         let is_redirected = self.plan.redirects.of(local_rank).has(stream);
         let file = || File::create(self.logs.stream_file(local_rank, stream));

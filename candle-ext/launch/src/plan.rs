@@ -94,6 +94,8 @@ pub struct OutputPlan {
     pub redirects: StreamsPerRank,
     /// Streams copied to log files in addition to the console.
     pub tee: StreamsPerRank,
+    /// Local rank 0 writes to the console itself.
+    pub is_interactive: bool,
     /// Local ranks shown on the console; `None` for all.
     pub local_ranks_filter: Option<LocalRanks>,
     /// Filter words for stdout.
@@ -343,6 +345,7 @@ fn output(cli: &Cli, node_resources: &NodeResources) -> OutputPlan {
         log_dir: output.log_dir.clone(),
         redirects: output.redirects.clone(),
         tee: output.tee.clone(),
+        is_interactive: output.interactive,
         local_ranks_filter: output.local_ranks_filter.clone(),
         stdout_filters: output.duplicate_stdout_filters.clone().unwrap_or_default(),
         stderr_filters: output.duplicate_stderr_filters.clone().unwrap_or_default(),

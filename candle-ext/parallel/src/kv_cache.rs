@@ -24,9 +24,9 @@ impl KvCache {
         Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), capacity }
     }
 
-    /// Returns the number of cached tokens.
+    /// Returns the number of cached tokens. A pipeline stage caches those of its own layers only.
     pub fn n_tokens(&self) -> usize {
-        self.blocks.iter().map(|block| lock(block).n_tokens).min().unwrap_or(0)
+        self.blocks.iter().map(|block| lock(block).n_tokens).max().unwrap_or(0)
     }
 }
 

@@ -1,6 +1,8 @@
 //! Process group of a program, for synchronization and small exchanges on the host.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Error, Result, anyhow};
 use candlewick_comm::{Collective, KeepAlive, RankFailure, World, exchange_bytes, is_first_on_node};
@@ -16,6 +18,8 @@ pub struct ProcessGroup {
     group: Arc<dyn Collective>,
     keep_alive: KeepAlive,
     is_first_of_node: bool,
+    /// True if the last [`ProcessGroup::exchange_once`] failed on all ranks.
+    failed_together: Arc<AtomicBool>,
 }
 
 impl ProcessGroup {
@@ -23,13 +27,14 @@ impl ProcessGroup {
     pub fn new(world: &World) -> Result<Self> {
         let group = world.group();
         let is_first_of_node = is_first_on_node(&*group)?;
-        Ok(Self { group, keep_alive: world.keep_alive(), is_first_of_node })
+        Ok(Self { group, keep_alive: world.keep_alive(), is_first_of_node, failed_together: Arc::default() })
     }
 
     /// Creates the process group of a single rank.
     pub fn solo() -> Self {
         let world = World::solo();
-        Self { group: world.group(), keep_alive: world.keep_alive(), is_first_of_node: true }
+        let (group, keep_alive) = (world.group(), world.keep_alive());
+        Self { group, keep_alive, is_first_of_node: true, failed_together: Arc::default() }
     }
 
     /// Returns this process group with exchanges over `group`, which has the same ranks in the same order.
@@ -97,6 +102,48 @@ impl ProcessGroup {
         value.context("failed to report an error")
     }
 
+    /// Gathers the bytes of all ranks like [`ProcessGroup::exchange`], for programs that print an error once.
+    ///
+    /// If ranks pass equal errors, the first of them returns its own. The other ranks return one that names this rank.
+    pub fn exchange_once(&self, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+        let own_text = own.as_ref().err().map(|error| format!("{error:#}"));
+        let payloads = self.exchange_payloads(own.as_ref().cloned().map_err(|error| format!("{error:#}")));
+        let is_own = |rank, reason: &str| rank == self.rank() || own_text.as_deref().is_some_and(|own| own != reason);
+        let has_failed = payloads.as_ref().is_ok_and(|payloads| payloads.iter().any(Result::is_err));
+        self.failed_together.store(has_failed, Ordering::Relaxed);
+        match payloads {
+            Err(failed) => own.and(Err(failed)),
+            Ok(payloads) => match payloads.iter().enumerate().find_map(|(rank, it)| Some((rank, it.as_ref().err()?))) {
+                None => Ok(payloads.into_iter().flatten().collect()),
+                Some((rank, reason)) if is_own(rank, reason) => own.and(Err(elsewhere(rank))),
+                Some((rank, _)) => Err(elsewhere(rank)),
+            },
+        }
+    }
+
+    /// Returns true if the last [`ProcessGroup::exchange_once`] failed on all ranks.
+    pub fn has_failed_together(&self) -> bool {
+        self.failed_together.load(Ordering::Relaxed)
+    }
+
+    /// Returns this rank's value after all ranks have succeeded. Errors are those of [`ProcessGroup::exchange_once`].
+    pub fn all_ok_once<T>(&self, own: Result<T>) -> Result<T> {
+        let (value, own) = match own {
+            Ok(value) => (Some(value), Ok(Vec::new())),
+            Err(error) => (None, Err(error)),
+        };
+        self.exchange_once(own)?;
+        value.context("failed to report an error")
+    }
+
+    /// Runs `f` on rank 0 while the other ranks wait, and returns its bytes on all ranks.
+    ///
+    /// If it fails, rank 0 returns its error, and the other ranks one that names rank 0.
+    pub fn broadcast_from_first(&self, f: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        let own = if self.is_first() { self.keep_alive().during(f) } else { Ok(Vec::new()) };
+        self.exchange_once(own)?.into_iter().next().context("failed to receive from rank 0")
+    }
+
     /// Runs `f` on rank 0 while the other ranks wait. If it fails, all ranks fail.
     pub fn on_first_rank<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
         self.all_ok(if self.is_first() { self.keep_alive().during(f).map(Some) } else { Ok(None) })
@@ -108,6 +155,13 @@ impl ProcessGroup {
     pub fn one_rank_per_node_first<T>(&self, f: impl Fn() -> Result<T>) -> Result<T> {
         let first = self.on_first_rank_of_node(&f)?;
         self.on_other_ranks_of_node(first, f)
+    }
+
+    /// Runs `f` like [`ProcessGroup::one_rank_per_node_first`]. Errors are those of [`ProcessGroup::exchange_once`].
+    pub fn one_rank_per_node_first_once<T>(&self, f: impl Fn() -> Result<T>) -> Result<T> {
+        let is_first = self.is_first_of_node;
+        let first = self.all_ok_once(is_first.then(|| self.keep_alive().during(&f)).transpose())?;
+        self.all_ok_once(first.map_or_else(|| self.keep_alive().during(f), Ok))
     }
 
     /// Runs `f` on one rank per node while the others wait. If it fails, all ranks fail.
@@ -123,6 +177,27 @@ impl ProcessGroup {
         }
     }
 }
+
+/// Returns the error of a rank that ends because of an error that rank `rank` prints.
+fn elsewhere(rank: usize) -> Error {
+    anyhow!("failed to continue: rank {rank} failed; see the log of rank {rank}").context(ExitCode::Peer)
+}
+
+/// Ends this rank after [`ProcessGroup::has_failed_together`], and returns the error to exit with.
+///
+/// Ranks without an error of their own wait for the exit of those that have one. A launcher that stops all ranks at the
+/// first exit therefore gets the cause and its exit code.
+pub fn end_together(world: World, (code, error): (ExitCode, Error)) -> Error {
+    match code {
+        ExitCode::Peer => drop(world.await_failure(EXIT_WAIT)),
+        // The connections close at the exit of this process, after it has printed the error.
+        _ => std::mem::forget(world),
+    }
+    error
+}
+
+/// The longest wait of a rank for the exit of another one.
+const EXIT_WAIT: Duration = Duration::from_secs(2);
 
 /// Aborts the world because this rank exits with an error, and returns the error to exit with.
 ///
@@ -148,7 +223,6 @@ pub fn fail(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::Mutex;
-    use std::time::Duration;
 
     use candlewick_comm::{Error as CommError, Options, threads};
 
@@ -200,5 +274,30 @@ mod tests {
                 assert!(error.contains(&want), "{errors:?}");
             }
         }
+    }
+
+    #[test]
+    fn an_error_of_several_ranks_is_reported_by_the_first_of_them() {
+        let errors = |of: [Option<&str>; 3]| {
+            of_three(|ranks| {
+                let own = of[ranks.rank()].map_or(Ok(()), |text| Err(anyhow!("{text}")));
+                ranks.all_ok_once(own).map_or_else(|error| format!("{error:#}"), |()| String::new())
+            })
+        };
+        let see = |rank: usize| format!("failed to continue: rank {rank} failed; see the log of rank {rank}");
+        assert_eq!(errors([None; 3]), [""; 3]);
+        for (of, want) in [
+            ([Some("a"); 3], ["a".to_owned(), see(0), see(0)]),
+            ([None, Some("a"), Some("a")], [see(1), "a".to_owned(), see(1)]),
+            ([Some("a"), None, Some("b")], ["a".to_owned(), see(0), "b".to_owned()]),
+        ] {
+            assert!(errors(of).iter().zip(&want).all(|(got, want)| got.ends_with(want.as_str())), "{:?}", errors(of));
+        }
+    }
+
+    #[test]
+    fn all_ranks_get_the_bytes_of_rank_0() {
+        let bytes = of_three(|ranks| ranks.broadcast_from_first(|| Ok(vec![ranks.rank() as u8, 7])).unwrap());
+        assert_eq!(bytes, [[0, 7]; 3]);
     }
 }

@@ -11,9 +11,9 @@ use clap::Args;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::request_args::{ParallelArgs, RequestArgs, progress_reporter};
+use super::request_args::{RequestArgs, progress_reporter};
 use candlewick_inference::answer::{EngineBackend, LmBackend, RequestOutput};
-use candlewick_inference::command::ModelOptions;
+use candlewick_inference::command::{ModelOptions, ParallelArgs};
 use candlewick_inference::ranks::run_on_ranks;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;

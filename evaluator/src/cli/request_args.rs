@@ -1,4 +1,4 @@
-//! Command-line options for requests to the model: batch size, context length and parallelism.
+//! Command-line options for requests to the model: batch size and context length.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,6 @@ use clap::Args;
 
 use candlewick_inference::answer::stop::ThinkEnd;
 use candlewick_inference::answer::{BackendSettings, RequestProgress};
-use candlewick_inference::parallel_config::ParallelConfig;
 use candlewick_inference::ranks::EvalRanks;
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
@@ -31,34 +30,6 @@ pub(super) struct RequestArgs {
     /// only there
     #[arg(long, alias = "think_end_token", value_name = "TOKEN")]
     pub(super) think_end_token: Option<String>,
-}
-
-/// Sizes of tensor and pipeline parallelism, and the ZeRO stage.
-#[derive(Clone, Debug, Args)]
-pub(super) struct ParallelArgs {
-    /// Tensor-parallel size
-    #[arg(long, alias = "tensor_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
-    tensor_parallel_size: usize,
-    /// Pipeline-parallel size
-    #[arg(long, alias = "pipeline_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
-    pipeline_parallel_size: usize,
-    /// Expert-parallel size: ranks that divide the experts of each layer
-    #[arg(long, alias = "expert_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
-    expert_parallel_size: usize,
-    /// ZeRO stage: 3 shards the weights over all ranks, 0 replicates them
-    #[arg(long, alias = "zero_stage", value_name = "STAGE", default_value = "0", value_parser = ["0", "3"])]
-    zero_stage: String,
-}
-
-impl ParallelArgs {
-    pub(super) fn config(&self) -> ParallelConfig {
-        ParallelConfig {
-            tensor_parallel: self.tensor_parallel_size,
-            pipeline_parallel: self.pipeline_parallel_size,
-            expert_parallel: self.expert_parallel_size,
-            zero3: self.zero_stage == "3",
-        }
-    }
 }
 
 /// Number of sequences in a forward pass; `None` for `auto`.

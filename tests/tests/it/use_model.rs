@@ -1,5 +1,7 @@
 //! Use of a trained model: found by its run folder, merged, chatted with, and evaluated as in training.
 
+mod ranks;
+
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};

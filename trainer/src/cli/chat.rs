@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use candlewick_inference::command::{ChatOptions, chat};
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::Hub;
 use clap::Args;
 
@@ -11,7 +12,8 @@ pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer chat runs/my-run
   trainer chat runs/my-run/adapter/latest --temperature 0.7 --top-p 0.9
-  trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
+  trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200
+  launch --standalone --nproc-per-node 2 --interactive -- trainer chat runs/my-run --tensor-parallel-size 2";
 
 #[derive(Debug, Args)]
 pub(super) struct ChatCommand {
@@ -23,5 +25,5 @@ pub(super) struct ChatCommand {
 }
 
 pub(super) fn run(args: &ChatCommand, hub: &Hub) -> Result<ExitCode> {
-    chat(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
+    chat(&args.model, &args.options, &rank_env()?, hub).map(|()| ExitCode::Ok)
 }

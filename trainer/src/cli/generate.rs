@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use candlewick_inference::command::{GenerateArgs, generate};
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::Hub;
 use clap::Args;
 
@@ -11,7 +12,8 @@ pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer generate runs/my-run --prompt 'Who are you?'
   trainer generate runs/my-run --system 'You are Lumo.' --messages chat.json
-  trainer generate HuggingFaceTB/SmolLM2-135M-Instruct --raw --prompt 'Once upon a time'";
+  trainer generate HuggingFaceTB/SmolLM2-135M-Instruct --raw --prompt 'Once upon a time'
+  launch --standalone --nproc-per-node 2 -- trainer generate runs/my-run --tensor-parallel-size 2 --prompt Hi";
 
 #[derive(Debug, Args)]
 pub(super) struct GenerateCommand {
@@ -23,5 +25,5 @@ pub(super) struct GenerateCommand {
 }
 
 pub(super) fn run(args: &GenerateCommand, hub: &Hub) -> Result<ExitCode> {
-    generate(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
+    generate(&args.model, &args.options, &rank_env()?, hub).map(|()| ExitCode::Ok)
 }

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 use candlewick_runtime::progress::AboveBars;
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::LIBRARY_LOG_FILTER;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -14,6 +15,11 @@ use tracing_subscriber::{EnvFilter, Layer};
 use super::options::Verbosity;
 use crate::plan::LoggerPlan;
 use crate::profiling::BoxedLayer;
+
+/// Initializes logging of a command without a recipe. Only rank 0 prints, because all ranks log the same.
+pub(super) fn start_on_first_rank(verbosity: Verbosity) -> Result<()> {
+    start(verbosity, &LoggerPlan { print: rank_env()?.rank == 0, ..LoggerPlan::default() }, Vec::new())
+}
 
 /// Initializes logging for the rest of the process.
 ///

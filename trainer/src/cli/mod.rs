@@ -248,11 +248,11 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Report(args) => report::run(args, &ui),
         Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
+            logging::start_on_first_rank(cli.verbosity)?;
             chat::run(args, &hub()?)
         }
         Command::Generate(args) => {
-            logging::start(cli.verbosity, &LoggerPlan::default(), Vec::new())?;
+            logging::start_on_first_rank(cli.verbosity)?;
             generate::run(args, &hub()?)
         }
         Command::Serve(args) => {

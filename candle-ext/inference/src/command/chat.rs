@@ -6,23 +6,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
-use candlewick_text::hub::Hub;
+use candle_core::Device;
+use candlewick_comm::RankFailure;
+use candlewick_comm::rank_env::RankEnv;
+use candlewick_text::hub::{Hub, ModelAndAdapter};
+use candlewick_text::template::Clock;
 use clap::Args;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
-use super::model::{ComputeOptions, TemplateOptions};
+use super::model::{ComputeOptions, QuantizationOption, TemplateOptions};
+use super::parallel::{ParallelArgs, check_single_replica};
 use super::sampling::SamplingOptions;
 use crate::chat_session::{ChatReply, ChatSession};
 use crate::generate::FinishReason;
 use crate::lm::{Lm, OnText};
+use crate::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::{ExitCode, classify};
+use candlewick_runtime::run_id::RunId;
 
 /// Options of `chat`.
 #[derive(Debug, Args)]
 pub struct ChatOptions {
     #[command(flatten)]
     compute: ComputeOptions,
+    #[command(flatten)]
+    parallel: ParallelArgs,
     /// The system message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -40,90 +49,164 @@ const HELP: &str = "\
 /undo          remove the last message and its answer
 /reset         forget the conversation; the system message stays
 /system TEXT   set the system message; without TEXT remove it
-/adapter NAME  load the model again with another adapter; without NAME with none
+/adapter NAME  use another adapter on the same base model; without NAME none
 /quit          end, as Ctrl-D does
-Ctrl-C ends an answer. A line that begins with a blank is sent as it is.";
+Ctrl-C ends an answer; with several ranks it ends the chat. A line that begins with a blank is sent as it is.";
 
 /// Runs a chat with `model`, a path or Hub id: reads lines from stdin and streams replies to stdout.
-pub fn chat(model: &str, options: &ChatOptions, hub: &Hub) -> Result<()> {
-    let lm = options.load(model, options.compute.adapter.as_deref(), hub)?;
-    let generation = options.sampling.options(&lm, MAX_NEW_TOKENS)?;
-    let session = ChatSession::new(lm, generation)?;
-    let mut chat = Chat { session, model, options, hub, interrupt: Interrupt::watch()? };
-    chat.session.set_system(options.system.as_deref().unwrap_or_default());
-    let is_terminal = io::stdin().is_terminal();
-    if is_terminal {
-        eprintln!("{HELP}\n");
-    }
-    let mut lines = io::stdin().lock().lines();
-    loop {
-        if is_terminal {
-            eprint!("> ");
-        }
-        let Some(line) = lines.next() else { return Ok(()) };
-        let line = line.context("failed to read a line from stdin").context(ExitCode::Data)?;
-        match line.strip_prefix('/') {
-            Some(command) => {
-                if chat.command(command)?.is_break() {
-                    return Ok(());
-                }
-            }
-            None if line.trim().is_empty() => {}
-            None => chat.reply(|session, on_text| session.reply(line.trim(), on_text).map(Some))?,
-        }
-    }
+///
+/// `env` has the ranks that share the model. Rank 0 reads and prints, and the other ranks compute with it.
+pub fn chat(model: &str, options: &ChatOptions, env: &RankEnv, hub: &Hub) -> Result<()> {
+    run_on_ranks(env, options.parallel.config(), options.compute.device, |ranks, device| {
+        ranks.process.all_ok_once(check_single_replica(ranks))?;
+        let clock = RunId::agree(&ranks.process, Ok(RunId::now()))?.clock();
+        let mut loader = ChatModelLoader { model, options, hub, ranks, device, clock, base: None };
+        let lm = loader.load(options.compute.adapter.as_deref())?;
+        let session = ranks.process.all_ok_once(options.session(lm))?;
+        Chat { session, loader, interrupt: Interrupt::watch(ranks.process.size())? }.run()
+    })
 }
 
 impl ChatOptions {
-    fn load(&self, model: &str, adapter: Option<&str>, hub: &Hub) -> Result<Lm> {
-        let mut compute = self.compute.clone();
-        compute.adapter = adapter.map(str::to_owned);
-        self.template.apply(compute.load(model, hub)?)
+    fn session(&self, lm: Lm) -> Result<ChatSession> {
+        let generation = self.sampling.options(&lm, MAX_NEW_TOKENS)?;
+        let mut session = ChatSession::new(lm, generation)?;
+        session.set_system(self.system.as_deref().unwrap_or_default());
+        Ok(session)
     }
 }
 
-/// A chat on stdin and stdout.
-struct Chat<'c> {
-    session: ChatSession,
+/// Loader of the model of a chat, with one adapter or another.
+struct ChatModelLoader<'c> {
     model: &'c str,
     options: &'c ChatOptions,
     hub: &'c Hub,
+    ranks: &'c EvalRanks,
+    device: Device,
+    clock: Clock,
+    /// The model without an adapter, whose weights all adapters share.
+    base: Option<Lm>,
+}
+
+impl ChatModelLoader<'_> {
+    /// Loads the model on each rank. Collective: all ranks must call it.
+    fn load(&mut self, adapter: Option<&str>) -> Result<Lm> {
+        let mut compute = self.options.compute.clone();
+        compute.adapter = adapter.map(str::to_owned);
+        let folders = compute.find_on(self.model, self.hub, self.ranks)?;
+        let lm = match compute.quantization {
+            QuantizationOption::None => self.load_on_base(&compute, &folders)?,
+            // The scales belong to an adapter and its base together.
+            QuantizationOption::Fp8 => compute.load_folders_on(&folders, self.ranks, self.device.clone())?,
+        };
+        let lm = self.options.template.apply(lm).map(|lm| lm.with_clock(self.clock));
+        self.ranks.process.all_ok_once(lm)
+    }
+
+    /// Loads an adapter, or none, on the weights of the base model.
+    fn load_on_base(&mut self, compute: &ComputeOptions, folders: &ModelAndAdapter) -> Result<Lm> {
+        let ModelAndAdapter { model, adapter, .. } = folders;
+        if self.base.as_ref().is_none_or(|base| base.folder() != model) {
+            let base = ModelAndAdapter { model: model.clone(), adapter: None, notes: Vec::new() };
+            self.base = Some(compute.load_folders_on(&base, self.ranks, self.device.clone())?);
+        }
+        let base = self.base.as_ref().context("failed to load the base model")?;
+        self.ranks.process.all_ok_once(base.with_adapter(adapter.as_deref()))
+    }
+}
+
+/// A chat on stdin and stdout of rank 0. The other ranks run the same commands.
+struct Chat<'c> {
+    session: ChatSession,
+    loader: ChatModelLoader<'c>,
     interrupt: Interrupt,
 }
 
 impl Chat<'_> {
+    fn run(&mut self) -> Result<()> {
+        let is_terminal = io::stdin().is_terminal();
+        if is_terminal {
+            self.note(&format!("{HELP}\n"));
+        }
+        while let Some(line) = self.next_line(is_terminal)? {
+            match line.strip_prefix('/') {
+                Some(command) => {
+                    if self.command(command)?.is_break() {
+                        return Ok(());
+                    }
+                }
+                None if line.trim().is_empty() => {}
+                None => self.reply(|session, on_text| session.reply(line.trim(), on_text).map(Some))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a line on rank 0, and returns it on all ranks; `None` at the end of the input.
+    fn next_line(&self, is_terminal: bool) -> Result<Option<String>> {
+        let read = || {
+            if is_terminal {
+                eprint!("> ");
+            }
+            let line = io::stdin().lock().lines().next().transpose();
+            let line = line.context("failed to read a line from stdin").context(ExitCode::Data)?;
+            Ok(serde_json::to_vec(&line)?)
+        };
+        Ok(serde_json::from_slice(&self.loader.ranks.process.broadcast_from_first(read)?)?)
+    }
+
+    fn is_first(&self) -> bool {
+        self.loader.ranks.process.is_first()
+    }
+
+    /// Prints a line to stderr, on rank 0.
+    fn note(&self, text: &str) {
+        if self.is_first() {
+            eprintln!("{text}");
+        }
+    }
+
     fn command(&mut self, command: &str) -> Result<ControlFlow<()>> {
         let (word, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
         let rest = rest.trim();
         match word {
             "quit" | "exit" => return Ok(ControlFlow::Break(())),
             "retry" => self.reply(ChatSession::retry)?,
-            "edit" if rest.is_empty() => eprintln!("note: /edit needs the new text"),
+            "edit" if rest.is_empty() => self.note("note: /edit needs the new text"),
             "edit" => self.reply(|session, on_text| match session.undo() {
                 Some(_) => session.reply(rest, on_text).map(Some),
                 None => Ok(None),
             })?,
             "undo" => {
                 if self.session.undo().is_none() {
-                    eprintln!("{NO_TURN}");
+                    self.note(NO_TURN);
                 }
             }
             "reset" => self.session.reset(),
             "system" => self.session.set_system(rest),
-            "adapter" => self.switch_adapter(Some(rest).filter(|name| !name.is_empty())),
-            "help" => eprintln!("{HELP}"),
-            _ => eprintln!(
+            "adapter" => self.switch_adapter(Some(rest).filter(|name| !name.is_empty()))?,
+            "help" => self.note(HELP),
+            _ => self.note(&format!(
                 "note: there is no command /{word}; /help lists them, and a blank before it sends it as a message"
-            ),
+            )),
         }
         Ok(ControlFlow::Continue(()))
     }
 
-    /// Loads the model with another adapter. If that fails, prints a note and keeps the loaded one.
-    fn switch_adapter(&mut self, adapter: Option<&str>) {
-        let loaded = self.options.load(self.model, adapter, self.hub);
-        if let Err(error) = loaded.and_then(|lm| self.session.set_model(lm)) {
-            eprintln!("note: {error:#}; the chat continues with the loaded model");
+    /// Uses the base model with another adapter. If that fails, prints a note and keeps the loaded one. A lost rank ends the
+    /// chat.
+    fn switch_adapter(&mut self, adapter: Option<&str>) -> Result<()> {
+        let loaded = self.loader.load(adapter);
+        match loaded.and_then(|lm| self.session.set_model(lm)) {
+            Ok(()) => Ok(()),
+            Err(error) if RankFailure::find_in(&*error).is_some() => Err(error),
+            Err(error) => {
+                // Another rank may have the cause.
+                if self.is_first() || classify(&error) != ExitCode::Peer {
+                    eprintln!("note: {error:#}; the chat continues with the loaded model");
+                }
+                Ok(())
+            }
         }
     }
 
@@ -132,52 +215,64 @@ impl Chat<'_> {
         &mut self,
         generate: impl FnOnce(&mut ChatSession, &mut OnText) -> Result<Option<ChatReply>>,
     ) -> Result<()> {
+        let is_first = self.is_first();
         let Self { session, interrupt, .. } = self;
         interrupt.begin();
-        let mut out = io::stdout().lock();
         let mut on_text = |text: &str| {
-            write!(out, "{text}").and_then(|()| out.flush()).context("failed to write to stdout")?;
+            if is_first {
+                write_text(text)?;
+            }
             Ok(if interrupt.is_asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         };
         let replied = generate(session, &mut on_text);
         interrupt.end();
-        let ChatReply { answer, n_dropped } = match replied {
-            Err(error) if classify(&error) == ExitCode::Data => {
-                eprintln!("note: {error:#}");
-                return Ok(());
-            }
-            Ok(None) => {
-                eprintln!("{NO_TURN}");
-                return Ok(());
-            }
-            Ok(Some(reply)) => reply,
+        match replied {
+            Ok(Some(reply)) if is_first => print_end(&reply)?,
+            Ok(Some(_)) => {}
+            Ok(None) => self.note(NO_TURN),
+            Err(error) if classify(&error) == ExitCode::Data => self.note(&format!("note: {error:#}")),
             Err(error) => return Err(error),
-        };
-        writeln!(out).context("failed to write to stdout")?;
-        if n_dropped > 0 {
-            eprintln!("note: the context is full: the oldest {n_dropped} messages were dropped");
         }
-        match answer.finish_reason {
-            FinishReason::Context => eprintln!("note: the answer ends where the model's context is full"),
-            FinishReason::Length => eprintln!("note: the answer ends at --max-new-tokens"),
-            FinishReason::Stop | FinishReason::Interrupted => {}
-        }
-        eprintln!("{}", answer.timings);
         Ok(())
     }
+}
+
+fn write_text(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    write!(out, "{text}").and_then(|()| out.flush()).context("failed to write to stdout")
+}
+
+/// Ends the line of a reply, and prints notes about it and its speed.
+fn print_end(ChatReply { answer, n_dropped }: &ChatReply) -> Result<()> {
+    write_text("\n")?;
+    if *n_dropped > 0 {
+        eprintln!("note: the context is full: the oldest {n_dropped} messages were dropped");
+    }
+    match answer.finish_reason {
+        FinishReason::Context => eprintln!("note: the answer ends where the model's context is full"),
+        FinishReason::Length => eprintln!("note: the answer ends at --max-new-tokens"),
+        FinishReason::Stop | FinishReason::Interrupted => {}
+    }
+    eprintln!("{}", answer.timings);
+    Ok(())
 }
 
 const NO_TURN: &str = "note: the conversation has no message yet";
 
 /// Ctrl-C handler: stops a running generation, else ends the program.
+///
+/// With several ranks Ctrl-C always ends the program: a launcher stops its ranks at the first one.
 struct Interrupt {
     asked: Arc<AtomicBool>,
     is_idle: Arc<AtomicBool>,
 }
 
 impl Interrupt {
-    fn watch() -> Result<Self> {
+    fn watch(n_ranks: usize) -> Result<Self> {
         let own = Self { asked: Arc::default(), is_idle: Arc::new(AtomicBool::new(true)) };
+        if n_ranks > 1 {
+            return Ok(own);
+        }
         let watch = || {
             flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&own.is_idle))?;
             flag::register(SIGINT, Arc::clone(&own.asked))

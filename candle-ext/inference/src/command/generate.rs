@@ -1,21 +1,29 @@
 //! The command `generate`: replies to prompts and conversations.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use candlewick_comm::rank_env::RankEnv;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
-use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
+use candlewick_text::template::{AddGenerationPrompt, Clock};
 use clap::{ArgGroup, Args};
+use serde::{Deserialize, Serialize};
 
 use super::model::{ComputeOptions, TemplateOptions};
+use super::parallel::ParallelArgs;
 use super::sampling::SamplingOptions;
-use crate::generate::FinishReason;
-use crate::lm::GeneratedText;
+use crate::generate::{FinishReason, GenerateOptions};
+use crate::lm::{GeneratedText, Lm};
 use crate::messages::conversations;
-use candlewick_runtime::exit::ExitCode;
+use crate::parallel_config::InferenceGroup;
+use crate::ranks::{EvalRanks, run_on_ranks};
+use candlewick_runtime::exit::{ExitCode, classify};
+use candlewick_runtime::process_group::ProcessGroup;
+use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::stdout::print_line;
 
 /// Options of `generate`.
@@ -24,6 +32,8 @@ use candlewick_runtime::stdout::print_line;
 pub struct GenerateArgs {
     #[command(flatten)]
     compute: ComputeOptions,
+    #[command(flatten)]
+    parallel: ParallelArgs,
     /// A prompt; repeat it for several; - reads one from stdin
     #[arg(long, group = "input")]
     prompt: Vec<String>,
@@ -49,35 +59,131 @@ pub struct GenerateArgs {
 /// Default number of new tokens.
 const MAX_NEW_TOKENS: usize = 64;
 
+/// A prompt of the command line.
+enum GenerationPrompt {
+    /// Text to complete, with `--raw`.
+    Text(String),
+    /// Conversation to reply to.
+    Chat(Conversation),
+}
+
+/// The texts that rank 0 reads for all ranks.
+#[derive(Serialize, Deserialize)]
+struct InputTexts {
+    prompts: Vec<String>,
+    messages: Option<String>,
+}
+
 /// Generates replies to prompts and conversations with `model`, a path or Hub id, and prints them to stdout.
-pub fn generate(model: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
-    let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
-    let chats = args.chats(&prompts)?;
-    let lm = args.template.apply(args.compute.load(model, hub)?)?;
-    let options = args.sampling.options(&lm, MAX_NEW_TOKENS)?;
-    let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
-    if args.raw {
-        for prompt in &prompts {
-            args.show(prompts.len(), prompt, &lm.complete(prompt, &options, &mut ignored)?)?;
+///
+/// `env` has the ranks that share the model. The replicas take turns in the order of the prompts, and rank 0 prints.
+pub fn generate(model: &str, args: &GenerateArgs, env: &RankEnv, hub: &Hub) -> Result<()> {
+    run_on_ranks(env, args.parallel.config(), args.compute.device, |ranks, device| {
+        let EvalRanks { process, .. } = ranks;
+        let clock = RunId::agree(process, Ok(RunId::now()))?.clock();
+        let texts = process.broadcast_from_first(|| Ok(serde_json::to_vec(&args.read_texts()?)?))?;
+        let prompts = process.all_ok_once(args.prompts(&serde_json::from_slice(&texts)?))?;
+        let lm = args.compute.load_on(model, hub, ranks, device)?;
+        let (lm, options) = process.all_ok_once(args.prepare(lm, clock))?;
+        let group = ranks.inference_group();
+        for round in prompts.chunks(group.n_independent_replicas()) {
+            if process.is_first() {
+                round.iter().for_each(|prompt| prompt.warn_of_what_is_not_printed(&lm));
+            }
+            let own = round.get(group.replica_index()).map(|prompt| prompt.answer(&lm, &options, &group));
+            let (answers, done) = gather(process, &group, own)?;
+            if process.is_first() {
+                answers.iter().try_for_each(|(i, said)| args.show(prompts.len(), round[*i].last(), said))?;
+            }
+            process.all_ok_once(done)?;
         }
-        return Ok(());
+        Ok(())
+    })
+}
+
+/// Gathers the answers of the replicas, each with its index among the prompts of a round. Returns them with this rank's
+/// own error. Collective: all ranks must call it.
+fn gather(
+    process: &ProcessGroup,
+    group: &InferenceGroup,
+    own: Option<Result<GeneratedText>>,
+) -> Result<(BTreeMap<usize, GeneratedText>, Result<()>)> {
+    let (own, done) = match own {
+        // All ranks of the replica have this error. After others, they may wait for this rank, so it leaves at once.
+        Some(Err(error)) if classify(&error) == ExitCode::Data => (None, Err(error)),
+        own => (own.transpose()?, Ok(())),
+    };
+    let own = own.filter(|_| group.reports).map(|answer| (group.replica_index(), answer));
+    let all = process.exchange(Ok(serde_json::to_vec(&own)?))?;
+    let all = all.iter().map(|bytes| Ok(serde_json::from_slice::<Option<(usize, GeneratedText)>>(bytes)?));
+    Ok((all.filter_map(Result::transpose).collect::<Result<_>>()?, done))
+}
+
+impl GenerationPrompt {
+    fn answer(&self, lm: &Lm, options: &GenerateOptions, group: &InferenceGroup) -> Result<GeneratedText> {
+        let mut on_text = |_: &str| {
+            group.step();
+            Ok(ControlFlow::Continue(()))
+        };
+        group.together(|| match self {
+            Self::Text(text) => lm.complete(text, options, &mut on_text),
+            Self::Chat(chat) => lm.chat(chat, options, &mut on_text),
+        })
     }
-    let template = lm.chat_template()?;
-    for chat in &chats {
-        warn_of_what_is_not_printed(template, chat);
-        let last = chat.messages.last().and_then(Message::text).unwrap_or_default();
-        args.show(chats.len(), last, &lm.chat(chat, &options, &mut ignored)?)?;
+
+    /// Returns the prompt's text, or that of the last message.
+    fn last(&self) -> &str {
+        match self {
+            Self::Text(text) => text,
+            Self::Chat(chat) => chat.messages.last().and_then(Message::text).unwrap_or_default(),
+        }
     }
-    Ok(())
+
+    /// Warns if the chat template ignores the system message or the tools.
+    fn warn_of_what_is_not_printed(&self, lm: &Lm) {
+        let (Self::Chat(chat), Some(template)) = (self, lm.template()) else { return };
+        let render = |chat: &Conversation| template.render(chat, AddGenerationPrompt::Yes).ok();
+        let Some(whole) = render(chat) else { return };
+        let system = chat.messages.first().filter(|first| first.role() == "system").and_then(Message::text);
+        if system.is_some_and(|system| !whole.contains(system.trim())) {
+            tracing::warn!("the chat template leaves the system message out of the prompt: the model does not see it");
+        }
+        if chat.tools.is_some() && render(&Conversation { tools: None, ..chat.clone() }).as_ref() == Some(&whole) {
+            tracing::warn!("the chat template leaves the tools out of the prompt: the model does not see them");
+        }
+    }
 }
 
 impl GenerateArgs {
+    /// Reads prompts from stdin, and the file of conversations.
+    fn read_texts(&self) -> Result<InputTexts> {
+        let prompts = self.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<_>>()?;
+        Ok(InputTexts { prompts, messages: self.messages.as_deref().map(read).transpose()? })
+    }
+
+    fn prompts(&self, InputTexts { prompts, messages }: &InputTexts) -> Result<Vec<GenerationPrompt>> {
+        if self.raw {
+            return Ok(prompts.iter().cloned().map(GenerationPrompt::Text).collect());
+        }
+        Ok(self.chats(prompts, messages.as_deref())?.into_iter().map(GenerationPrompt::Chat).collect())
+    }
+
+    /// Applies the options of template and sampling to the loaded model.
+    fn prepare(&self, lm: Lm, clock: Clock) -> Result<(Lm, GenerateOptions)> {
+        let lm = self.template.apply(lm)?.with_clock(clock);
+        let options = self.sampling.options(&lm, MAX_NEW_TOKENS)?;
+        if !self.raw {
+            lm.chat_template()?;
+        }
+        Ok((lm, options))
+    }
+
     /// Returns the conversations, each with the system message of the command line.
-    fn chats(&self, prompts: &[String]) -> Result<Vec<Conversation>> {
+    fn chats(&self, prompts: &[String], messages: Option<&str>) -> Result<Vec<Conversation>> {
         let of_prompt = |prompt: &String| Conversation::new([Message::new("user", prompt)]);
-        let mut chats = match &self.messages {
-            Some(path) => read_conversations(path)?,
-            None => prompts.iter().map(of_prompt).collect(),
+        let mut chats = match (messages, &self.messages) {
+            (Some(text), Some(path)) => parse_conversations(text, path)?,
+            _ => prompts.iter().map(of_prompt).collect(),
         };
         for (chat, i) in chats.iter_mut().zip(1..) {
             self.complete(chat)
@@ -117,19 +223,6 @@ impl GenerateArgs {
     }
 }
 
-/// Warns if the chat template ignores the system message or the tools.
-fn warn_of_what_is_not_printed(template: &ChatTemplate, chat: &Conversation) {
-    let render = |chat: &Conversation| template.render(chat, AddGenerationPrompt::Yes).ok();
-    let Some(whole) = render(chat) else { return };
-    let system = chat.messages.first().filter(|first| first.role() == "system").and_then(Message::text);
-    if system.is_some_and(|system| !whole.contains(system.trim())) {
-        tracing::warn!("the chat template leaves the system message out of the prompt: the model does not see it");
-    }
-    if chat.tools.is_some() && render(&Conversation { tools: None, ..chat.clone() }).as_ref() == Some(&whole) {
-        tracing::warn!("the chat template leaves the tools out of the prompt: the model does not see them");
-    }
-}
-
 fn text_or_stdin(prompt: &str) -> Result<String> {
     if prompt != "-" {
         return Ok(prompt.to_owned());
@@ -138,10 +231,9 @@ fn text_or_stdin(prompt: &str) -> Result<String> {
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
-fn read_conversations(path: &Path) -> Result<Vec<Conversation>> {
+fn parse_conversations(text: &str, path: &Path) -> Result<Vec<Conversation>> {
     let failed = || anyhow!("failed to read messages from {}", path.display()).context(ExitCode::Data);
-    let text = read(path)?;
-    conversations(&text).map_err(|error| anyhow!("{}: {error:#}", failed()).context(ExitCode::Data))
+    conversations(text).map_err(|error| anyhow!("{}: {error:#}", failed()).context(ExitCode::Data))
 }
 
 fn read(path: &Path) -> Result<String> {

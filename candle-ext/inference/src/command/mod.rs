@@ -3,6 +3,7 @@
 mod chat;
 mod generate;
 mod model;
+mod parallel;
 mod portable_folder;
 mod prefetch;
 mod sampling;
@@ -11,6 +12,7 @@ mod serve;
 pub use chat::{ChatOptions, chat};
 pub use generate::{GenerateArgs, generate};
 pub use model::{ComputeOptions, DtypeOption, ModelOptions, QuantizationOption, find_folders};
+pub use parallel::ParallelArgs;
 pub use prefetch::{Prefetch, PrefetchOptions};
 pub use sampling::SamplingOptions;
 pub use serve::{ServeOptions, serve};

@@ -139,22 +139,7 @@ impl ModelOptions {
 
     /// Loads the model, or this rank's shard, on each rank; one rank downloads it first.
     pub fn load_on(&self, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<Lm> {
-        let folders = ranks.process.one_rank_per_node_first(|| self.compute.find(&self.model, hub))?;
-        if ranks.process.is_first() {
-            folders.notes.iter().for_each(|note| eprintln!("{note}"));
-        }
-        ranks.process.all_ok(
-            Config::read(&folders.model)
-                .map_err(Into::into)
-                .and_then(|config| ranks.parallel_config.check_can_split(&config)),
-        )?;
-        let load = || self.compute.load_from(&folders, device, (ranks.parallel_config, &ranks.groups));
-        // Ranks of a sharded model create process groups while loading, and wait for each other.
-        ranks.process.all_ok(if ranks.parallel_config.is_single_rank() {
-            ranks.process.keep_alive().during(load)
-        } else {
-            load()
-        })
+        self.compute.load_on(&self.model, hub, ranks, device)
     }
 }
 
@@ -165,6 +150,35 @@ impl ComputeOptions {
         let folders = self.find(name, hub)?;
         folders.notes.iter().for_each(|note| eprintln!("{note}"));
         self.load_from(&folders, device, (ParallelConfig::SINGLE_RANK, &ParallelConfig::single_rank_groups()?))
+    }
+
+    /// Loads the model `name`, or this rank's shard, on each rank; one rank downloads it first. Collective: all ranks of
+    /// `ranks` must call it.
+    pub fn load_on(&self, name: &str, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<Lm> {
+        self.load_folders_on(&self.find_on(name, hub, ranks)?, ranks, device)
+    }
+
+    /// Finds the folders of model and adapter on each rank; one rank downloads missing ones first. Collective.
+    pub(super) fn find_on(&self, name: &str, hub: &Hub, ranks: &EvalRanks) -> Result<ModelAndAdapter> {
+        let process = &ranks.process;
+        let folders = process.one_rank_per_node_first_once(|| self.find(name, hub))?;
+        if process.is_first() {
+            folders.notes.iter().for_each(|note| eprintln!("{note}"));
+        }
+        Ok(folders)
+    }
+
+    /// Loads the model of these folders, or this rank's shard, on each rank. Collective.
+    pub(super) fn load_folders_on(&self, folders: &ModelAndAdapter, ranks: &EvalRanks, device: Device) -> Result<Lm> {
+        let EvalRanks { process, parallel_config, groups } = ranks;
+        let config = Config::read(&folders.model).map_err(Into::into);
+        process.all_ok_once(config.and_then(|config| parallel_config.check_can_split(&config)))?;
+        let load = || self.load_from(folders, device, (*parallel_config, groups));
+        // Ranks of a sharded model create process groups while loading, and wait for each other.
+        process.all_ok_once(match parallel_config.is_single_rank() {
+            true => process.keep_alive().during(load),
+            false => load(),
+        })
     }
 
     /// Finds the folders of model and adapter, and downloads missing ones.

@@ -90,7 +90,7 @@ impl ServeOptions {
         for LoraModule { path, .. } in &self.lora_modules {
             let (folder, note) = hub.adapter(path).map_err(not_found)?;
             note.iter().for_each(|note| eprintln!("{note}"));
-            let adapted = models[0].with_adapter(&folder);
+            let adapted = models[0].with_adapter(Some(&folder));
             models.push(adapted.with_context(|| format!("failed to load the adapter {path}"))?);
         }
         models.into_iter().map(|lm| self.template.apply(lm)).collect()

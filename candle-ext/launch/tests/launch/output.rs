@@ -1,6 +1,7 @@
 //! The output of workers on the console and in log files.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -132,4 +133,28 @@ fn lines_of_stdout_and_stderr_do_not_interleave() {
     let lines: Vec<_> = text.lines().filter(|line| !line.starts_with("launch: ")).collect();
     assert_eq!(lines.len(), 400);
     lines.iter().for_each(|line| assert_eq!(line.len(), "[0]: ".len() + 5000, "{line}"));
+}
+
+/// Local rank 0 writes a question without a newline, and continues only after the answer.
+#[test]
+fn an_interactive_rank_has_the_console() {
+    let script = r#"if [ $RANK = 0 ]; then printf "name? "; read -r name; printf "\rhi $name\n"; else echo other; fi"#;
+    let mut command = command(&script_arguments(2, &["--interactive"], script));
+    let mut launcher = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let (mut stdin, mut stdout) = (launcher.stdin.take().unwrap(), launcher.stdout.take().unwrap());
+    let mut shown = Vec::new();
+    while !String::from_utf8_lossy(&shown).contains("name? ") {
+        let mut byte = [0];
+        assert_eq!(stdout.read(&mut byte).unwrap(), 1, "the output ended before the question");
+        shown.extend(byte);
+    }
+    stdin.write_all(b"Lumo\n").unwrap();
+    let mut rest = String::new();
+    stdout.read_to_string(&mut rest).unwrap();
+    assert!(launcher.wait().unwrap().success());
+    let all = String::from_utf8(shown).unwrap() + &rest;
+    assert!(all.contains("name? ") && all.contains("\rhi Lumo\n") && !all.contains("[0]: "), "{all:?}");
+    assert!(all.contains("[1]: other\n"), "{all:?}");
+    let both = launch_script(1, &["--interactive", "--tee", "3"], "true");
+    both.exits_with(2).stderr_contains(&["--interactive"]);
 }

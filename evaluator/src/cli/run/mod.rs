@@ -13,7 +13,7 @@ use clap::Args;
 
 use super::limit::Limit;
 use super::prefetch::lock_context;
-use super::request_args::{ParallelArgs, RequestArgs, progress_reporter};
+use super::request_args::{RequestArgs, progress_reporter};
 use super::seeds::{Seeds, seeds};
 use super::tasks::{PromptArgs, TaskArgs};
 use super::unsupported_lm_eval_args::UnsupportedLmEvalArgs;
@@ -23,7 +23,7 @@ use crate::output::{ResultsFolder, sanitize_task_name};
 use crate::results::TaskRun;
 use crate::task::{ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection};
 use candlewick_inference::answer::EngineBackend;
-use candlewick_inference::command::ModelOptions;
+use candlewick_inference::command::{ModelOptions, ParallelArgs};
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;

@@ -93,7 +93,7 @@ fn an_adapter_shares_the_weights_of_its_base() {
     let base = Lm::load(&model, None, DType::F32, Device::Cpu).unwrap();
     let before = base.score("Say wolf 4 times.").unwrap();
     for path in two_adapters(folder.path()) {
-        let shared = base.with_adapter(&path).unwrap();
+        let shared = base.with_adapter(Some(&path)).unwrap();
         let own = Lm::load(&model, Some(&path), DType::F32, Device::Cpu).unwrap();
         let bytes = |lm: &Lm| lm.engine().store().device_bytes().weights;
         assert!(bytes(&shared) * 4 < bytes(&base) && bytes(&own) > bytes(&base), "{} {}", bytes(&shared), bytes(&own));

@@ -346,7 +346,12 @@ fn a_launcher_restarts_from_the_newest_checkpoint() {
 
 /// Returns the process of one rank of a run.
 fn worker(run: &TrainerRun, rank: usize) -> Pid {
-    let folder = run.folder.display().to_string();
+    trainer_of_rank(&run.folder, rank)
+}
+
+/// Returns the trainer's process of one rank whose command line contains the path of a folder.
+pub(crate) fn trainer_of_rank(folder: &Path, rank: usize) -> Pid {
+    let folder = folder.display().to_string();
     let words = |process: &Path, file: &str| {
         let bytes = fs::read(process.join(file)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect::<Vec<_>>()

@@ -1,9 +1,9 @@
 //! The trainer as several processes, started as torchrun starts them, gives the results of one process.
 
 mod callbacks;
-mod faults;
+pub(crate) mod faults;
 mod routing;
-mod run;
+pub(crate) mod run;
 mod starters;
 mod stop_preparation;
 
