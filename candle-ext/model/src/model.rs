@@ -143,7 +143,7 @@ impl Model {
     }
 
     /// Looks up embeddings: u32 token ids [t] -> [t, d], in the dtype of the residual stream. The padding token's row gets no
-    /// gradient. `w` are the weights of the embedding, or of a head that ties it.
+    /// gradient. `w` are the weights of the embedding.
     ///
     /// Layers add to what they get in its dtype, and norms return the dtype of their weights. So the embedding alone decides
     /// the dtype of the residual stream.

@@ -16,7 +16,7 @@ pub struct FsdpUnit {
     pub kind: FsdpUnitKind,
     /// Parameters that this unit owns.
     pub params: Vec<ParamSpec>,
-    /// Parameters of other units that this unit also reads, such as tied embeddings.
+    /// Parameters of other units that the pipeline stage of this unit also needs, such as tied embeddings.
     pub tied: Vec<TiedParam>,
 }
 
@@ -89,6 +89,16 @@ impl FsdpUnit {
                 (param.storage, linear.storage) = (storage, storage);
             }
         }
+    }
+
+    /// Returns the tied parameters that this unit itself reads. An output layer of its own leaves the embedding to MTP layers.
+    pub fn read_ties(&self) -> impl Iterator<Item = &TiedParam> {
+        self.tied.iter().filter(|tied| !(tied.name == EMBEDDING && self.has_own_output()))
+    }
+
+    /// Returns true if the unit has an output layer of its own.
+    pub(crate) fn has_own_output(&self) -> bool {
+        self.params.iter().any(|param| param.name == LM_HEAD)
     }
 
     /// Returns the LoRA adapters of the unit.

@@ -47,6 +47,7 @@ fn check_all() {
         (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
         (2, vec!["tensor_parallel_size=2", "model.mtp_num_layers=2", long]),
         (2, vec!["pipeline_parallel_size=2", tall, "model.mtp_num_layers=1", "gradient_accumulation_steps=2"]),
+        (2, vec!["deepspeed.zero_optimization.stage=2", "model.mtp_num_layers=2", long]),
         (2, vec!["deepspeed.zero_optimization.stage=3", "model.mtp_num_layers=2", long]),
         (2, [&EXPERTS[..], &["expert_parallel_size=2"]].concat()),
         (4, [&EXPERTS[..], &["expert_parallel_size=2", "expert_tensor_parallel_size=2"]].concat()),
