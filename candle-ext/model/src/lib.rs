@@ -38,7 +38,7 @@ mod upcycle;
 mod weights;
 
 pub use block::Layer;
-pub use config::{Config, MoeConfig, SharedExpertConfig};
+pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
 pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TiledMlp};
 pub use error::ModelError;
 pub use experts::{ExpertCall, ExpertPadding, Experts};

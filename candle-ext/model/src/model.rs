@@ -102,6 +102,11 @@ impl Model {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| !AdapterSpec::owns(&param.name))
     }
 
+    /// Returns the number of elements of an exported model, with the copies of embedding and output layer in MTP layers.
+    pub fn n_exported_elements(&self) -> usize {
+        self.base_params().map(|param| param.numel() * (1 + crate::mtp::copies(&self.config, &param.name).len())).sum()
+    }
+
     /// Returns the LoRA factors, as in a PEFT adapter checkpoint.
     pub fn adapter_params(&self) -> impl Iterator<Item = &ParamSpec> {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| AdapterSpec::owns(&param.name))

@@ -52,6 +52,15 @@ fn check_all() {
         (2, [&EXPERTS[..], &["expert_parallel_size=2"]].concat()),
         (4, [&EXPERTS[..], &["expert_parallel_size=2", "expert_tensor_parallel_size=2"]].concat()),
         (2, [&EXPERTS[..], &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
+        (2, [&EXPERTS[..], &["expert_parallel_size=2", "tiled_mlp_compute=true"]].concat()),
+        (
+            2,
+            [
+                &EXPERTS[..],
+                &["expert_parallel_size=2", "tiled_mlp_compute=true", "moe.token_dispatcher_type=allgather"],
+            ]
+            .concat(),
+        ),
         (2, [&EXPERTS[..], &PADDED, &["expert_parallel_size=2"]].concat()),
         (2, [&EXPERTS[..], &PADDED, &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
     ] {

@@ -5,6 +5,8 @@
 
 mod all_gather;
 mod all_to_all;
+#[cfg(test)]
+mod overlap;
 mod row_counts;
 
 use std::sync::Arc;
