@@ -104,7 +104,9 @@ impl Model {
 
     /// Returns the number of elements of an exported model, with the copies of embedding and output layer in MTP layers.
     pub fn n_exported_elements(&self) -> usize {
-        self.base_params().map(|param| param.numel() * (1 + crate::mtp::copies(&self.config, &param.name).len())).sum()
+        self.base_params()
+            .map(|param| param.numel() * (1 + crate::unit::copies_in_mtp_layers(&self.config, &param.name).len()))
+            .sum()
     }
 
     /// Returns the LoRA factors, as in a PEFT adapter checkpoint.

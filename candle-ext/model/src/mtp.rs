@@ -8,7 +8,6 @@ use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::block::Layer;
 use crate::norm::Norm;
-use crate::unit::{EMBEDDING, LM_HEAD};
 use crate::{Config, Dim, DimSize, ForwardContext, Init, LayerSpec, ParamScope, ParamSpec};
 
 /// An MTP layer: norm(layer(projection([norm(embedding), norm(hidden)]))).
@@ -54,18 +53,6 @@ pub(crate) fn params(config: &Config, layer: &LayerSpec) -> Vec<ParamSpec> {
     params.extend(layer.params(std));
     params.push(norm(names.norm));
     params
-}
-
-/// Returns the names of the copies of a parameter that MTP layers have on the Hub: of the embedding and of the output layer.
-pub(crate) fn copies(config: &Config, name: &str) -> Vec<String> {
-    let of_output = if config.tied() { EMBEDDING } else { LM_HEAD };
-    let first = config.n_layers();
-    let of_layer = |layer_idx: usize| {
-        let copies = [("embed_tokens", EMBEDDING), ("shared_head.head", of_output)];
-        let own = copies.into_iter().filter(move |(_, original)| *original == name);
-        own.map(move |(module, _)| format!("model.layers.{layer_idx}.{module}.weight"))
-    };
-    (first..first + config.n_mtp_layers()).flat_map(of_layer).collect()
 }
 
 impl MtpLayer {

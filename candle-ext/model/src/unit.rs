@@ -120,6 +120,18 @@ pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const FINAL_NORM: &str = "model.norm.weight";
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 
+/// Returns the names of the copies of a parameter that MTP layers have on the Hub: of the embedding and of the output layer.
+pub(crate) fn copies_in_mtp_layers(config: &Config, name: &str) -> Vec<String> {
+    let of_output = if config.tied() { EMBEDDING } else { LM_HEAD };
+    let first = config.n_layers();
+    let of_layer = |layer_idx: usize| {
+        let copies = [("embed_tokens", EMBEDDING), ("shared_head.head", of_output)];
+        let own = copies.into_iter().filter(move |(_, original)| *original == name);
+        own.map(move |(module, _)| format!("model.layers.{layer_idx}.{module}.weight"))
+    };
+    (first..first + config.n_mtp_layers()).flat_map(of_layer).collect()
+}
+
 /// Returns all units. With LoRA the base is frozen and the units hold the factors, too.
 pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {
     let mut units = vec![embed(config)];

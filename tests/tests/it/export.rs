@@ -169,7 +169,11 @@ fn a_mistake_is_an_error_before_the_export() {
     let gguf = ["--format", "gguf-q8_0", "--output", "never"];
     let export = |arguments: &[&str]| runs.export(&[arguments, &gguf].concat());
     refused(&runs.export(&["full", "--output", "occupied"]), 6, &["is not empty"]);
-    refused(&export(&["full", "--dtype", "bf16"]), 2, &["--dtype and --max-shard-size are of safetensors"]);
+    refused(
+        &export(&["full", "--dtype", "bf16"]),
+        2,
+        &["--dtype, --max-shard-size and --expert-tensors are of safetensors"],
+    );
     refused(&export(&["full", "--base", "full"]), 2, &["has no adapter", "--base"]);
     refused(&export(&["full", "--push-to-hub", "me/model"]), 2, &["set HF_TOKEN"]);
     refused(&export(&["full", "--push-to-hub", "model"]), 2, &["OWNER/model"]);

@@ -11,7 +11,7 @@ fn a_resume_logs_changed_keys_of_experts() {
     let log = stderr(&run.train(&keys));
     run.assert_resumed();
     for change in
-        ["0.01 in the checkpoint, 0.02 now", "moe.drop_policy: probs in the checkpoint, position now", "z_loss"]
+        ["0.01 in the checkpoint, 0.02 now", "moe.drop_policy: \"probs\" in the checkpoint, \"position\" now", "z_loss"]
     {
         assert!(log.contains(change), "{change}: {log}");
     }

@@ -15,7 +15,7 @@ use super::{
     element::{self, disk_dtype},
     encode_header,
 };
-use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec, mtp};
+use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec, unit::copies_in_mtp_layers};
 
 /// Default maximum shard size, in bytes: 5 GB, as in transformers.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -119,7 +119,7 @@ impl CheckpointExport<'_> {
     }
 
     fn shard_tensor<'p>(&self, param: &'p ParamSpec) -> ShardTensor<'p> {
-        let copies = mtp::copies(self.config, &param.name);
+        let copies = copies_in_mtp_layers(self.config, &param.name);
         ShardTensor { prefix: "", param, expert_tensors: self.expert_tensors, copies }
     }
 }

@@ -102,7 +102,7 @@ fn weights_on_inputs_need_one_expert_per_token() {
         Ok::<_, String>(config.moe().unwrap().weighting)
     };
     assert_eq!(read(1).unwrap(), crate::ExpertWeighting::Input);
-    assert!(read(2).unwrap_err().contains("moe_apply_probs_on_input: it needs num_experts_per_tok 1"));
+    assert!(read(2).unwrap_err().contains("it needs num_experts_per_tok 1"));
 }
 
 /// transformers' Dots1 and Glm4Moe do not read `moe_layer_freq`.

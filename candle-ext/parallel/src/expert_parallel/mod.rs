@@ -5,8 +5,6 @@
 
 mod all_gather;
 mod all_to_all;
-#[cfg(test)]
-mod overlap;
 mod row_counts;
 
 use std::sync::Arc;
@@ -121,3 +119,6 @@ impl ParallelOps for ExpertParallelOps<'_> {
         Ok(self.experts.step.all_reduce(x, Reduce::Sum)?)
     }
 }
+
+#[cfg(test)]
+mod tests;
