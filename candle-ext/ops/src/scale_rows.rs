@@ -1,4 +1,4 @@
-//! Product of each row with a weight of its own.
+//! Rows times a weight each.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 

@@ -3,7 +3,6 @@ use candlewick_ops::{linear, scale_rows};
 
 use crate::cases::{OpCase, assert_close, assert_error, grad_of, randn, tape, trainable};
 
-/// The second factor is recomputed by the matmul that reads the product.
 #[test]
 fn the_gradients_are_the_slopes() {
     OpCase {
