@@ -127,7 +127,7 @@ fn mean_losses(model: &NaiveLlama, rows: &[Vec<(u32, i64)>], n_mtp_layers: usize
     for row in rows {
         let ids: Vec<u32> = row.iter().map(|(id, _)| *id).collect();
         let mut hidden = model.hidden(&ids)?;
-        for depth in 0..=n_mtp_layers {
+        for (depth, (sum, n)) in sums.iter_mut().enumerate() {
             let later = |i: usize| ids[if i + depth < ids.len() { i + depth } else { i }];
             if depth > 0 {
                 hidden = model.mtp(depth, &hidden, &(0..ids.len()).map(later).collect::<Vec<_>>())?;
@@ -138,7 +138,7 @@ fn mean_losses(model: &NaiveLlama, rows: &[Vec<(u32, i64)>], n_mtp_layers: usize
             let losses =
                 model.losses(&hidden, &targets.iter().map(|target| *target.max(&0) as u32).collect::<Vec<_>>())?;
             for (loss, _) in losses.iter().zip(&targets).filter(|(_, target)| **target != IGNORED) {
-                sums[depth] = (sums[depth].0 + loss, sums[depth].1 + 1.0);
+                (*sum, *n) = (*sum + loss, *n + 1.0);
             }
         }
     }

@@ -28,8 +28,8 @@ impl NaiveLlama {
 
     /// Returns hidden states after the final norm, [t, d].
     pub(crate) fn hidden(&self, ids: &[u32]) -> Result<Tensor> {
-        let layers = (0..N_LAYERS).map(|i| format!("model.layers.{i}"));
-        let x_td = layers.into_iter().try_fold(self.embed(ids)?, |x, layer| self.layer(&layer, &x))?;
+        let mut layers = (0..N_LAYERS).map(|i| format!("model.layers.{i}"));
+        let x_td = layers.try_fold(self.embed(ids)?, |x, layer| self.layer(&layer, &x))?;
         self.norm("model.norm", &x_td)
     }
 
