@@ -14,7 +14,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     AdapterFolder, Config, ForwardContext, Model, ParamSpec, RopeLengths, RouterContext, SingleDevice, TiledMlp,
     UnitWeights,
-    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};
 
@@ -47,6 +47,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         auxiliary_files: AuxiliaryFiles { folders: &[folder], chat_template: None, files: &[] },
         dtype: DType::F32,
         shard_bytes: checkpoint.n_bytes() as u64,
+        expert_tensors: ExpertTensors::default(),
     };
     export.save(model.base_params(), |param| model.merged(&param.name, |name| Ok(values[name].clone())))?;
     if adapter.is_some() {

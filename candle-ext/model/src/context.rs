@@ -7,7 +7,7 @@ use candlewick_ops::{
     self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, GroupedGemmImpl, RowRanges, Weight,
 };
 
-use crate::{ExpertCall, RouterContext, dropout::DropoutScope};
+use crate::{ExpertCall, RouterContext, TiledMlp, dropout::DropoutScope};
 
 /// Arguments of one layer's attention: t tokens, h query heads, g KV heads, k head size.
 #[derive(Clone, Copy)]
@@ -90,16 +90,6 @@ pub trait ParallelOps {
 pub struct SingleDevice;
 
 impl ParallelOps for SingleDevice {}
-
-/// Tiling of a layer's MLP over the tokens (ArcticTraining's `tiled_mlp`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TiledMlp {
-    /// All tokens at once. Activations are saved for backward.
-    #[default]
-    Off,
-    /// Tiles of about hidden_size tokens each. Backward recomputes each tile's activations.
-    On,
-}
 
 /// Inputs of a forward pass that all layers share.
 #[derive(Clone, Copy)]

@@ -10,7 +10,7 @@ use crate::{ExpertMatrixSpec, MoeSpec};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertAdaptersCost {
     n_tokens: u64,
-    /// Rows that the rank computes.
+    /// Rows that the rank computes together.
     n_rows: u64,
     d: u64,
     f: u64,
@@ -35,7 +35,7 @@ impl ExpertAdaptersCost {
         let on_tokens = moe.shared_expert_gate().into_iter().chain([&moe.router_weight]);
         Self {
             n_tokens: experts.n_tokens,
-            n_rows: experts.n_computed_rows(),
+            n_rows: experts.n_live_rows(),
             d: moe.down.out as u64,
             f: experts.width(),
             n_bytes: experts.n_bytes,

@@ -6,14 +6,16 @@ use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, ExpertAssignment, GroupedCall, GroupedGemmImpl, Routing, TokensPerCall};
 
 use crate::expert_linear::ExpertLinear;
+use crate::{ExpertWeighting, TiledMlp};
 
 /// Matrices of the routed experts of this rank.
 #[derive(Clone, Debug)]
 pub struct Experts {
     /// Gate and up projections [e * 2f, d].
-    gate_up: ExpertLinear,
+    pub(crate) gate_up: ExpertLinear,
     /// Down projections [e * d, f].
-    down: ExpertLinear,
+    pub(crate) down: ExpertLinear,
+    pub(crate) weighting: ExpertWeighting,
 }
 
 /// Arguments of one layer's routed experts.
@@ -29,6 +31,8 @@ pub struct ExpertCall<'a> {
     pub implementation: GroupedGemmImpl,
     /// Padding of the experts; `None` for the rows of tokens alone.
     pub padding: Option<ExpertPadding>,
+    /// Tiling over the tokens.
+    pub tiled_mlp: TiledMlp,
 }
 
 /// Padding of experts to their capacity, equal on all ranks: sizes of an exchange of tokens that are known without data.
@@ -45,23 +49,37 @@ impl ExpertCall<'_> {
     pub fn compute(&self) -> Result<Tensor> {
         let assignment = &self.routing.assignment;
         let assignment = &self.padded(assignment, 1)?.unwrap_or_else(|| assignment.clone());
-        let weights_n = ops::permute_weights(&self.routing.weights, assignment)?;
-        let tokens = TokensPerCall::of(self.x.dim(0)?);
-        let rows_nd = ops::permute(self.x, assignment)?;
-        ops::unpermute(&self.compute_rows(rows_nd, &weights_n, &assignment.offsets, tokens)?, assignment)
+        self.compute_tokens(self.x, &self.routing.weights, assignment, TokensPerCall::of(self.x.dim(0)?))
     }
 
-    /// Computes [n, d] -> [n, d]. `rows_nd` are sorted by expert, `offsets` u32 [e + 1] are the first rows of the experts,
-    /// and `weights_n` f32 [n] multiply the outputs.
-    pub fn compute_rows(
+    /// Computes [t, d] -> [t, d]: for each token, the sum of the outputs of its experts on this rank, times their `weights_tk`,
+    /// f32 [t, k].
+    ///
+    /// In tiles, backward computes the rows of each tile again. Padding is left out, because it only adds zeros.
+    pub fn compute_tokens(
         &self,
-        rows_nd: Tensor,
-        weights_n: &Tensor,
-        offsets: &Tensor,
+        x_td: &Tensor,
+        weights_tk: &Tensor,
+        assignment: &ExpertAssignment,
         tokens: TokensPerCall,
     ) -> Result<Tensor> {
         let call = GroupedCall { tokens, implementation: self.implementation };
-        self.experts.forward(rows_nd, weights_n, offsets, call)
+        let n_tokens = x_td.dim(0)?;
+        if self.tiled_mlp == TiledMlp::Off || n_tokens == 0 {
+            return self.experts.forward(x_td, weights_tk, assignment, call);
+        }
+        let tile = ExpertTile { hidden_size: x_td.dim(1)?, top_k: self.routing.assignment.top_k() };
+        let (experts, assignment) = (self.experts.clone(), assignment.clone());
+        ops::tiled_with_weights(
+            x_td,
+            weights_tk,
+            tile.rows(n_tokens, assignment.top_k()),
+            move |[x, weights], first| {
+                let of_tile = assignment.experts.narrow(0, first, x.dim(0)?)?;
+                let of_tile = ExpertAssignment::new(&of_tile, assignment.n_experts())?;
+                experts.forward(x, weights, &of_tile, call)
+            },
+        )
     }
 
     /// Pads an assignment of the tokens of `n_ranks` ranks; `None` if the experts are not padded.
@@ -71,14 +89,43 @@ impl ExpertCall<'_> {
 }
 
 impl Experts {
-    pub(crate) fn new(gate_up: ExpertLinear, down: ExpertLinear) -> Self {
-        Self { gate_up, down }
-    }
-
-    fn forward(&self, rows_nd: Tensor, weights_n: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
+    /// Computes [t, d] -> [t, d] from the tokens' assignment and weights, f32 [t, k].
+    fn forward(
+        &self,
+        x_td: &Tensor,
+        weights_tk: &Tensor,
+        assignment: &ExpertAssignment,
+        call: GroupedCall,
+    ) -> Result<Tensor> {
+        let (offsets, weights_n) = (&assignment.offsets, ops::permute_weights(weights_tk, assignment)?);
+        let rows_nd = ops::permute(x_td, assignment)?;
+        let (rows_nd, weights_n) = match self.weighting {
+            ExpertWeighting::Output => (rows_nd, weights_n),
+            ExpertWeighting::Input => {
+                let scaled_nd = ops::scale_rows(&rows_nd, &weights_n)?;
+                drop(rows_nd);
+                (scaled_nd, weights_n.ones_like()?)
+            }
+        };
         let gate_up_n2f = self.gate_up.forward(&rows_nd, offsets, call)?;
         drop(rows_nd);
-        let gated_nf = ops::weighted_swiglu(&gate_up_n2f, weights_n)?;
-        self.down.forward(&gated_nf, offsets, call)
+        let gated_nf = ops::weighted_swiglu(&gate_up_n2f, &weights_n)?;
+        ops::unpermute(&self.down.forward(&gated_nf, offsets, call)?, assignment)
+    }
+}
+
+/// Sizes that decide the tokens of a tile of experts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertTile {
+    pub(crate) hidden_size: usize,
+    /// Selected experts of a token, over all ranks.
+    pub(crate) top_k: usize,
+}
+
+impl ExpertTile {
+    /// Returns the tokens of a tile of `n_tokens` tokens with `k` experts each on this rank: a tile has about as many rows as
+    /// `hidden_size` tokens have experts.
+    pub(crate) fn rows(self, n_tokens: usize, k: usize) -> usize {
+        ops::tile_rows(n_tokens, self.hidden_size * self.top_k / k.max(1))
     }
 }

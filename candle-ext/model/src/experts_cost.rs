@@ -54,13 +54,31 @@ pub(crate) struct ExpertsCost {
     /// zero without FP8.
     pub(crate) fp8_weights: [u64; 2],
     pub(crate) exchange: ExpertExchange,
+    /// Tile of the tokens; `None` without tiles.
+    pub(crate) tile: Option<TileOfExperts>,
+}
+
+/// Sizes of a tile of tokens, whose experts are computed together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TileOfExperts {
+    pub(crate) n_tokens: u64,
+    /// Rows of the tokens' experts.
+    pub(crate) n_rows: u64,
+    /// True if the dense MLP of the shared expert saves the input of the experts, too.
+    pub(crate) shares_input: bool,
 }
 
 impl ExpertsCost {
     /// Returns the bytes of the logits, of gate and up, of a weight per row, and of exchanged tokens. Permuted rows are
-    /// recomputed.
+    /// recomputed. In tiles, the tokens are saved instead of gate and up.
     pub(crate) fn saved_bytes(&self) -> u64 {
-        self.logits_bytes() + self.rows(2 * self.width()) + self.n_computed_rows() * F32_BYTES + self.exchanged_bytes()
+        let weights = self.n_computed_rows() * F32_BYTES;
+        let of_rows = match (self.tile, self.exchange) {
+            (None, _) => self.rows(2 * self.width()),
+            (Some(tile), ExpertExchange::None) if !tile.shares_input => self.input_bytes(),
+            (Some(_), _) => 0,
+        };
+        self.logits_bytes() + of_rows + weights + self.exchanged_bytes()
     }
 
     /// Returns the bytes of the logits.
@@ -75,8 +93,13 @@ impl ExpertsCost {
         let [fp8_gate_up, fp8_down] = self.fp8_bytes([self.d, f]);
         let first = self.rows(self.d) + self.rows(2 * f) + fp8_gate_up;
         let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d) + fp8_down;
-        let third = self.rows(self.d) + 2 * self.exchanged_bytes();
-        self.logits_bytes() + self.exchanged_bytes() + first.max(second).max(third)
+        let (of_tiles, computed) = match self.tile {
+            None => (0, self.rows(self.d)),
+            // The output of all tiles, and that of one.
+            Some(_) => (self.input_bytes() + self.tile_bytes(), self.input_bytes()),
+        };
+        let third = computed + 2 * self.exchanged_bytes();
+        self.logits_bytes() + self.exchanged_bytes() + (of_tiles + first.max(second)).max(third)
     }
 
     /// Returns the peak bytes of the forward of routed and shared experts.
@@ -96,7 +119,8 @@ impl ExpertsCost {
     /// Returns [`ExpertsCost::forward_bytes_with`] of a forward that is recorded for backward: on one rank, all that both save,
     /// with gated activations, is kept until the outputs are added.
     pub(crate) fn recorded_forward_bytes_with(&self, shared: SharedExpertBytes) -> u64 {
-        let both = self.saved_bytes() + self.rows(self.width()) + shared.peak + 2 * shared.output + shared.ungated;
+        let gated = if self.tile.is_some() { 0 } else { self.rows(self.width()) };
+        let both = self.saved_bytes() + gated + shared.peak + 2 * shared.output + shared.ungated;
         let both = if self.exchange == ExpertExchange::None && shared.output > 0 { both } else { 0 };
         self.forward_bytes_with(shared).max(both)
     }
@@ -109,14 +133,22 @@ impl ExpertsCost {
         let down = rows(self.d) + 2 * rows(f) + fp8_down;
         // The gradients of gate and up and of the permuted rows, and the rows.
         let gate_up = rows(2 * f) + 2 * rows(self.d) + fp8_gate_up;
-        down.max(gate_up)
+        match self.tile {
+            None => down.max(gate_up),
+            // The gradient of the input. Of a tile: gate and up, the gated activation and the output, and the input's gradient.
+            Some(_) => {
+                let saved = rows(3 * f) + 2 * self.tile_bytes();
+                self.input_bytes() + saved + (down - rows(f)).max(gate_up)
+            }
+        }
     }
 
-    /// Returns the bytes of the gradients of sent rows, which arrive while the shared expert has its backward.
+    /// Returns the bytes of the gradients of sent rows or tokens, which arrive while the shared expert has its backward. The
+    /// gradients of all ranks' tokens exist until they are summed.
     pub(crate) fn returned_bytes(&self) -> u64 {
         match self.exchange {
-            ExpertExchange::Rows { .. } => self.rows(self.d),
-            ExpertExchange::None | ExpertExchange::Tokens { .. } => 0,
+            ExpertExchange::None => 0,
+            ExpertExchange::Rows { .. } | ExpertExchange::Tokens { .. } => self.exchanged_bytes(),
         }
     }
 
@@ -127,8 +159,27 @@ impl ExpertsCost {
         [0, 1].map(|i| if self.fp8_weights[i] > 0 { bytes(i) } else { 0 })
     }
 
+    /// Returns the bytes of rows that are computed together: all of them, or those of a tile.
     fn rows(&self, width: u64) -> u64 {
-        self.n_computed_rows() * width * self.n_bytes
+        self.n_live_rows() * width * self.n_bytes
+    }
+
+    /// Returns the number of rows that are computed together.
+    pub(crate) fn n_live_rows(&self) -> u64 {
+        self.tile.map_or(self.n_computed_rows(), |tile| tile.n_rows)
+    }
+
+    /// Returns the bytes of a tile of tokens.
+    fn tile_bytes(&self) -> u64 {
+        self.tile.map_or(0, |tile| tile.n_tokens * self.d * self.n_bytes)
+    }
+
+    /// Returns the bytes of the tokens from which experts are computed: this rank's, received rows, or those of all ranks.
+    fn input_bytes(&self) -> u64 {
+        match self.exchange {
+            ExpertExchange::None => self.n_tokens * self.d * self.n_bytes,
+            ExpertExchange::Rows { .. } | ExpertExchange::Tokens { .. } => self.exchanged_bytes(),
+        }
     }
 
     /// Returns the number of rows that the rank computes. Each rank of an expert computes all of its rows.
@@ -149,7 +200,7 @@ impl ExpertsCost {
     fn exchanged_bytes(&self) -> u64 {
         match self.exchange {
             ExpertExchange::None => 0,
-            ExpertExchange::Rows { .. } => self.rows(self.d),
+            ExpertExchange::Rows { .. } => self.n_computed_rows() * self.d * self.n_bytes,
             ExpertExchange::Tokens { n_ranks, .. } => n_ranks * self.n_tokens * self.d * self.n_bytes,
         }
     }

@@ -10,8 +10,9 @@ use candlewick_ops::{
 };
 
 use crate::expert_adapters_cost::ExpertAdaptersCost;
-use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes};
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, QkNorm, RouterDtype, SelfAttentionSpec, TiledMlp};
+use crate::experts::ExpertTile;
+use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes, TileOfExperts};
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, MoeSpec, QkNorm, RouterDtype, SelfAttentionSpec, TiledMlp};
 
 /// Sizes of a decoder layer on one rank, from which activation memory is estimated.
 #[derive(Clone, Copy, Debug)]
@@ -156,7 +157,9 @@ impl LayerCost<'_> {
             }
             // The gradient of the MLP's input, and a tile's tape, output and input gradient.
             Some(tiled) => {
-                self.saved_bytes() + t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows)
+                let dense = t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows);
+                let dense = if self.layer.mlp.swiglu().is_some() { dense } else { 0 };
+                (self.saved_bytes() + dense).max(self.experts_backward())
             }
         };
         // The gradients of the sum, of attention's output, of q, k and v.
@@ -178,7 +181,9 @@ impl LayerCost<'_> {
             return bytes;
         }
         let shared = self.layer.mlp.swiglu().map_or(0, |_| self.output_bytes());
-        let freed = self.mlp_saved(self.n_tokens) + self.ungated_bytes();
+        let is_shared_with_tiles = experts.tile.is_some_and(|tile| tile.shares_input);
+        let of_shared = if is_shared_with_tiles { 0 } else { self.dense_saved() };
+        let freed = of_shared + self.ungated_bytes();
         bytes - freed + shared + self.output_bytes()
     }
 
@@ -225,7 +230,22 @@ impl LayerCost<'_> {
                 false => 0,
             }),
             exchange: self.experts,
+            tile: (self.tiled_mlp == TiledMlp::On).then(|| self.tile_of_experts(moe)),
         })
+    }
+
+    /// Returns the sizes of a tile of the routed experts.
+    fn tile_of_experts(&self, moe: &MoeSpec) -> TileOfExperts {
+        let (n_own, top_k) = (self.n_residual_tokens as usize, moe.router.top_k);
+        let tile = ExpertTile { hidden_size: self.layer.hidden_size, top_k };
+        let (n_tokens, k) = match self.experts {
+            ExpertExchange::None => (n_own, top_k),
+            ExpertExchange::Rows { n_shards } => (n_own * top_k * n_shards as usize, 1),
+            ExpertExchange::Tokens { n_ranks, .. } => (n_own * n_ranks as usize, top_k),
+        };
+        let n_tokens = tile.rows(n_tokens, k);
+        let shares_input = self.layer.mlp.swiglu().is_some();
+        TileOfExperts { n_tokens: n_tokens as u64, n_rows: (n_tokens * k) as u64, shares_input }
     }
 
     /// Returns the bytes of a shared expert's output before its gate; zero without a gate.
@@ -325,9 +345,16 @@ impl LayerCost<'_> {
         let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.residual).saved_bytes;
         let routed = self.experts().map_or(0, |experts| experts.saved_bytes());
         let routed = routed + self.expert_adapters().map_or(0, |adapters| adapters.saved_bytes());
-        sum + routed
-            + self.ungated_bytes()
-            + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
+        sum + routed + self.ungated_bytes() + self.dense_saved()
+    }
+
+    /// Returns the bytes that the dense MLP or the shared expert saves; zero without one.
+    fn dense_saved(&self) -> u64 {
+        match self.tiled() {
+            Some(tiled) if self.layer.mlp.swiglu().is_some() => tiled.forward().saved_bytes,
+            Some(_) => 0,
+            None => self.mlp_saved(self.n_tokens),
+        }
     }
 
     /// Returns the bytes that the MLP saves for `rows` tokens: gate, up and LoRA activations.

@@ -33,13 +33,14 @@ mod param;
 mod rope;
 mod router;
 mod swiglu;
+mod tiled_mlp;
 mod unit;
 mod upcycle;
 mod weights;
 
 pub use block::Layer;
-pub use config::{Config, MoeConfig, SharedExpertConfig};
-pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TiledMlp};
+pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
+pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice};
 pub use error::ModelError;
 pub use experts::{ExpertCall, ExpertPadding, Experts};
 pub use experts_cost::ExpertExchange;
@@ -63,6 +64,7 @@ pub use router::{
     ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ReplayedExperts, RouterContext, RouterDtype,
     RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
+pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use upcycle::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

@@ -102,6 +102,13 @@ impl Model {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| !AdapterSpec::owns(&param.name))
     }
 
+    /// Returns the number of elements of an exported model, with the copies of embedding and output layer in MTP layers.
+    pub fn n_exported_elements(&self) -> usize {
+        self.base_params()
+            .map(|param| param.numel() * (1 + crate::unit::copies_in_mtp_layers(&self.config, &param.name).len()))
+            .sum()
+    }
+
     /// Returns the LoRA factors, as in a PEFT adapter checkpoint.
     pub fn adapter_params(&self) -> impl Iterator<Item = &ParamSpec> {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| AdapterSpec::owns(&param.name))
@@ -143,7 +150,7 @@ impl Model {
     }
 
     /// Looks up embeddings: u32 token ids [t] -> [t, d], in the dtype of the residual stream. The padding token's row gets no
-    /// gradient. `w` are the weights of the embedding, or of a head that ties it.
+    /// gradient. `w` are the weights of the embedding.
     ///
     /// Layers add to what they get in its dtype, and norms return the dtype of their weights. So the embedding alone decides
     /// the dtype of the residual stream.

@@ -39,7 +39,11 @@ impl Moe {
             router: spec.router,
             router_linear: Linear::build(&spec.router_weight, get)?,
             expert_bias: spec.expert_bias.then(|| get(&spec.expert_bias_name())).transpose()?,
-            experts: Experts::new(ExpertLinear::build(&spec.gate_up, get)?, ExpertLinear::build(&spec.down, get)?),
+            experts: Experts {
+                gate_up: ExpertLinear::build(&spec.gate_up, get)?,
+                down: ExpertLinear::build(&spec.down, get)?,
+                weighting: spec.weighting,
+            },
             shared_expert: spec.shared_expert.as_ref().map(|shared| SharedExpert::build(shared, get)).transpose()?,
         })
     }
@@ -48,8 +52,8 @@ impl Moe {
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let routing = self.route(x_td, context)?;
         let padding = context.router.padding(self.router, routing.assignment.n_experts());
-        let (experts, implementation) = (&self.experts, context.experts_implementation);
-        let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding };
+        let (experts, implementation, tiled_mlp) = (&self.experts, context.experts_implementation, context.tiled_mlp);
+        let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding, tiled_mlp };
         let mut shared_td = None;
         let mut compute_shared = || {
             shared_td = self.shared_expert.as_ref().map(|shared| shared.forward(x_td, context)).transpose()?;

@@ -4,8 +4,8 @@ use candlewick_ops::{RouterSpec, WeightStorage};
 
 use crate::linear_spec::layer_name;
 use crate::{
-    Config, Dim, DimSize, ExpertAdapterSpec, HubLayout, HubTensor, HubTensors, Init, LinearSpec, MoeConfig,
-    ParamGroupKind, ParamScope, ParamSpec, SwiGluSpec,
+    Config, Dim, DimSize, ExpertAdapterSpec, ExpertWeighting, HubLayout, HubTensor, HubTensors, Init, LinearSpec,
+    MoeConfig, ParamGroupKind, ParamScope, ParamSpec, SwiGluSpec,
 };
 
 /// A mixture of experts: sum over the selected experts of weight * down(silu(gate(x)) * up(x)), plus a shared expert.
@@ -27,6 +27,8 @@ pub struct MoeSpec {
     pub gate_up: ExpertMatrixSpec,
     /// Down projections of all experts.
     pub down: ExpertMatrixSpec,
+    /// Place where the weights of experts multiply.
+    pub weighting: ExpertWeighting,
     /// Expert that every token uses.
     pub shared_expert: Option<SharedExpertSpec>,
     /// Names of the tensors in Hub checkpoints.
@@ -95,6 +97,7 @@ impl Config {
             router: moe.router,
             router_weight: LinearSpec::new(format!("{module}.gate"), [experts, embed], false),
             expert_bias: moe.expert_bias,
+            weighting: moe.weighting,
             gate_up: matrix(
                 "gate_up_proj",
                 Dim::ExpertFfn { n_matrices: 2 * moe.n_experts },

@@ -16,7 +16,7 @@ pub struct FsdpUnit {
     pub kind: FsdpUnitKind,
     /// Parameters that this unit owns.
     pub params: Vec<ParamSpec>,
-    /// Parameters of other units that this unit also reads, such as tied embeddings.
+    /// Parameters of other units that the pipeline stage of this unit also needs, such as tied embeddings.
     pub tied: Vec<TiedParam>,
 }
 
@@ -91,6 +91,16 @@ impl FsdpUnit {
         }
     }
 
+    /// Returns the tied parameters that this unit itself reads. An output layer of its own leaves the embedding to MTP layers.
+    pub fn read_ties(&self) -> impl Iterator<Item = &TiedParam> {
+        self.tied.iter().filter(|tied| !(tied.name == EMBEDDING && self.has_own_output()))
+    }
+
+    /// Returns true if the unit has an output layer of its own.
+    pub(crate) fn has_own_output(&self) -> bool {
+        self.params.iter().any(|param| param.name == LM_HEAD)
+    }
+
     /// Returns the LoRA adapters of the unit.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
         self.layer().into_iter().flat_map(LayerSpec::adapters)
@@ -109,6 +119,18 @@ pub struct TiedParam {
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const FINAL_NORM: &str = "model.norm.weight";
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
+
+/// Returns the names of the copies of a parameter that MTP layers have on the Hub: of the embedding and of the output layer.
+pub(crate) fn copies_in_mtp_layers(config: &Config, name: &str) -> Vec<String> {
+    let of_output = if config.tied() { EMBEDDING } else { LM_HEAD };
+    let first = config.n_layers();
+    let of_layer = |layer_idx: usize| {
+        let copies = [("embed_tokens", EMBEDDING), ("shared_head.head", of_output)];
+        let own = copies.into_iter().filter(move |(_, original)| *original == name);
+        own.map(move |(module, _)| format!("model.layers.{layer_idx}.{module}.weight"))
+    };
+    (first..first + config.n_mtp_layers()).flat_map(of_layer).collect()
+}
 
 /// Returns all units. With LoRA the base is frozen and the units hold the factors, too.
 pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {

@@ -36,12 +36,10 @@ pub struct EmbeddingTable {
 pub struct LmHead {
     norm: Norm,
     lm_head: Weight,
-    /// The embedding table, if the output layer or an MTP layer uses it.
-    embedding: Option<EmbeddingTable>,
 }
 
 impl UnitWeights {
-    /// Builds the weights of `unit`. `weights` must contain all parameters that it owns or ties.
+    /// Builds the weights of `unit`. `weights` must contain all parameters that it owns or [reads](FsdpUnit::read_ties).
     pub fn new(unit: &FsdpUnit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
         let weights: HashMap<_, _> = weights.into_iter().collect();
         let mut get = |name: &str| match weights.get(name) {
@@ -54,15 +52,8 @@ impl UnitWeights {
             FsdpUnitKind::Mtp(spec) => Self::Mtp(Box::new(MtpLayer::build(spec, &mut get)?)),
             FsdpUnitKind::Named => Self::Named(weights),
             FsdpUnitKind::Head { norm_eps } => {
-                let is_untied = unit.params.iter().any(|param| param.name == LM_HEAD);
-                let embedding = unit.tied.first().map(|tied| get(&tied.name)).transpose()?;
-                let embedding = embedding.map(|table| EmbeddingTable { table });
-                let lm_head = get(if is_untied { LM_HEAD } else { EMBEDDING })?;
-                Self::Head(Box::new(LmHead {
-                    norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps },
-                    lm_head,
-                    embedding,
-                }))
+                let lm_head = get(if unit.has_own_output() { LM_HEAD } else { EMBEDDING })?;
+                Self::Head(Box::new(LmHead { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head }))
             }
         })
     }
@@ -70,10 +61,6 @@ impl UnitWeights {
     pub(crate) fn embedding(&self) -> Result<&EmbeddingTable> {
         match self {
             Self::Embedding(embedding) => Ok(embedding),
-            Self::Head(head) => match &head.embedding {
-                Some(embedding) => Ok(embedding),
-                None => bail!("this output layer ties no embedding"),
-            },
             other => bail!("expected an embedding, found {}", other.kind()),
         }
     }

@@ -19,14 +19,30 @@ use crate::tape::Tape;
 /// Backward runs `f` again on each tile and differentiates it. Weight gradients of the tiles add up in the sinks.
 pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<Tensor> + 'static) -> Result<Tensor> {
     let _span = span("tiled", "forward");
-    if tile_rows == 0 {
-        bail!("tiled: want at least one row in a tile, got 0")
-    }
-    let tiled = Tiled { x: x.clone(), tile_rows, f };
-    let (y, trains_weights) = tiled.forward()?;
-    let inside = if trains_weights { OpInput::InnerWeights } else { OpInput::Activation(x) };
-    let wants_dx = requires_grad(x);
-    Ok(record("tiled", [x.into(), inside], y, move |dy, _| Ok([tiled.backward(dy, wants_dx)?, None])))
+    let tiled = Tiled::new([x], tile_rows, move |[x]: [&Tensor; 1], first| f(x, first))?;
+    let (y, inside) = tiled.forward()?;
+    let wanted = tiled.wanted();
+    Ok(record("tiled", [x.into(), inside.input(x)], y, move |dy, _| {
+        let [dx] = tiled.backward(dy, wanted)?;
+        Ok([dx, None])
+    }))
+}
+
+/// Computes y = f(x, weights) tile by tile, like [`tiled`]: row i of y may also depend on row i of `weights`.
+pub fn tiled_with_weights(
+    x: &Tensor,
+    row_weights: &Tensor,
+    tile_rows: usize,
+    f: impl Fn([&Tensor; 2], usize) -> Result<Tensor> + 'static,
+) -> Result<Tensor> {
+    let _span = span("tiled", "forward");
+    let tiled = Tiled::new([x, row_weights], tile_rows, f)?;
+    let (y, inside) = tiled.forward()?;
+    let wanted = tiled.wanted();
+    Ok(record("tiled", [x.into(), row_weights.into(), inside.input(x)], y, move |dy, _| {
+        let [dx, d_weights] = tiled.backward(dy, wanted)?;
+        Ok([dx, d_weights, None])
+    }))
 }
 
 /// Returns the rows per tile, as in ArcticTraining: the fewest tiles of at most `width` rows, equal except for the
@@ -65,21 +81,53 @@ impl TiledCost {
     }
 }
 
-struct Tiled<F> {
-    x: Tensor,
+/// A function of the rows of N inputs.
+struct Tiled<F, const N: usize> {
+    inputs: [Tensor; N],
     tile_rows: usize,
     f: F,
 }
 
-impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
-    /// Returns y, and true if f has trainable weights.
-    fn forward(&self) -> Result<(Tensor, bool)> {
-        let (mut y, mut trains_weights) = (None, false);
+/// Presence of trainable weights inside of the function.
+#[derive(Clone, Copy)]
+enum InnerWeights {
+    None,
+    Trainable,
+}
+
+impl InnerWeights {
+    /// Returns the last input of the recorded op. Without weights it is the first input again, which adds nothing.
+    fn input(self, x: &Tensor) -> OpInput<'_> {
+        match self {
+            Self::Trainable => OpInput::InnerWeights,
+            Self::None => OpInput::Activation(x),
+        }
+    }
+}
+
+impl<const N: usize, F: Fn([&Tensor; N], usize) -> Result<Tensor>> Tiled<F, N> {
+    fn new(inputs: [&Tensor; N], tile_rows: usize, f: F) -> Result<Self> {
+        if tile_rows == 0 {
+            bail!("tiled: want at least one row in a tile, got 0")
+        }
+        Ok(Self { inputs: inputs.map(Tensor::clone), tile_rows, f })
+    }
+
+    /// Returns true for each input whose gradient is wanted.
+    fn wanted(&self) -> [bool; N] {
+        self.inputs.each_ref().map(requires_grad)
+    }
+
+    fn forward(&self) -> Result<(Tensor, InnerWeights)> {
+        let (mut y, mut inside) = (None, InnerWeights::None);
         for (first, n_rows) in self.tiles()? {
-            let run = || (self.f)(&self.x.narrow(0, first, n_rows)?, first);
+            let run = || {
+                let rows = self.rows(first, n_rows)?;
+                (self.f)(rows.each_ref(), first)
+            };
             let tile = if y.is_none() && is_recording() {
                 let tape = Tape::record(&[], run)?;
-                trains_weights = !tape.is_empty();
+                inside = if tape.is_empty() { InnerWeights::None } else { InnerWeights::Trainable };
                 tape.output().clone()
             } else {
                 no_grad(run)?
@@ -90,29 +138,44 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
             };
             copy_into(&y.narrow(0, first, n_rows)?, &tile)?;
         }
-        let y = y.expect("there is at least one tile");
-        Ok((y, trains_weights))
+        Ok((y.expect("there is at least one tile"), inside))
     }
 
-    /// Returns dx; each tile's backward computes its own rows.
-    fn backward(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
-        let dx = wants_dx.then(|| Tensor::zeros(self.x.shape(), self.x.dtype(), self.x.device())).transpose()?;
+    /// Returns the wanted gradients of the inputs; each tile's backward computes its own rows.
+    fn backward(&self, dy: &Tensor, wanted: [bool; N]) -> Result<[Option<Tensor>; N]> {
+        let zeros = |x: &Tensor| Tensor::zeros(x.shape(), x.dtype(), x.device());
+        let mut grads = [const { None }; N];
+        for ((grad, input), _) in grads.iter_mut().zip(&self.inputs).zip(wanted).filter(|(_, is_wanted)| *is_wanted) {
+            *grad = Some(zeros(input)?);
+        }
         for (first, n_rows) in self.tiles()? {
-            let rows = self.x.narrow(0, first, n_rows)?;
-            let inputs: &[&Tensor] = if wants_dx { &[&rows] } else { &[] };
-            let tape = Tape::replay(SavedOutputs::default(), inputs, || (self.f)(&rows, first))?;
-            let grads = tape.backward(&dy.narrow(0, first, n_rows)?)?;
-            if let (Some(dx), Some(grad)) = (&dx, grads.get(&rows)) {
-                copy_into(&dx.narrow(0, first, n_rows)?, grad)?;
+            let rows = self.rows(first, n_rows)?;
+            let tracked: Vec<&Tensor> =
+                rows.iter().zip(wanted).filter(|(_, is_wanted)| *is_wanted).map(|it| it.0).collect();
+            let tape = Tape::replay(SavedOutputs::default(), &tracked, || (self.f)(rows.each_ref(), first))?;
+            let of_tile = tape.backward(&dy.narrow(0, first, n_rows)?)?;
+            for (grad, rows) in grads.iter().zip(&rows) {
+                if let (Some(grad), Some(of_rows)) = (grad, of_tile.get(rows)) {
+                    copy_into(&grad.narrow(0, first, n_rows)?, of_rows)?;
+                }
             }
         }
-        Ok(dx)
+        Ok(grads)
+    }
+
+    /// Returns these rows of each input.
+    fn rows(&self, first: usize, n_rows: usize) -> Result<[Tensor; N]> {
+        let mut rows = self.inputs.clone();
+        for input in &mut rows {
+            *input = input.narrow(0, first, n_rows)?;
+        }
+        Ok(rows)
     }
 
     /// Returns the first row and the number of rows of each tile. Without rows there is one empty tile, from which y's
     /// shape follows.
     fn tiles(&self) -> Result<impl Iterator<Item = (usize, usize)>> {
-        let (n_rows, tile_rows) = (self.x.dim(0)?, self.tile_rows);
+        let (n_rows, tile_rows) = (self.inputs[0].dim(0)?, self.tile_rows);
         let firsts = (0..n_rows.max(1)).step_by(tile_rows);
         Ok(firsts.map(move |first| (first, tile_rows.min(n_rows - first))))
     }
@@ -122,7 +185,7 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
             bail!("tiled: want a row for each of {n_rows} rows, got shape {:?}", tile.dims())
         }
         let mut shape = tile.dims().to_vec();
-        shape[0] = self.x.dim(0)?;
+        shape[0] = self.inputs[0].dim(0)?;
         Tensor::zeros(Shape::from(shape), tile.dtype(), tile.device())
     }
 }

@@ -141,6 +141,23 @@ fn a_folder_may_hold_safetensors_and_gguf() {
 }
 
 #[test]
+fn experts_are_exported_as_fused_tensors_on_request() {
+    let runs = ExportRuns::shared();
+    let experts = root().join("candle-ext/model/tests/fixtures/qwen2_moe");
+    let experts = experts.to_str().unwrap();
+    let said = text(&ok(runs.export(&[experts, "--expert-tensors", "fused", "--output", "fused-experts"])).stdout);
+    assert!(said.contains("largest logit difference 0.00e0"), "{said}");
+    let bytes = runs.read("fused-experts/model.safetensors");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(tensors.tensor("model.layers.0.mlp.experts.gate_up_proj").unwrap().shape().len(), 3);
+    assert!(!tensors.names().iter().any(|name| name.contains(".experts.0.")));
+    let dense = runs.export(&["full", "--expert-tensors", "fused", "--output", "no-experts"]);
+    refused(&dense, 2, &["--expert-tensors fused: the model has no experts"]);
+    let gguf = runs.export(&[experts, "--expert-tensors", "fused", "--format", "gguf-f32", "--output", "no-gguf"]);
+    refused(&gguf, 2, &["--expert-tensors are of safetensors"]);
+}
+
+#[test]
 fn a_mistake_is_an_error_before_the_export() {
     let runs = ExportRuns::shared();
     fs::create_dir_all(runs.path("occupied/x")).unwrap();
@@ -152,7 +169,11 @@ fn a_mistake_is_an_error_before_the_export() {
     let gguf = ["--format", "gguf-q8_0", "--output", "never"];
     let export = |arguments: &[&str]| runs.export(&[arguments, &gguf].concat());
     refused(&runs.export(&["full", "--output", "occupied"]), 6, &["is not empty"]);
-    refused(&export(&["full", "--dtype", "bf16"]), 2, &["--dtype and --max-shard-size are of safetensors"]);
+    refused(
+        &export(&["full", "--dtype", "bf16"]),
+        2,
+        &["--dtype, --max-shard-size and --expert-tensors are of safetensors"],
+    );
     refused(&export(&["full", "--base", "full"]), 2, &["has no adapter", "--base"]);
     refused(&export(&["full", "--push-to-hub", "me/model"]), 2, &["set HF_TOKEN"]);
     refused(&export(&["full", "--push-to-hub", "model"]), 2, &["OWNER/model"]);

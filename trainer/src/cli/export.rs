@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
 use candlewick_inference::command::DtypeOption;
-use candlewick_model::checkpoint::DEFAULT_SHARD_BYTES;
+use candlewick_model::checkpoint::{DEFAULT_SHARD_BYTES, ExpertTensors};
 use candlewick_ops::DeviceChoice;
 use candlewick_runtime::progress::show_downloads;
 use candlewick_text::hub::{FolderUpload, Hub, RepoId, RepoKind, RepoVisibility};
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::Ui;
 use super::options::shard_bytes;
@@ -45,6 +45,9 @@ pub(super) struct ExportArgs {
     /// Maximum size of a safetensors file, such as 5GB or 500MiB [default: 5GB]
     #[arg(long, value_name = "BYTES", value_parser = shard_bytes)]
     max_shard_size: Option<u64>,
+    /// Tensors of routed experts in safetensors
+    #[arg(long, value_enum, default_value_t = ExpertTensorsOption::Separate)]
+    expert_tensors: ExpertTensorsOption,
     /// Device that computes the logits: auto (the first GPU, if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
@@ -59,10 +62,30 @@ pub(super) struct ExportArgs {
     public: bool,
 }
 
+/// Tensors of routed experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ExpertTensorsOption {
+    /// One per expert matrix, as on the Hub
+    Separate,
+    /// 3-D tensors of all experts of a layer, as transformers 5 holds them in memory
+    Fused,
+}
+
+impl From<ExpertTensorsOption> for ExpertTensors {
+    fn from(option: ExpertTensorsOption) -> Self {
+        match option {
+            ExpertTensorsOption::Separate => Self::Separate,
+            ExpertTensorsOption::Fused => Self::Fused,
+        }
+    }
+}
+
 pub(super) fn run(args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let has_safetensors = args.format.contains(&ExportFormat::Safetensors);
-    if !has_safetensors && (args.dtype != DtypeOption::Auto || args.max_shard_size.is_some()) {
-        let problem = "--dtype and --max-shard-size are of safetensors; a GGUF format names its dtype";
+    let is_fused = args.expert_tensors == ExpertTensorsOption::Fused;
+    if !has_safetensors && (args.dtype != DtypeOption::Auto || args.max_shard_size.is_some() || is_fused) {
+        let problem =
+            "--dtype, --max-shard-size and --expert-tensors are of safetensors; a GGUF format names its dtype";
         return Err(anyhow!("failed to export: {problem}").context(ExitCode::Usage));
     }
     let repo = args.push_to_hub.as_deref().map(|id| repo_to_push(id, hub)).transpose()?;
@@ -70,6 +93,10 @@ pub(super) fn run(args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let source = ExportSource::open(&args.model, args.base.as_deref(), hub)?;
     source.notes.iter().for_each(|note| ui.note(note));
     let config = source.model.config();
+    if is_fused && config.moe().is_none() {
+        let problem = "--expert-tensors fused: the model has no experts; remove the option";
+        return Err(anyhow!("failed to export: {problem}").context(ExitCode::Usage));
+    }
     let window = (0..config.n_layers()).filter_map(|layer_idx| config.window(layer_idx)).min();
     if let Some(window) = window.filter(|_| args.format.iter().any(|format| format.gguf().is_some())) {
         ui.note(&format!("llama.cpp has no sliding window for this model: texts of more than {window} tokens differ"));
@@ -86,6 +113,7 @@ pub(super) fn run(args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         formats: &formats,
         dtype: args.dtype.named(),
         shard_bytes: args.max_shard_size.unwrap_or(DEFAULT_SHARD_BYTES),
+        expert_tensors: args.expert_tensors.into(),
         check_on: (!args.skip_check).then_some(device),
         card: repo.as_ref().map(|repo| model_card(&repo.to_string(), &source, &args.format)),
     };

@@ -108,12 +108,11 @@ impl EstimateReport {
 }
 
 /// Returns the cheapest modes that fit and those that need least memory. Then adds options that change results by
-/// rounding: tiled MLPs of a dense model, moments in bf16, and CPU optimizer offload of a GPU run.
+/// rounding: tiled MLPs, moments in bf16, and CPU optimizer offload of a GPU run.
 fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
     let mut advice = mode_advice(setup, capacity, &[]);
     let (mut setup, mut switches) = (setup.clone(), Vec::new());
-    let has_experts = setup.model.layers().any(|layer| layer.n_experts().is_some());
-    if !setup.modes.tiled_mlp && !has_experts {
+    if !setup.modes.tiled_mlp {
         setup.modes.tiled_mlp = true;
         switches.push(("tiled_mlp_compute", json!(true)));
         advice.extend(mode_advice(&setup, capacity, &switches));

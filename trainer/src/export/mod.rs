@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_inference::logits_check::{ExportReader, LogitsDifference, PromptLogits};
-use candlewick_model::checkpoint::{AuxiliaryFiles, StagingFolder, require_empty};
+use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder, require_empty};
 use candlewick_model::{GgufExport, MergeReport, SafetensorsExport};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
@@ -34,6 +34,8 @@ pub struct Export<'a> {
     pub dtype: Option<DType>,
     /// Maximum size of a safetensors shard, in bytes.
     pub shard_bytes: u64,
+    /// Tensors of the routed experts in safetensors.
+    pub expert_tensors: ExpertTensors,
     /// Device that computes the logits; `None` does not compare them.
     pub check_on: Option<Device>,
     /// Text of README.md; `None` writes none.
@@ -100,7 +102,7 @@ impl Export<'_> {
 
     /// Returns an upper bound of the weights' size, in bytes.
     fn n_bytes(&self) -> u64 {
-        let n_params: usize = self.source.model.params().map(|param| param.numel()).sum();
+        let n_params = self.source.model.n_elements();
         let safetensors = self.dtype.unwrap_or(self.source.model.dtype());
         let bits = self.formats.iter().map(|format| format.bits_per_weight(safetensors));
         (bits.sum::<f64>() / 8.0 * n_params as f64) as u64
@@ -117,7 +119,8 @@ impl Export<'_> {
         let (Some(file_type), Some(vocabulary)) = (format.gguf(), vocabulary) else {
             let copied = [files.folder.path()];
             let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &[] };
-            let export = SafetensorsExport { auxiliary_files, dtype: self.dtype, shard_bytes: self.shard_bytes };
+            let Self { dtype, shard_bytes, expert_tensors, .. } = *self;
+            let export = SafetensorsExport { auxiliary_files, dtype, shard_bytes, expert_tensors };
             let merge = export.write(model, folder, &progress("write safetensors"))?;
             let n_bytes = size_of(folder, "safetensors")?;
             return Ok(FormatReport { format, path: folder.to_path_buf(), n_bytes, merge: Some(merge), check: None });

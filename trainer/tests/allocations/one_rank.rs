@@ -69,8 +69,12 @@ fn check_all() {
         &[&qwen2, shallow, &top(4), recomputed, shared],
         &[&qwen2, three, &top(1), shared],
         &[&qwen3, shallow, &top(1), recomputed, "model.dtype=bf16", F32_RESIDUAL],
+        &[&qwen2, shallow, &top(4), TILES, shared],
     ] {
         check(&[NARROW_EXPERTS, arguments].concat());
+    }
+    for arguments in [&[three][..], &[three, recomputed], &[three, "model.dtype=bf16", F32_RESIDUAL]] {
+        check(&[EXPERTS, &[TILES, "data.max_length=4096"], arguments].concat());
     }
     // The buffers of candle's f64 matmul, about 10 MiB, are not estimated. Each thread keeps its own, so a run may find them.
     let one = top(1);
@@ -84,6 +88,8 @@ fn check_all() {
         check(&[EXPERTS, &[&recipe, "model.dtype=bf16"]].concat());
     }
 }
+
+const TILES: &str = "tiled_mlp_compute=true";
 
 const F32_RESIDUAL: &str = "model.fp32_residual_connection=true";
 

@@ -47,10 +47,20 @@ fn check_all() {
         (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
         (2, vec!["tensor_parallel_size=2", "model.mtp_num_layers=2", long]),
         (2, vec!["pipeline_parallel_size=2", tall, "model.mtp_num_layers=1", "gradient_accumulation_steps=2"]),
+        (2, vec!["deepspeed.zero_optimization.stage=2", "model.mtp_num_layers=2", long]),
         (2, vec!["deepspeed.zero_optimization.stage=3", "model.mtp_num_layers=2", long]),
         (2, [&EXPERTS[..], &["expert_parallel_size=2"]].concat()),
         (4, [&EXPERTS[..], &["expert_parallel_size=2", "expert_tensor_parallel_size=2"]].concat()),
         (2, [&EXPERTS[..], &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
+        (2, [&EXPERTS[..], &["expert_parallel_size=2", "tiled_mlp_compute=true"]].concat()),
+        (
+            2,
+            [
+                &EXPERTS[..],
+                &["expert_parallel_size=2", "tiled_mlp_compute=true", "moe.token_dispatcher_type=allgather"],
+            ]
+            .concat(),
+        ),
         (2, [&EXPERTS[..], &PADDED, &["expert_parallel_size=2"]].concat()),
         (2, [&EXPERTS[..], &PADDED, &["expert_parallel_size=2", "moe.token_dispatcher_type=allgather"]].concat()),
     ] {

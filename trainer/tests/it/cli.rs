@@ -161,9 +161,8 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
     assert!(!folder.path().join("runs").exists());
 }
 
-/// Experts cannot be computed in tiles of tokens.
 #[test]
-fn an_estimate_advises_tiled_mlps_for_dense_models_only() {
+fn an_estimate_advises_tiled_mlps_for_dense_models_and_experts() {
     let folder = Folder::new();
     let experts = "model.config={model_type: qwen3_moe, vocab_size: 128, hidden_size: 64, intermediate_size: 128, \
                    moe_intermediate_size: 32, num_experts: 4, num_experts_per_tok: 2, num_hidden_layers: 2, \
@@ -174,7 +173,7 @@ fn an_estimate_advises_tiled_mlps_for_dense_models_only() {
         String::from_utf8_lossy(&output.stdout).contains("\"tiled_mlp_compute\": true")
     };
     assert!(advises_tiles(&[]));
-    assert!(!advises_tiles(&[experts]));
+    assert!(advises_tiles(&[experts]));
 }
 
 #[test]

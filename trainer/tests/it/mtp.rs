@@ -2,10 +2,15 @@
 
 use std::fs;
 
+use candle_core::{DType, Device};
 use candlewick_model::checkpoint::Checkpoint;
 use serde_json::Value;
 
+use crate::naive_llama::NaiveLlama;
 use crate::support::{Run, stderr};
+
+/// Label of a token without a loss.
+const IGNORED: i64 = -100;
 
 fn run() -> Run {
     let run = Run::new();
@@ -66,6 +71,14 @@ fn an_export_contains_mtp_layers_and_a_checkpoint_may_lack_them() {
     for name in ["model.layers.2.eh_proj.weight", "model.layers.3.shared_head.norm.weight"] {
         assert!(checkpoint.names().any(|known| known == name), "{name} is missing");
     }
+    // As on the Hub, each MTP layer has copies of embedding and output layer, which are one parameter here.
+    let read = |name: &str| {
+        let tensor = checkpoint.tensor(name, &[1024, 32], DType::F32, &Device::Cpu).unwrap();
+        tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    for copy in ["2.embed_tokens", "2.shared_head.head", "3.embed_tokens", "3.shared_head.head"] {
+        assert_eq!(read(&format!("model.layers.{copy}.weight")), read("model.embed_tokens.weight"), "{copy}");
+    }
     let trained = *mtp_losses(&first).last().unwrap();
 
     load_export(&first);
@@ -98,4 +111,60 @@ fn mtp_layers_of_a_checkpoint_are_optional() {
     let exported = first.path().join("without/model/global_step_1");
     let names: Vec<String> = Checkpoint::open(&exported).unwrap().names().map(str::to_owned).collect();
     assert!(!names.iter().any(|name| name.starts_with("model.layers.2.")), "{names:?}");
+}
+
+/// Token ids and labels of a tokenized row. A third of the labels are ignored.
+fn tokenized(row: usize) -> Vec<(u32, i64)> {
+    let n = [5, 11, 3, 8][row];
+    let id = |i: usize| (7 + 131 * row + 37 * i * i) as u32 % 512;
+    let label = |i: usize| if (row + i).is_multiple_of(3) { IGNORED } else { i64::from(id(i)) };
+    (0..n).map(|i| (id(i), label(i))).collect()
+}
+
+/// Returns the means of the losses of the model and of each MTP layer over their targets.
+fn mean_losses(model: &NaiveLlama, rows: &[Vec<(u32, i64)>], n_mtp_layers: usize) -> candle_core::Result<Vec<f64>> {
+    let mut sums = vec![(0.0, 0.0); n_mtp_layers + 1];
+    for row in rows {
+        let ids: Vec<u32> = row.iter().map(|(id, _)| *id).collect();
+        let mut hidden = model.hidden(&ids)?;
+        for (depth, (sum, n)) in sums.iter_mut().enumerate() {
+            let later = |i: usize| ids[if i + depth < ids.len() { i + depth } else { i }];
+            if depth > 0 {
+                hidden = model.mtp(depth, &hidden, &(0..ids.len()).map(later).collect::<Vec<_>>())?;
+            }
+            // Position i predicts the token after the next `depth` ones.
+            let target = |i: usize| row.get(i + depth + 1).map_or(IGNORED, |(_, label)| *label);
+            let targets: Vec<i64> = (0..ids.len()).map(target).collect();
+            let losses =
+                model.losses(&hidden, &targets.iter().map(|target| *target.max(&0) as u32).collect::<Vec<_>>())?;
+            for (loss, _) in losses.iter().zip(&targets).filter(|(_, target)| **target != IGNORED) {
+                (*sum, *n) = (*sum + loss, *n + 1.0);
+            }
+        }
+    }
+    Ok(sums.into_iter().map(|(sum, n)| sum / n).collect())
+}
+
+/// A step is computed in f32, the reference in f64.
+#[test]
+fn losses_of_a_step_are_means_over_the_targets_of_each_mtp_layer() {
+    let rows: Vec<_> = (0..4).map(tokenized).collect();
+    let line = |row: &Vec<(u32, i64)>| {
+        let (ids, labels): (Vec<u32>, Vec<i64>) = row.iter().copied().unzip();
+        serde_json::json!({"input_ids": ids, "labels": labels}).to_string() + "\n"
+    };
+    for packing in [&[][..], &["data.pack_samples=true", "micro_batch_size=1", "gradient_accumulation_steps=1"]] {
+        let run = run();
+        run.write("train.jsonl", &rows.iter().map(line).collect::<String>());
+        let tokens = format!("data.sources=[{{name_or_path: {}/train.jsonl, process: false}}]", run.path().display());
+        // The weights of the export are those before the step.
+        run.train_ok(&[&[&tokens, "train_iters=1", "optimizer.learning_rate=1e-30"][..], packing].concat());
+        let want = mean_losses(&NaiveLlama::read(&run.export_folder()).unwrap(), &rows, 2).unwrap();
+        let step = &run.metrics()[0];
+        let auxiliary = &step["auxiliary_losses"];
+        let ours = [&step["loss"], &auxiliary["mtp_1 loss"], &auxiliary["mtp_2 loss"]];
+        for (ours, want) in ours.iter().map(|ours| ours.as_f64().unwrap()).zip(&want) {
+            assert!((ours / want - 1.0).abs() < 1e-5, "{packing:?}: {ours} {want}");
+        }
+    }
 }

@@ -9,11 +9,7 @@ use crate::support::{Run, stderr};
 
 /// Returns a run of a mixture of experts, with an MTP layer.
 fn run() -> Run {
-    let run = Run::new();
-    run.edit("LlamaForCausalLM", "Qwen3MoeForCausalLM");
-    run.edit("model_type: llama", "model_type: qwen3_moe\n    head_dim: 8");
-    let experts = "num_experts: 8\n    num_experts_per_tok: 2\n    moe_intermediate_size: 16\n    norm_topk_prob: true";
-    run.edit("    rms_norm_eps", &format!("    {experts}\n    rms_norm_eps"));
+    let run = Run::of_experts();
     run.edit("  dtype: float32\n", "  dtype: float32\n  mtp_num_layers: 1\n");
     run.edit("train_iters: 24", "train_iters: 10");
     run

@@ -18,6 +18,17 @@ impl Run {
         run
     }
 
+    /// Returns a run of a mixture of experts.
+    pub(crate) fn of_experts() -> Self {
+        let run = Self::new();
+        run.edit("LlamaForCausalLM", "Qwen3MoeForCausalLM");
+        run.edit("model_type: llama", "model_type: qwen3_moe\n    head_dim: 8");
+        let experts =
+            "num_experts: 8\n    num_experts_per_tok: 2\n    moe_intermediate_size: 16\n    norm_topk_prob: true";
+        run.edit("    rms_norm_eps", &format!("    {experts}\n    rms_norm_eps"));
+        run
+    }
+
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }

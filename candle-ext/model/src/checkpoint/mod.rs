@@ -20,6 +20,6 @@ pub use header::{HeaderEntry, encode_header, read_header};
 pub use reader::Checkpoint;
 pub use staging::{StagingFolder, require_empty};
 pub use unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
-pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
+pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
 pub(crate) use writer::{ShardTensor, dtype_on_disk, write_json, write_shard};
 pub(crate) use written::{WrittenTensors, sum_of_squares};

@@ -15,7 +15,7 @@ use super::{
     element::{self, disk_dtype},
     encode_header,
 };
-use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
+use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec, unit::copies_in_mtp_layers};
 
 /// Default maximum shard size, in bytes: 5 GB, as in transformers.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -50,6 +50,16 @@ pub struct AuxiliaryFiles<'a> {
     pub files: &'a [(&'a str, &'a str)],
 }
 
+/// Tensors of the routed experts of a layer in an exported checkpoint.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertTensors {
+    /// A tensor per expert matrix, as on the Hub.
+    #[default]
+    Separate,
+    /// 3-D tensors of all experts, as transformers 5 holds them in memory.
+    Fused,
+}
+
 /// A checkpoint to export.
 #[derive(Clone, Debug)]
 pub struct CheckpointExport<'a> {
@@ -63,12 +73,14 @@ pub struct CheckpointExport<'a> {
     pub dtype: DType,
     /// Maximum shard size, in bytes; see [`DEFAULT_SHARD_BYTES`].
     pub shard_bytes: u64,
+    /// Tensors of the routed experts.
+    pub expert_tensors: ExpertTensors,
 }
 
 impl CheckpointExport<'_> {
     /// Returns the size of the weights on disk, in bytes.
     pub fn n_bytes<'p>(&self, params: impl IntoIterator<Item = &'p ParamSpec>) -> u64 {
-        params.into_iter().map(|param| tensor_bytes(param, self.dtype)).sum()
+        params.into_iter().map(|param| self.shard_tensor(param).n_bytes(self.dtype)).sum()
     }
 
     /// Writes `params`. `fetch` returns one value at a time. The folder appears atomically once all files are on disk.
@@ -88,22 +100,27 @@ impl CheckpointExport<'_> {
         params: impl IntoIterator<Item = &'p ParamSpec>,
         mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
-        let shards = split(params.into_iter().collect(), self.dtype, self.shard_bytes);
+        let tensors = params.into_iter().map(|param| self.shard_tensor(param)).collect();
+        let shards = split(tensors, self.dtype, self.shard_bytes);
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
             let file = shard_name(shard_idx, shards.len());
-            let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { prefix: "", param }).collect();
-            write_shard(&self.folder.join(&file), &tensors, self.dtype, &mut fetch)?;
-            let names = tensors.iter().flat_map(ShardTensor::stored_tensors).map(|(name, _)| name);
+            write_shard(&self.folder.join(&file), shard, self.dtype, &mut fetch)?;
+            let names = shard.iter().flat_map(ShardTensor::stored_tensors).map(|(name, _)| name);
             weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
         }
         if shards.len() > 1 {
-            let total = self.n_bytes(shards.iter().flatten().copied());
+            let total: u64 = shards.iter().flatten().map(|tensor| tensor.n_bytes(self.dtype)).sum();
             let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
             write_json(&self.folder.join("model.safetensors.index.json"), &index)?;
         }
         write_json(&self.folder.join("config.json"), &self.config.to_json_as(self.dtype))?;
         self.auxiliary_files.copy_into(self.folder)
+    }
+
+    fn shard_tensor<'p>(&self, param: &'p ParamSpec) -> ShardTensor<'p> {
+        let copies = copies_in_mtp_layers(self.config, &param.name);
+        ShardTensor { prefix: "", param, expert_tensors: self.expert_tensors, copies }
     }
 }
 
@@ -112,23 +129,19 @@ pub(crate) fn dtype_on_disk(param: &ParamSpec, dtype: DType) -> DType {
     if param.storage == WeightStorage::F32 { DType::F32 } else { dtype }
 }
 
-fn tensor_bytes(param: &ParamSpec, dtype: DType) -> u64 {
-    (param.numel() * dtype_on_disk(param, dtype).size_in_bytes()) as u64
-}
-
-/// Splits parameters into shards of at most `limit` bytes, in order. A larger tensor gets a shard of its own.
-fn split(params: Vec<&ParamSpec>, dtype: DType, limit: u64) -> Vec<Vec<&ParamSpec>> {
+/// Splits tensors into shards of at most `limit` bytes, in order. A larger tensor gets a shard of its own.
+fn split(tensors: Vec<ShardTensor>, dtype: DType, limit: u64) -> Vec<Vec<ShardTensor>> {
     let mut shards = vec![Vec::new()];
     let mut room = limit;
-    for param in params {
-        let n_bytes = tensor_bytes(param, dtype);
+    for tensor in tensors {
+        let n_bytes = tensor.n_bytes(dtype);
         if n_bytes > room && shards.last().is_some_and(|shard| !shard.is_empty()) {
             shards.push(Vec::new());
             room = limit;
         }
         room = room.saturating_sub(n_bytes);
         if let Some(shard) = shards.last_mut() {
-            shard.push(param);
+            shard.push(tensor);
         }
     }
     shards
@@ -141,20 +154,40 @@ fn shard_name(shard_idx: usize, n_shards: usize) -> String {
     }
 }
 
-/// A parameter and the prefix of its name in the file.
+/// A parameter and its tensors in the file.
 pub(crate) struct ShardTensor<'a> {
-    pub(crate) prefix: &'static str,
+    /// Prefix of the names in the file.
+    prefix: &'static str,
     pub(crate) param: &'a ParamSpec,
+    expert_tensors: ExpertTensors,
+    /// Names of copies of the parameter.
+    copies: Vec<String>,
 }
 
-impl ShardTensor<'_> {
+impl<'a> ShardTensor<'a> {
+    /// Creates the tensor of a LoRA factor.
+    pub(crate) fn of_factor(prefix: &'static str, param: &'a ParamSpec) -> Self {
+        Self { prefix, param, expert_tensors: ExpertTensors::Separate, copies: Vec::new() }
+    }
+
+    fn n_bytes(&self, dtype: DType) -> u64 {
+        let n_bytes = self.param.numel() * dtype_on_disk(self.param, dtype).size_in_bytes();
+        (n_bytes * (1 + self.copies.len())) as u64
+    }
+
     /// Returns names and shapes of the tensors in the file that hold the parameter, in the order of its elements: those of the
-    /// Hub, if they are several.
+    /// Hub, if they are several. Copies follow.
     fn stored_tensors(&self) -> Vec<(String, Vec<usize>)> {
         let named = |name: &str, shape| (format!("{}{name}", self.prefix), shape);
         let shape = &self.param.shape;
         match self.param.hub.as_deref() {
-            None => vec![named(&self.param.name, shape.clone())],
+            None => {
+                let names = [&self.param.name].into_iter().chain(&self.copies);
+                names.map(|name| named(name, shape.clone())).collect()
+            }
+            Some(HubTensors { fused_shape, .. }) if self.expert_tensors == ExpertTensors::Fused => {
+                vec![named(&self.param.name, fused_shape.clone())]
+            }
             Some(HubTensors { tensors, layout, .. }) => {
                 let of_rows = |tensor: &HubTensor| named(&tensor.name, layout.shape(tensor.rows.len(), shape));
                 tensors.iter().map(of_rows).collect()
@@ -195,21 +228,35 @@ pub(crate) fn write_shard(
             let problem = format!("tensor `{name}` has shape {:?}, want {:?}", value.dims(), param.shape);
             return Err(ModelError::mismatch(path, problem));
         }
-        let mut failed = None;
-        let encoded = element::encode(&tensor.stored(value)?, dtype_on_disk(param, dtype), |bytes| {
-            out.write_all(bytes).map_err(|e| {
-                let kind = e.kind();
-                failed = Some(e);
-                kind.into()
-            })
-        });
-        match (failed, encoded) {
-            (Some(e), _) => return Err(io(e)),
-            (None, Err(e)) => return Err(ModelError::mismatch(path, format!("tensor `{name}`: {e}"))),
-            (None, Ok(())) => {}
+        let stored = tensor.stored(value)?;
+        for _ in 0..=tensor.copies.len() {
+            write_elements(path, &mut out, param, &stored, dtype)?;
         }
     }
     out.into_inner().map_err(|e| io(e.into_error()))?.sync().map_err(io)
+}
+
+/// Writes the elements of a tensor.
+fn write_elements(
+    path: &Path,
+    out: &mut impl Write,
+    param: &ParamSpec,
+    stored: &Tensor,
+    dtype: DType,
+) -> Result<(), ModelError> {
+    let mut failed = None;
+    let encoded = element::encode(stored, dtype_on_disk(param, dtype), |bytes| {
+        out.write_all(bytes).map_err(|e| {
+            let kind = e.kind();
+            failed = Some(e);
+            kind.into()
+        })
+    });
+    match (failed, encoded) {
+        (Some(e), _) => Err(ModelError::io("write", path)(e)),
+        (None, Err(e)) => Err(ModelError::mismatch(path, format!("tensor `{}`: {e}", param.name))),
+        (None, Ok(())) => Ok(()),
+    }
 }
 
 pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {

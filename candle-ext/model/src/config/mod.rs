@@ -14,7 +14,8 @@ use candlewick_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
 use crate::{Family, ModelError, QkNorm};
-pub use moe::{MoeConfig, SharedExpertConfig};
+pub(crate) use moe::ON_INPUT;
+pub use moe::{ExpertWeighting, MoeConfig, SharedExpertConfig};
 pub(crate) use rope::{LongRope, RopeKind, Yarn};
 pub(crate) use typed::Typed;
 

@@ -10,6 +10,9 @@ use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization}
 /// Names of the number of experts in config.json.
 const EXPERTS_KEYS: [&str; 3] = ["num_local_experts", "num_experts", "n_routed_experts"];
 
+/// Key of config.json with Megatron-LM's name.
+pub(crate) const ON_INPUT: &str = "moe_apply_probs_on_input";
+
 /// Maximum number of experts of a layer.
 const MAX_EXPERTS: usize = 512;
 
@@ -30,6 +33,18 @@ pub struct MoeConfig {
     pub aux_loss_coefficient: f64,
     /// True for each layer whose MLP is a mixture of experts.
     pub layers: Vec<bool>,
+    /// Place where the weight of an expert multiplies.
+    pub weighting: ExpertWeighting,
+}
+
+/// Place where the router's weight of an expert multiplies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertWeighting {
+    /// The expert's output.
+    #[default]
+    Output,
+    /// The expert's input (Megatron-LM's `moe_apply_probs_on_input`).
+    Input,
 }
 
 /// Shared expert of an MoE layer.
@@ -83,7 +98,21 @@ pub(super) fn moe(
         shared_expert: shared_expert(keys, family, expert_size)?,
         aux_loss_coefficient: keys.number("router_aux_loss_coef")?.unwrap_or(family.aux_loss_coefficient),
         layers: layers(keys, raw, family.layers, n_layers)?,
+        weighting: weighting(keys, top_k)?,
     }))
+}
+
+/// Reads the place of the experts' weights. transformers has no such key.
+fn weighting(keys: Keys, top_k: usize) -> Result<ExpertWeighting, ModelError> {
+    if keys.flag(ON_INPUT)? != Some(true) {
+        return Ok(ExpertWeighting::Output);
+    }
+    match top_k {
+        1 => Ok(ExpertWeighting::Input),
+        _ => {
+            Err(keys.error(ON_INPUT, format!("it needs num_experts_per_tok 1, as in Megatron-LM, but that is {top_k}")))
+        }
+    }
 }
 
 /// Reads the group limit of the selection: DeepSeek-V3 scores a group by its two best experts.

@@ -187,6 +187,7 @@ const MOE_KEYS: &[&str] = &[
     "decoder_sparse_step",
     "first_k_dense_replace",
     "mlp_only_layers",
+    "moe_apply_probs_on_input",
     "moe_intermediate_size",
     "moe_layer_freq",
     "n_group",

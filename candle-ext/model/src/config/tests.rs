@@ -94,6 +94,17 @@ fn a_part_of_each_head_is_rotated_if_the_family_has_the_factor() {
     assert_eq!(moe.shared_expert.map(|shared| shared.intermediate_size), Some(1408));
 }
 
+#[test]
+fn weights_on_inputs_need_one_expert_per_token() {
+    let read = |top_k: usize| {
+        let value = json!({"model_type": "mixtral", "num_experts_per_tok": top_k, "moe_apply_probs_on_input": true});
+        let config = Config::from_json(value).map_err(|error| error.to_string())?;
+        Ok::<_, String>(config.moe().unwrap().weighting)
+    };
+    assert_eq!(read(1).unwrap(), crate::ExpertWeighting::Input);
+    assert!(read(2).unwrap_err().contains("it needs num_experts_per_tok 1"));
+}
+
 /// transformers' Dots1 and Glm4Moe do not read `moe_layer_freq`.
 #[test]
 fn a_layer_frequency_that_transformers_ignores_is_refused() {

@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::{MergeReport, MergedModel, SafetensorsExport, TensorCallback};
 use crate::ModelError;
-use crate::checkpoint::{AuxiliaryFiles, StagingFolder, require_empty};
+use crate::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder, require_empty};
 
 /// A merge of a LoRA adapter into its base model.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +35,7 @@ impl AdapterMerge<'_> {
             auxiliary_files: AuxiliaryFiles { folders: &folders, chat_template: None, files: &[] },
             dtype: self.dtype,
             shard_bytes: self.shard_bytes,
+            expert_tensors: ExpertTensors::default(),
         };
         let staging = StagingFolder::begin(self.output)?;
         let report = export.write(&model, staging.folder(), on_tensor)?;

@@ -84,6 +84,11 @@ impl MergedModel {
         self.model.base_params()
     }
 
+    /// Returns the number of elements of an export.
+    pub fn n_elements(&self) -> usize {
+        self.model.n_exported_elements()
+    }
+
     /// Returns the dtype of the base weights on disk, else of config.json, else F32.
     pub fn dtype(&self) -> DType {
         self.base.dtype().or(self.config().dtype()).unwrap_or(DType::F32)

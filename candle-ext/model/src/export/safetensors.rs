@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::DType;
 
 use super::{MergedModel, TensorCallback};
-use crate::checkpoint::{AuxiliaryFiles, CheckpointExport, WrittenTensors, sum_of_squares};
+use crate::checkpoint::{AuxiliaryFiles, CheckpointExport, ExpertTensors, WrittenTensors, sum_of_squares};
 use crate::{ModelError, ParamGroupKind, ParamSpec};
 
 /// A Hugging Face folder to write.
@@ -17,6 +17,8 @@ pub struct SafetensorsExport<'a> {
     pub dtype: Option<DType>,
     /// Maximum size of a safetensors shard, in bytes.
     pub shard_bytes: u64,
+    /// Tensors of the routed experts.
+    pub expert_tensors: ExpertTensors,
 }
 
 /// Report of a merge.
@@ -43,8 +45,9 @@ impl SafetensorsExport<'_> {
         on_tensor: TensorCallback,
     ) -> Result<MergeReport, ModelError> {
         let dtype = self.dtype.unwrap_or(model.dtype());
-        let (auxiliary_files, shard_bytes) = (self.auxiliary_files, self.shard_bytes);
-        let export = CheckpointExport { folder, config: model.config(), auxiliary_files, dtype, shard_bytes };
+        let Self { auxiliary_files, shard_bytes, expert_tensors, .. } = *self;
+        let config = model.config();
+        let export = CheckpointExport { folder, config, auxiliary_files, dtype, shard_bytes, expert_tensors };
         let n_tensors = model.params().count();
         let mut n_done = 0;
         export.write(model.params(), |param| {

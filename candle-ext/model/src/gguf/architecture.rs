@@ -1,7 +1,7 @@
 //! Architectures of llama.cpp that compute the same function as a model family.
 
-use crate::config::{RopeKind, Yarn};
-use crate::{Config, ModelError};
+use crate::config::{ON_INPUT, RopeKind, Yarn};
+use crate::{Config, ExpertWeighting, ModelError};
 
 /// An architecture of llama.cpp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +59,9 @@ impl Architecture {
             return Some(("tie_word_embeddings", "needs an output layer of its own in Qwen2-MoE".to_owned()));
         }
         let moe = config.moe()?;
+        if moe.weighting == ExpertWeighting::Input {
+            return Some((ON_INPUT, "multiplies the outputs of experts with their weights".to_owned()));
+        }
         let normalizes = self != Self::Qwen2Moe;
         if moe.router.normalize != normalizes {
             return Some(("norm_topk_prob", format!("computes {} with {normalizes}", self.name())));

@@ -67,7 +67,7 @@ impl AdapterFolder {
             return Err(ModelError::lora("peft_type", "the model has no adapter to save"));
         };
         let staging = StagingFolder::begin(folder)?;
-        let tensors: Vec<_> = model.adapter_params().map(|param| ShardTensor { prefix: PREFIX, param }).collect();
+        let tensors: Vec<_> = model.adapter_params().map(|param| ShardTensor::of_factor(PREFIX, param)).collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
         auxiliary_files.copy_into(staging.folder())?;

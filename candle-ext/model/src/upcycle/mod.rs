@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 
-use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, WrittenTensors, require_empty};
+use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors, WrittenTensors, require_empty};
 use crate::{Config, Family, Model, ModelError, ParamSpec, TensorCallback};
 pub use config::UpcycledExperts;
 use config::moe_config;
@@ -84,6 +84,7 @@ impl Upcycling {
             auxiliary_files: AuxiliaryFiles { folders: &[&self.folder], chat_template: None, files: &[] },
             dtype,
             shard_bytes: output.shard_bytes,
+            expert_tensors: ExpertTensors::default(),
         };
         let by_name: HashMap<&str, _> =
             self.tensors.iter().map(|tensor| (tensor.param.name.as_str(), tensor)).collect();

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
     AdapterFolder, AdapterMerge, BASE_MODEL_RECORD, BaseModelRecord, Config, LoraConfig, Model,
-    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use serde_json::{Value, json};
 
@@ -115,6 +115,7 @@ fn an_adapter_records_its_base_weights() {
         auxiliary_files: AuxiliaryFiles::default(),
         dtype,
         shard_bytes: 4000,
+        expert_tensors: ExpertTensors::Separate,
     };
     export
         .save(plain.base_params(), |param| Ok(source.tensor(&param.name, &param.shape, dtype, &Device::Cpu).unwrap()))

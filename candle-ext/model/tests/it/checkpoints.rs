@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     Config, Model, ParamSpec,
-    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use serde_json::{Value, json};
 
@@ -28,8 +28,14 @@ impl Source {
 
     fn save(&self, folder: &Path, dtype: DType, shard_bytes: u64) {
         let config = self.model.config();
-        let export =
-            CheckpointExport { folder, config, auxiliary_files: AuxiliaryFiles::default(), dtype, shard_bytes };
+        let export = CheckpointExport {
+            folder,
+            config,
+            auxiliary_files: AuxiliaryFiles::default(),
+            dtype,
+            shard_bytes,
+            expert_tensors: ExpertTensors::Separate,
+        };
         export.save(self.model.base_params(), |param| Ok(self.read(param, DType::F32))).unwrap();
     }
 }
@@ -105,6 +111,7 @@ fn shards_are_bounded_indexed_and_named_as_transformers_names_them() {
         auxiliary_files: AuxiliaryFiles::default(),
         dtype: DType::F32,
         shard_bytes: 6000,
+        expert_tensors: ExpertTensors::Separate,
     };
     assert_eq!(index["metadata"]["total_size"], export.n_bytes(source.model.base_params()));
 }
@@ -118,6 +125,42 @@ fn tied_weights_are_written_once_and_configs_keep_their_keys() {
     let json =
         |folder: &Path| -> Value { serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap() };
     assert_eq!(json(&target), json(&fixture("llama3")));
+}
+
+/// Returns the bits of each tensor of a checkpoint, by name.
+fn contents(folder: &Path) -> std::collections::BTreeMap<String, (Vec<usize>, Vec<u32>)> {
+    let tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+    tensors.iter().map(|(name, tensor)| (name.clone(), (tensor.dims().to_vec(), bits(tensor)))).collect()
+}
+
+/// transformers wrote the fixture `qwen3_moe` with `save_original_format=False`.
+#[test]
+fn experts_are_written_as_on_the_hub_or_fused_as_in_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["qwen3_moe", "mixtral", "qwen2_moe"] {
+        let source = Source::open(name);
+        let value = |param: &ParamSpec| Ok(source.checkpoint.param(param, DType::F32, &Device::Cpu).unwrap());
+        let [separate, fused] = [ExpertTensors::Separate, ExpertTensors::Fused].map(|expert_tensors| {
+            let target = folder.path().join(format!("{name}-{expert_tensors:?}"));
+            let export = CheckpointExport {
+                folder: &target,
+                config: source.model.config(),
+                auxiliary_files: AuxiliaryFiles::default(),
+                dtype: DType::F32,
+                shard_bytes: 1 << 30,
+                expert_tensors,
+            };
+            export.save(source.model.base_params(), value).unwrap();
+            let again = Checkpoint::open(&target).unwrap();
+            assert!(again.check(source.model.base_params()).unwrap().is_empty());
+            for param in source.model.base_params() {
+                assert_eq!(bits(&again.param(param, DType::F32, &Device::Cpu).unwrap()), bits(&value(param).unwrap()));
+            }
+            contents(&target)
+        });
+        assert!(separate.len() > fused.len());
+        assert_eq!(contents(&fixture(name)), if name == "qwen3_moe" { fused } else { separate }, "{name}");
+    }
 }
 
 #[test]
@@ -134,6 +177,7 @@ fn companions_are_copied_from_the_first_folder_that_has_them() {
         auxiliary_files: AuxiliaryFiles { folders: &[&a, &b], chat_template: None, files: &[] },
         dtype: DType::F32,
         shard_bytes: 1 << 30,
+        expert_tensors: ExpertTensors::Separate,
     };
     export.save(source.model.base_params(), |param| Ok(source.read(param, DType::F32))).unwrap();
     assert_eq!(fs::read_to_string(target.join("tokenizer.json")).unwrap(), a.to_str().unwrap());
@@ -188,6 +232,7 @@ fn a_failed_write_leaves_the_old_folder() {
         auxiliary_files: AuxiliaryFiles::default(),
         dtype: DType::F16,
         shard_bytes: 1000,
+        expert_tensors: ExpertTensors::Separate,
     };
     let fetch = |param: &ParamSpec| -> Result<Tensor> {
         n_asked += 1;

@@ -7,8 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParamSpec, RopeLengths, RouterContext, RouterDtype,
-    RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint, sequence_lengths,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParallelOps, ParamSpec, RopeLengths, RouterContext,
+    RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint, sequence_lengths,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
@@ -86,6 +86,16 @@ impl Tiny {
 
     /// Returns the final norm's output for sequences of the given lengths.
     pub(crate) fn normed(&self, ids: &Tensor, lengths: &[usize]) -> Result<Tensor> {
+        self.normed_with(ids, lengths, &SingleDevice)
+    }
+
+    /// Returns [`Tiny::normed`] with these collectives.
+    pub(crate) fn normed_with(
+        &self,
+        ids: &Tensor,
+        lengths: &[usize],
+        parallel_ops: &dyn ParallelOps,
+    ) -> Result<Tensor> {
         let mut cu = vec![0];
         lengths.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
@@ -102,7 +112,7 @@ impl Tiny {
             experts_implementation: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
             router: RouterContext { settings: &self.router, ..RouterContext::default() },
-            parallel_ops: &SingleDevice,
+            parallel_ops,
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;
         for block_idx in 0..self.model.n_blocks() {

@@ -5,7 +5,7 @@ use std::{collections::HashMap, fs, path::Path};
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
     Config, Model, ParamSpec, UpcycledExperts, Upcycling, UpcyclingOutput,
-    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport},
+    checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use serde_json::{Map, Value, json};
 
@@ -118,6 +118,7 @@ fn megatron_dense(folder: &Path, fixture: &HashMap<String, Tensor>) {
         auxiliary_files: AuxiliaryFiles::default(),
         dtype: DType::F32,
         shard_bytes: 1 << 30,
+        expert_tensors: ExpertTensors::Separate,
     };
     let value = |param: &ParamSpec| match param.name.strip_prefix("model.layers.0.mlp.") {
         Some("gate_proj.weight") => fixture["dense.fc1"].narrow(0, 0, 20),

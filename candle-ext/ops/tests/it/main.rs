@@ -24,6 +24,7 @@ mod moe;
 mod quantized;
 mod rms_norm;
 mod rope;
+mod scale_rows;
 mod set_rows;
 mod swiglu;
 mod tape;

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{
     ColumnShard, Dropout, OutputDtype, RowRanges, Weight, dropout, linear, reshape, sharded_dropout, swiglu, tiled,
+    tiled_with_weights, weighted_swiglu,
 };
 
 use crate::cases::{
@@ -127,4 +128,33 @@ fn tiles_without_rows_and_functions_that_lose_rows_are_refused() {
     let x = randn((6, 4), 1);
     assert_error(tiled(&x, 0, |x, _| Ok(x.clone())), "want at least one row in a tile");
     assert_error(tiled(&x, 3, |x, _| x.sum(0)), "want a row for each of 3 rows, got shape [4]");
+}
+
+/// Returns the output and the gradients of the rows and of their weights.
+fn run_weighted(x: &Tensor, row_weights: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
+    let w = trainable(&randn((16, 16), 2));
+    let inside = w.clone();
+    let f = move |[x, row_weights]: [&Tensor; 2], _| {
+        weighted_swiglu(&linear(x, &inside, None, OutputDtype::SameAsInput)?, row_weights)
+    };
+    let tape = tape(&[x.clone(), row_weights.clone()], || match tile_rows {
+        Some(rows) => tiled_with_weights(x, row_weights, rows, f),
+        None => f([x, row_weights], 0),
+    });
+    let y = tape.output().clone();
+    let grads = tape.backward(&randn(y.shape(), 9)).unwrap();
+    vec![y, grads.get(x).unwrap().clone(), grads.get(row_weights).unwrap().clone(), grad_of(&w)]
+}
+
+#[test]
+fn tiles_of_weighted_rows_give_the_bits_of_all_rows() {
+    let (x, row_weights) = (randn((50, 16), 1), randn(50, 3));
+    let whole = run_weighted(&x, &row_weights, None);
+    for tile_rows in [2, 8, 50] {
+        let tiles = run_weighted(&x, &row_weights, Some(tile_rows));
+        for (what, (tiles, whole)) in ["y", "dx", "d_weights"].iter().zip(tiles.iter().zip(&whole)) {
+            assert_eq!(bits(tiles), bits(whole), "{what} of {tile_rows}");
+        }
+        assert_close("dw", &tiles[3], &whole[3], 1e-6);
+    }
 }

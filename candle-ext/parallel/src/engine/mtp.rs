@@ -16,7 +16,7 @@ use crate::params::MicroBatch;
 
 /// A micro-batch whose MTP layers are trained.
 pub(super) struct MtpPass<'a> {
-    /// Weights of the head: embedding and output layer.
+    /// Weights of the head.
     pub(super) head: &'a UnitWeights,
     /// The whole micro-batch, before it is split over context parallel ranks.
     pub(super) micro: &'a Micro,
@@ -87,9 +87,10 @@ impl Engine {
     ) -> Result<MtpForward> {
         let MtpPass { head, context, .. } = pass;
         let (layer_idx, own) = (self.mtp_layer_idx(depth), self.part(micro)?.micro);
-        let weights = self.store.fetch(layer_idx + 1)?;
+        // The head, which ties the embedding, releases it.
+        let (embedding, weights) = (self.store.fetch(0)?, self.store.fetch(layer_idx + 1)?);
         let tape = Tape::record(&[input], || {
-            let embedded = self.model.embed(head, &own.ids, context.parallel_ops)?;
+            let embedded = self.model.embed(embedding, &own.ids, context.parallel_ops)?;
             self.model.mtp_layer(weights, input, &embedded, context)
         })?;
         let (lm_head, name) = (self.model.lm_head(head)?, mtp_loss_name(depth));

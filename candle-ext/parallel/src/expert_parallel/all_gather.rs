@@ -11,19 +11,19 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Pending;
 use candlewick_model::ExpertCall;
-use candlewick_ops::{self as ops, DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
+use candlewick_ops::{DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
 
 use super::row_counts::exchange;
 use super::{ExpertParallel, Meanwhile};
 
 /// Tokens and rows of a layer that the ranks have agreed on.
-struct GatherSizes {
+pub(super) struct GatherSizes {
     /// Tokens of this rank.
-    n_own: usize,
+    pub(super) n_own: usize,
     /// The most tokens of any rank.
-    n_padded: usize,
+    pub(super) n_padded: usize,
     /// Rows of this rank's experts, from all ranks.
-    n_rows: usize,
+    pub(super) n_rows: usize,
 }
 
 impl ExpertParallel {
@@ -46,13 +46,8 @@ impl ExpertParallel {
             Some(padded) => padded,
             None => of_rank.without_dropped_rows(sizes.n_rows)?,
         };
-        let computed = call.compute_rows(
-            ops::permute(&tokens_d, &by_expert)?,
-            &ops::permute_weights(&weights_k, &by_expert)?,
-            &by_expert.offsets,
-            TokensPerCall::Many,
-        )?;
-        self.scatter_sums(&ops::unpermute(&computed, &by_expert)?, &sizes)
+        let computed = call.compute_tokens(&tokens_d, &weights_k, &by_expert, TokensPerCall::Many)?;
+        self.scatter_sums(&computed, &sizes)
     }
 
     /// Returns the sizes. Without padding, ranks exchange the number of tokens of each rank, and of rows of each expert on
@@ -72,15 +67,18 @@ impl ExpertParallel {
     }
 
     /// Starts to gather the tokens of all ranks: [t, ..] -> [r * u, ..]. Rows of padding are zero.
-    fn start_gather(&self, x: &Tensor, sizes: &GatherSizes) -> Result<Pending> {
+    pub(super) fn start_gather(&self, x: &Tensor, sizes: &GatherSizes) -> Result<Pending> {
         Ok(self.ep.start_all_gather(&x.pad_with_zeros(0, 0, sizes.n_padded - sizes.n_own)?.contiguous()?)?)
     }
 
-    /// Waits for the tokens of all ranks. The gradients of tokens are summed over the ranks.
-    fn gathered(&self, x: &Tensor, pending: Pending, sizes: &GatherSizes) -> Result<Tensor> {
+    /// Waits for the tokens of all ranks. The gradients of tokens are summed over the ranks. The ops that were recorded between
+    /// the start and this call have their backward meanwhile.
+    pub(super) fn gathered(&self, x: &Tensor, pending: Pending, sizes: &GatherSizes) -> Result<Tensor> {
         let (n_own, ep) = (sizes.n_own, Arc::clone(&self.ep));
-        Ok(record("gather_tokens", [x.into()], pending.wait()?, move |dy, _| {
-            Ok([Some(ep.reduce_scatter(dy)?.narrow(0, 0, n_own)?.contiguous()?)])
+        Ok(record("gather_tokens", [x.into()], pending.wait()?, move |dy, context| {
+            let pending = ep.start_reduce_scatter(dy)?;
+            context.receive_later(0, Box::new(move || pending.wait()?.narrow(0, 0, n_own)?.contiguous()))?;
+            Ok([None])
         }))
     }
 

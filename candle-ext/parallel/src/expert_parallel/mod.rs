@@ -119,3 +119,6 @@ impl ParallelOps for ExpertParallelOps<'_> {
         Ok(self.experts.step.all_reduce(x, Reduce::Sum)?)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use candle_core::{Result, bail};
-use candlewick_model::{AdapterSpec, FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
+use candlewick_model::{AdapterSpec, FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec, TiedParam};
 use candlewick_ops::{ShardPosition, WeightStorage};
 
 use super::offload::UnitOffload;
@@ -122,19 +122,31 @@ impl ParamLayout {
 
     /// Returns a unit of this stage without parameters that only other ranks use.
     pub(crate) fn used(&self, unit_idx: usize) -> Option<&FsdpUnit> {
-        self.stage_units[unit_idx].as_ref().map(|unit| &unit.used)
+        self.stage_units.get(unit_idx)?.as_ref().map(|unit| &unit.used)
     }
 
     /// Returns the indices of a unit's groups; empty on other stages.
     pub(crate) fn groups_of(&self, unit_idx: usize) -> Range<usize> {
-        self.stage_units[unit_idx].as_ref().map_or(0..0, |unit| unit.groups.clone())
+        self.stage_units.get(unit_idx).and_then(Option::as_ref).map_or(0..0, |unit| unit.groups.clone())
     }
 
     /// Returns the indices of the groups of a unit and of the units that it ties; empty on other stages.
     pub(crate) fn groups_with_borrowed(&self, unit_idx: usize) -> impl Iterator<Item = usize> {
-        let unit = self.stage_units.get(unit_idx).and_then(Option::as_ref);
-        let shared = unit.into_iter().flat_map(|unit| &unit.used.tied).map(|tied| tied.owner);
-        unit.map(|_| unit_idx).into_iter().chain(shared).flat_map(|unit_idx| self.groups_of(unit_idx))
+        let tied = self.used(unit_idx).into_iter().flat_map(|unit| &unit.tied);
+        self.groups_and_ties(unit_idx, tied)
+    }
+
+    /// Returns the indices of the groups whose weights a unit reads; empty on other stages.
+    pub(crate) fn groups_to_read(&self, unit_idx: usize) -> impl Iterator<Item = usize> {
+        self.groups_and_ties(unit_idx, self.used(unit_idx).into_iter().flat_map(FsdpUnit::read_ties))
+    }
+
+    fn groups_and_ties<'a>(
+        &'a self,
+        unit_idx: usize,
+        tied: impl Iterator<Item = &'a TiedParam>,
+    ) -> impl Iterator<Item = usize> {
+        [unit_idx].into_iter().chain(tied.map(|tied| tied.owner)).flat_map(|unit_idx| self.groups_of(unit_idx))
     }
 
     /// Returns the indices of the trainable groups that another unit ties.

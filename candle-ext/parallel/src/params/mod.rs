@@ -194,23 +194,24 @@ impl ParamStore {
         }
     }
 
-    /// Returns the weights of a unit, all-gathered if they are sharded. Collective.
+    /// Returns the weights that a unit reads, all-gathered if they are sharded. Collective.
     pub fn fetch(&self, unit_idx: usize) -> Result<&UnitWeights> {
-        self.unit_buffers(unit_idx).try_for_each(GroupWeights::unshard)?;
+        self.buffers_to_read(unit_idx).try_for_each(GroupWeights::unshard)?;
         match &self.layers[unit_idx] {
             Some(layer) => Ok(layer),
             None => bail!("{} is with another stage", self.layout.units[unit_idx].name),
         }
     }
 
-    /// Starts the all-gather of a unit's weights; no-op if another stage has the unit. Collective.
+    /// Starts the all-gather of the weights that a unit reads; no-op if another stage has the unit. Collective.
     pub fn prefetch(&self, unit_idx: usize) -> Result<()> {
-        self.unit_buffers(unit_idx).try_for_each(GroupWeights::prefetch)
+        self.buffers_to_read(unit_idx).try_for_each(GroupWeights::prefetch)
     }
 
-    /// Frees the unsharded weights of a unit (FSDP's reshard).
+    /// Frees the unsharded weights of a unit and of those that it ties (FSDP's reshard).
     pub fn release(&self, unit_idx: usize) {
-        self.unit_buffers(unit_idx).for_each(GroupWeights::reshard);
+        let groups = self.layout.groups_with_borrowed(unit_idx);
+        groups.for_each(|group_idx| self.buffers.group_weights(group_idx).reshard());
     }
 
     /// Allocates the gradients that a unit's backward accumulates into.
@@ -350,9 +351,9 @@ impl ParamStore {
         (params().map(ParamSpec::numel).sum(), trained.map(ParamSpec::numel).sum())
     }
 
-    /// Returns the weight buffers of a unit's groups and of those that it borrows, as far as this stage has them.
-    fn unit_buffers(&self, unit_idx: usize) -> impl Iterator<Item = &GroupWeights> {
-        self.layout.groups_with_borrowed(unit_idx).map(|group_idx| self.buffers.group_weights(group_idx))
+    /// Returns the weight buffers that a unit reads, as far as this stage has them.
+    fn buffers_to_read(&self, unit_idx: usize) -> impl Iterator<Item = &GroupWeights> {
+        self.layout.groups_to_read(unit_idx).map(|group_idx| self.buffers.group_weights(group_idx))
     }
 }
 

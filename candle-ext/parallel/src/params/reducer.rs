@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_comm::{Pending, Reduce};
+use candlewick_comm::{Collective, Pending, Reduce};
 use candlewick_model::ParamGroupKind;
 use candlewick_ops::{GradSink, copy_into, count_zeros, sum_of_squares};
 
@@ -35,6 +35,9 @@ struct InFlight {
 
 /// Maximum number of groups in each collective at a time.
 const MAX_IN_FLIGHT: usize = 1;
+
+/// Most elements of partial gradients in one all-reduce, unless a single parameter has more.
+const BUCKET_ELEMENTS: usize = 1 << 20;
 
 impl GradReducer {
     /// Allocates zero-filled gradients of the trainable groups.
@@ -98,7 +101,7 @@ impl GradReducer {
         Ok(())
     }
 
-    /// All-reduces the partial gradients of replicated parameters over the tensor axis, in one call because they are small.
+    /// All-reduces the partial gradients of replicated parameters over the tensor axis. Small ones share a call.
     fn reduce_partial_grads(&self, layout: &ParamLayout, kind: ParamGroupKind) -> Result<()> {
         let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
         let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
@@ -116,18 +119,7 @@ impl GradReducer {
             // Every rank of the axis must take part, with an element even if its shard has none of them.
             views.push(Tensor::zeros(1, self.dtype, &self.device)?);
         }
-        let own = Tensor::cat(&views, 0)?;
-        let sum = first.ranks.tensor.all_reduce(&own, Reduce::Sum)?;
-        if sum.id() == own.id() {
-            return Ok(());
-        }
-        let mut start = 0;
-        for view in views {
-            let n = view.elem_count();
-            copy_into(&view, &sum.narrow(0, start, n)?)?;
-            start += n;
-        }
-        Ok(())
+        buckets(views, BUCKET_ELEMENTS).iter().try_for_each(|bucket| all_reduce_in_place(bucket, &*first.ranks.tensor))
     }
 
     /// All-reduces the gradients of parameters that two stages tie.
@@ -208,5 +200,69 @@ impl GradReducer {
     /// Returns the bytes of the gradients.
     pub(crate) fn device_bytes(&self) -> StoreBytes {
         StoreBytes { gradients: self.grads.values().map(GroupGrads::bytes).sum(), ..StoreBytes::default() }
+    }
+}
+
+/// Groups vectors, in order, into buckets of at most `limit` elements. A longer vector has a bucket of its own.
+fn buckets(vectors: Vec<Tensor>, limit: usize) -> Vec<Vec<Tensor>> {
+    let mut buckets: Vec<Vec<Tensor>> = Vec::new();
+    let mut n_elements = 0;
+    for vector in vectors {
+        n_elements += vector.elem_count();
+        match buckets.last_mut() {
+            Some(bucket) if n_elements <= limit => bucket.push(vector),
+            _ => {
+                n_elements = vector.elem_count();
+                buckets.push(vec![vector]);
+            }
+        }
+    }
+    buckets
+}
+
+/// Sums vectors over the ranks of a group, in one call. A single vector is not copied before the call.
+fn all_reduce_in_place(vectors: &[Tensor], group: &dyn Collective) -> Result<()> {
+    let own = match vectors {
+        [single] => single.clone(),
+        several => Tensor::cat(several, 0)?,
+    };
+    let sum = group.all_reduce(&own, Reduce::Sum)?;
+    // A group of one returns its input.
+    if sum.id() == own.id() {
+        return Ok(());
+    }
+    let mut start = 0;
+    for vector in vectors {
+        let n = vector.elem_count();
+        copy_into(vector, &sum.narrow(0, start, n)?)?;
+        start += n;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candlewick_comm::{Options, threads};
+
+    use super::*;
+
+    #[test]
+    fn partial_gradients_are_summed_in_buckets() {
+        let results = threads::run(2, Options::default(), |world| -> Result<(Vec<usize>, Vec<f32>)> {
+            let rank = world.rank() as f32 + 1.0;
+            let all = Tensor::arange(0f32, 20., &Device::Cpu)?.affine(f64::from(rank), 0.0)?;
+            // The last element belongs to no vector.
+            let ranges = [0..3, 3..8, 8..17, 17..18, 18..19];
+            let vectors = ranges.map(|range| all.narrow(0, range.start, range.len()).unwrap()).to_vec();
+            let buckets = buckets(vectors, 8);
+            buckets.iter().try_for_each(|bucket| all_reduce_in_place(bucket, &*world.group()))?;
+            Ok((buckets.iter().map(Vec::len).collect(), all.to_vec1()?))
+        });
+        for (rank, (sizes, all)) in results.unwrap().into_iter().enumerate() {
+            assert_eq!(sizes, [2, 1, 2]);
+            let own = 19.0 * (rank as f32 + 1.0);
+            assert_eq!(all, (0..19).map(|i| 3.0 * i as f32).chain([own]).collect::<Vec<_>>());
+        }
     }
 }

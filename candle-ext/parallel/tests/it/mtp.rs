@@ -138,19 +138,24 @@ impl ParallelOps for NotesBytes {
     }
 }
 
+/// Returns the engine of one of two ranks, whose weights are zeros.
+fn sharded_engine(folder: &Path, world: &World, zero_stage: ZeroStage, n_mtp_layers: usize) -> Result<Engine> {
+    let model = Model::new(Config::read(folder).unwrap().with_mtp_layers(n_mtp_layers), None).unwrap();
+    let mesh = Mesh::new(Degrees { dp_shard: 2, ..Degrees::default() }, world.size()).unwrap();
+    let groups = ParallelGroups::new(&mesh, &*world.group())?;
+    let layout = PipelineLayout::single_stage(model.n_blocks());
+    let sharding = groups.sharding_groups(Some(zero_stage), layout, SequenceParallel::Off);
+    let dtypes = ParamDtypes::computing_in(DType::F32);
+    let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, sharding)?;
+    let checkpointing = vec![ActivationCheckpointing::Full; model.n_blocks()];
+    Ok(Engine::new(model, store, checkpointing, Arc::clone(&groups.loss), Device::Cpu))
+}
+
 /// Returns the most bytes of a store in MTP layers, over those before the step, on the first of two ranks.
 fn bytes_of_step(zero_stage: ZeroStage, n_mtp_layers: usize) -> u64 {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
     let rank = |world: &World| -> Result<u64> {
-        let model = Model::new(Config::read(&folder).unwrap().with_mtp_layers(n_mtp_layers), None).unwrap();
-        let mesh = Mesh::new(Degrees { dp_shard: 2, ..Degrees::default() }, world.size()).unwrap();
-        let groups = ParallelGroups::new(&mesh, &*world.group())?;
-        let layout = PipelineLayout::single_stage(model.n_blocks());
-        let sharding = groups.sharding_groups(Some(zero_stage), layout, SequenceParallel::Off);
-        let dtypes = ParamDtypes::computing_in(DType::F32);
-        let store = ParamStore::new(&model, dtypes, StoreMode::Train, &Device::Cpu, sharding)?;
-        let checkpointing = vec![ActivationCheckpointing::Full; model.n_blocks()];
-        let engine = Engine::new(model, store, checkpointing, Arc::clone(&groups.loss), Device::Cpu);
+        let engine = sharded_engine(&folder, world, zero_stage, n_mtp_layers)?;
         let engine = Rc::new(engine.with_attention_hook(Arc::new(NotesBytes)));
         engine.store().zero_grads()?;
         let before = engine.store().device_bytes().total();
@@ -165,6 +170,26 @@ fn bytes_of_step(zero_stage: ZeroStage, n_mtp_layers: usize) -> u64 {
         Ok(MOST_BYTES.take() - before)
     };
     threads::run(2, Options::default(), rank).unwrap()[0]
+}
+
+/// The model has an output layer of its own, so only training reads the embedding together with it.
+#[test]
+fn evaluation_gathers_the_output_layer_without_the_embedding() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mtp");
+    let rank = |world: &World| -> Result<u64> {
+        let engine = sharded_engine(&folder, world, ZeroStage::Three, N_LAYERS)?;
+        let bytes = || engine.store().device_bytes().weights;
+        let (before, head) = (bytes(), engine.model().units().len() - 1);
+        engine.store().fetch(head)?;
+        let gathered = bytes() - before;
+        engine.store().release(head);
+        assert_eq!(bytes(), before);
+        Ok(gathered)
+    };
+    let (vocab, hidden) = (40, 16);
+    // Buffers are padded.
+    let numel = threads::run(2, Options::default(), rank).unwrap()[0] / 4;
+    assert!((hidden + vocab * hidden..2 * vocab * hidden).contains(&numel), "{numel}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ pub mod workspace;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
 use candlewick_model::{Config, Model, ParamSpec};
 use serde_json::{Value, json};
 
@@ -38,7 +38,14 @@ fn export_with(folder: &Path, seed: u64, keys: Value) -> PathBuf {
     let tokenizer = root().join("recipes/quickstart/tokenizer");
     let auxiliary_files = AuxiliaryFiles { folders: &[&tokenizer], chat_template: None, files: &[] };
     let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
-    let export = CheckpointExport { folder: &folder, config, auxiliary_files, dtype, shard_bytes };
+    let export = CheckpointExport {
+        folder: &folder,
+        config,
+        auxiliary_files,
+        dtype,
+        shard_bytes,
+        expert_tensors: ExpertTensors::Separate,
+    };
     let random = |spec: &ParamSpec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(seed, &mut values);

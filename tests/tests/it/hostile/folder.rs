@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
 use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, ParamSpec};
 use rustix::process::Pid;
 use serde_json::json;
@@ -100,7 +100,14 @@ fn write_model(folder: &Path) {
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     };
     let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
-    let export = CheckpointExport { folder: &folder.join("model"), config, auxiliary_files, dtype, shard_bytes };
+    let export = CheckpointExport {
+        folder: &folder.join("model"),
+        config,
+        auxiliary_files,
+        dtype,
+        shard_bytes,
+        expert_tensors: ExpertTensors::Separate,
+    };
     export.save(model.base_params(), random).unwrap();
     fs::write(folder.join("model/generation_config.json"), r#"{"eos_token_id": 0}"#).unwrap();
     let config: serde_json::Value =

@@ -110,6 +110,15 @@ fn parity_of_expert_and_pipeline_parallel() {
     check_all(pipeline, &[DOTS1, QWEN3_MOE], &batchings, &[DISPATCH, COUNTS]);
 }
 
+/// Layers 1 and 3 of the first model have experts, and all but layer 0 of the second. Norms and numbers of zeros are compared on
+/// all ranks.
+#[test]
+fn parity_of_stages_without_experts() {
+    let degrees = Degrees { pp: 4, dp_shard: 2, ep: 2, ..ONE };
+    let strategy = Strategy { chunk_layers: Some(&[1, 1, 1, 1]), ..strategy(degrees, Some(ZeroStage::Two)) };
+    check_all(strategy, &[QWEN3_MOE, DOTS1], &[Batching::Accumulated(3)], &[DISPATCH, COUNTS]);
+}
+
 #[test]
 fn parity_of_four_axes_with_experts() {
     let degrees = Degrees { pp: 2, tp: 2, dp_shard: 2, ep: 4, ..ONE };

@@ -2,9 +2,9 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::TiledMlp;
-use candlewick_parallel::{CpuOffload, PipelineScheduleKind, SequenceParallel, ZeroStage};
+use candlewick_parallel::{CpuOffload, PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{ADAPTER, BATCHINGS, Batching, MODELS};
+use super::case::{ADAPTER, BATCHINGS, Batching, DOTS1, EXPERT_MODULES, MODELS, QWEN3_MOE};
 use super::rank::{STEPS, Strategy, compare, one_rank, run};
 use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
@@ -52,6 +52,30 @@ fn parity_of_tiles_and_sharded_weights() {
 fn parity_of_tiles_and_ulysses() {
     check(tiled(ulysses(1, 2, None)));
     check(tiled(ulysses(1, 4, Some(ZeroStage::Three))));
+}
+
+/// Ranks compute other numbers of tiles, because they receive other numbers of rows. The loss has one tile, because data parallel
+/// ranks would have other numbers of its exchanges.
+#[test]
+fn parity_of_tiles_of_experts() {
+    for (degrees, zero_stage, token_dispatcher) in [
+        (ONE, None, TokenDispatcher::AllToAll),
+        (Degrees { dp_replicate: 4, ep: 4, ..ONE }, None, TokenDispatcher::AllToAll),
+        (Degrees { dp_shard: 4, ep: 2, etp: 2, ..ONE }, Some(ZeroStage::Three), TokenDispatcher::AllToAll),
+        (Degrees { tp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::One), TokenDispatcher::AllGather),
+        (Degrees { cp: 2, ep: 2, ..ONE }, None, TokenDispatcher::AllGather),
+    ] {
+        let (tiled_mlp, sequence_parallel) = (TiledMlp::On, SequenceParallel::On);
+        let strategy =
+            Strategy { degrees, zero_stage, token_dispatcher, sequence_parallel, tiled_mlp, ..Strategy::ONE_RANK };
+        for case in [DOTS1, QWEN3_MOE, EXPERT_MODULES] {
+            for batching in [Batching::Packed, Batching::Accumulated(2)] {
+                if let Err(difference) = compare(&run(strategy, case, batching), &one_rank(case, batching, STEPS)) {
+                    panic!("{strategy:?}, {case:?}, {batching:?}: {difference}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -29,10 +29,6 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         let message = "sequence_parallel: with tensor parallelism a mixture of experts needs it, as in Megatron-LM";
         resolver.report_with_advice(&["sequence_parallel"], message, "remove the key or set it to true");
     }
-    if model.tiled_mlp {
-        let message = "tiled_mlp_compute: experts cannot be computed in tiles of tokens";
-        resolver.report_with_advice(&["tiled_mlp_compute"], message, "remove the key");
-    }
     let sizes = [config.hidden_size(), moe.expert_size / ranks.expert_tensor.max(1)];
     if model.experts_implementation == GroupedGemmImpl::Cublas && sizes.iter().any(|size| !size.is_multiple_of(8)) {
         let [hidden, width] = sizes;

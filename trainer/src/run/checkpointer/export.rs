@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
-use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
 use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
@@ -67,7 +67,8 @@ impl Checkpointer<'_> {
             AdapterFolder::save(&dir, model, dtype, auxiliary_files, fetch).context("failed to write the adapter")?;
         } else {
             let (config, shard_bytes) = (model.config(), DEFAULT_SHARD_BYTES);
-            let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes };
+            let expert_tensors = ExpertTensors::default();
+            let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes, expert_tensors };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
         failpoint("export_published", state.step);
@@ -101,10 +102,9 @@ impl Checkpointer<'_> {
     /// Returns the bytes of the weights that an export writes.
     pub(super) fn n_export_bytes(&self, checkpoint: &CheckpointPlan) -> u64 {
         let model = self.run.engine.model();
-        let numel = |params: &mut dyn Iterator<Item = &ParamSpec>| params.map(ParamSpec::numel).sum::<usize>();
         let n = match model.lora() {
-            Some(_) => numel(&mut model.adapter_params()),
-            None => numel(&mut model.base_params()),
+            Some(_) => model.adapter_params().map(ParamSpec::numel).sum(),
+            None => model.n_exported_elements(),
         };
         (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
     }

@@ -278,11 +278,6 @@ fn a_misspelt_parameter_of_experts_is_refused_with_the_nearest() {
 }
 
 #[test]
-fn features_that_experts_lack_are_refused() {
-    refused_with_experts(1, &["tiled_mlp_compute=true"], &["experts cannot be computed in tiles of tokens"]);
-}
-
-#[test]
 fn keys_of_experts_need_a_model_with_experts() {
     for argument in [
         "arctic_moe=true",

@@ -1,0 +1,149 @@
+//! Tests of the overlap of exchanges with a shared expert.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Mutex;
+
+use candle_core::{DType, Device};
+use candlewick_comm::{Options, Pending, Recv, Result as CommResult, threads};
+use candlewick_ops::{self as ops, Tape, record};
+
+use super::all_gather::GatherSizes;
+use super::row_counts::RowCounts;
+use super::*;
+
+type Events = Arc<Mutex<Vec<&'static str>>>;
+
+/// A group that notes the start and the end of its exchanges.
+struct NotesEvents {
+    group: Arc<dyn Collective>,
+    events: Events,
+}
+
+impl NotesEvents {
+    /// Notes a start, and later the end of the wait.
+    fn noted(&self, pending: Pending) -> Pending {
+        self.events.lock().unwrap().push("start");
+        let events = Arc::clone(&self.events);
+        pending.then(move |y| {
+            events.lock().unwrap().push("wait");
+            Ok(y)
+        })
+    }
+}
+
+impl Collective for NotesEvents {
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    fn check_device(&self, device: &Device) -> CommResult<()> {
+        self.group.check_device(device)
+    }
+
+    fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> CommResult<Pending> {
+        self.group.start_all_reduce(x, op)
+    }
+
+    fn start_all_gather(&self, x: &Tensor) -> CommResult<Pending> {
+        Ok(self.noted(self.group.start_all_gather(x)?))
+    }
+
+    fn start_reduce_scatter(&self, x: &Tensor) -> CommResult<Pending> {
+        Ok(self.noted(self.group.start_reduce_scatter(x)?))
+    }
+
+    fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> CommResult<Pending> {
+        Ok(self.noted(self.group.start_all_to_all(x, send, recv)?))
+    }
+
+    fn start_broadcast(&self, x: &Tensor, root: usize) -> CommResult<Pending> {
+        self.group.start_broadcast(x, root)
+    }
+
+    fn start_send_recv(
+        &self,
+        x: Option<&Tensor>,
+        to: Option<usize>,
+        recv: Option<Recv>,
+    ) -> CommResult<Pending<Option<Tensor>>> {
+        self.group.start_send_recv(x, to, recv)
+    }
+
+    fn barrier(&self) -> CommResult<()> {
+        self.group.barrier()
+    }
+
+    fn split(&self, name: &str, lists: &[Vec<usize>]) -> CommResult<Arc<dyn Collective>> {
+        self.group.split(name, lists)
+    }
+}
+
+/// Returns a rank's experts, whose group notes its exchanges.
+fn experts(group: Arc<dyn Collective>, events: &Events, dispatcher: TokenDispatcher) -> ExpertParallel {
+    let ep: Arc<dyn Collective> = Arc::new(NotesEvents { group: Arc::clone(&group), events: Arc::clone(events) });
+    let (micro_batch, step) = (Arc::clone(&group), group);
+    ExpertParallel { ep, n_shards: 1, micro_batch, step, dispatcher }
+}
+
+/// Returns a shared expert's output for two tokens, once for each copy: 3 x. Notes forward and backward.
+fn shared(x: &Tensor, n_copies: usize, events: &Events) -> Result<Tensor> {
+    let noted = Arc::clone(events);
+    noted.lock().unwrap().push("shared forward");
+    let y = Tensor::cat(&vec![x.affine(3.0, 0.0)?; n_copies], 0)?;
+    Ok(record("shared", [x.into()], y, move |dy, _| {
+        noted.lock().unwrap().push("shared backward");
+        let sum = dy.reshape((n_copies, 2, 3))?.sum(0)?;
+        Ok([Some(sum.affine(3.0, 0.0)?)])
+    }))
+}
+
+/// Returns the events of forward and backward, and the gradient of two tokens. The gradient of outputs is the rank plus 1.
+fn events(group: Arc<dyn Collective>, dispatcher: TokenDispatcher) -> Result<(Vec<&'static str>, Vec<f32>)> {
+    let events = Events::default();
+    let experts = experts(group, &events, dispatcher);
+    let rank = experts.ep.rank() as f32;
+    let x = Tensor::full(1f32 + rank, (2, 3), &Device::Cpu)?;
+    let tape = Tape::record(&[&x], || {
+        let sent = ops::scale(&x, 2.0, DType::F32)?;
+        match dispatcher {
+            TokenDispatcher::AllToAll => {
+                let counts = RowCounts { send: vec![1, 1], recv: vec![1, 1], experts: vec![0, 0] };
+                let rows = experts.start_dispatch(sent, &counts)?;
+                let shared = shared(&x, 1, &events)?;
+                ops::add(&rows.wait()?, &shared)
+            }
+            TokenDispatcher::AllGather => {
+                let sizes = GatherSizes { n_own: 2, n_padded: 2, n_rows: 4 };
+                let tokens = experts.start_gather(&sent, &sizes)?;
+                let shared = shared(&x, 2, &events)?;
+                ops::add(&experts.gathered(&sent, tokens, &sizes)?, &shared)
+            }
+        }
+    })?;
+    let dy = Tensor::full(rank + 1.0, tape.output().shape(), &Device::Cpu)?;
+    let grad = tape.backward(&dy)?.remove(&x).unwrap().flatten_all()?.to_vec1()?;
+    let noted = events.lock().unwrap().clone();
+    Ok((noted, grad))
+}
+
+#[test]
+fn a_shared_expert_computes_while_rows_or_tokens_travel_in_forward_and_backward() {
+    for dispatcher in [TokenDispatcher::AllToAll, TokenDispatcher::AllGather] {
+        let results = threads::run(2, Options::default(), |world| events(world.group(), dispatcher)).unwrap();
+        for (rank, (events, grad)) in results.into_iter().enumerate() {
+            assert_eq!(events, ["start", "shared forward", "wait", "start", "shared backward", "wait"]);
+            let own = rank as f32 + 1.0;
+            let want = match dispatcher {
+                // The first row is computed by rank 0, the second by rank 1.
+                TokenDispatcher::AllToAll => [1.0, 2.0].map(|of_row| 2.0 * of_row + 3.0 * own),
+                // Both ranks compute both tokens, and the shared expert has two copies.
+                TokenDispatcher::AllGather => [2.0 * (1.0 + 2.0) + 3.0 * 2.0 * own; 2],
+            };
+            assert_eq!(grad, [[want[0]; 3], [want[1]; 3]].concat(), "{dispatcher:?}");
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Runs of a mixture of experts.
+
+use crate::support::{Run, stderr};
+
+#[test]
+fn a_resume_logs_changed_keys_of_experts() {
+    let run = Run::of_experts();
+    run.train_ok(&["exit_iteration=3", "moe.aux_loss_coeff=0.01", "moe.expert_capacity_factor=2"]);
+    let changes = ["moe.aux_loss_coeff=0.02", "moe.z_loss_coeff=0.001", "moe.token_drop_policy=position"];
+    let keys = [&changes[..], &["moe.expert_capacity_factor=2", "exit_iteration=4"]].concat();
+    let log = stderr(&run.train(&keys));
+    run.assert_resumed();
+    for change in
+        ["0.01 in the checkpoint, 0.02 now", "moe.drop_policy: \"probs\" in the checkpoint, \"position\" now", "z_loss"]
+    {
+        assert!(log.contains(change), "{change}: {log}");
+    }
+    assert!(!log.contains("capacity_factor:"), "{log}");
+}
+
+/// Tiles compute each row as without tiles; gradients of weights are sums in another order.
+#[test]
+fn a_run_with_tiles_of_experts_has_the_losses_of_one_without() {
+    let (plain, tiled) = (Run::of_experts(), Run::of_experts());
+    plain.train_ok(&[]);
+    tiled.train_ok(&["tiled_mlp_compute=true"]);
+    for (plain, tiled) in plain.losses().iter().zip(tiled.losses()) {
+        assert!((plain - tiled).abs() < 1e-4 * plain, "{plain} {tiled}");
+    }
+    assert!(plain.exported() != tiled.exported(), "nothing was tiled");
+}
+
+#[test]
+fn weights_on_the_inputs_of_experts_are_trained_and_exported() {
+    let run = Run::of_experts();
+    run.edit("num_experts_per_tok: 2", "num_experts_per_tok: 1\n    moe_apply_probs_on_input: true");
+    run.edit("norm_topk_prob: true", "norm_topk_prob: false");
+    run.train_ok(&[]);
+    let losses = run.losses();
+    assert!(losses[23] < 0.8 * losses[0], "{losses:?}");
+    let config = std::fs::read_to_string(run.export_folder().join("config.json")).unwrap();
+    assert!(config.contains("\"moe_apply_probs_on_input\": true"), "{config}");
+}
