@@ -13,11 +13,15 @@ pub enum TokensPerCall {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupedGemmImpl {
+    /// CUTLASS if it supports the call, else the kernels of this crate.
+    Auto,
     /// Kernels of this crate, for CPUs and GPUs.
     #[default]
     Fused,
     /// cuBLASLt's grouped GEMM: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer, in bf16 or f16.
     Cublas,
+    /// CUTLASS's grouped GEMM: Hopper, in bf16, in a build with the feature `cutlass`.
+    Cutlass,
 }
 
 /// Number of tokens and implementation of a [`grouped_linear`](super::grouped_linear) call.
