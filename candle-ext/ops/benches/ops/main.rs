@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candlewick_ops::{DeviceChoice, GroupedGemmImpl, gpus};
+use candlewick_ops::{DeviceChoice, GroupedGemmImpl, GroupedTile, force_grouped_tile, gpus};
 use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -42,6 +42,9 @@ struct Args {
     /// Run grouped matmuls and moe layers by our kernels and by CUTLASS, instead of the ops
     #[arg(long, conflicts_with = "fp8")]
     grouped: bool,
+    /// Output tile of CUTLASS's forward and dx, instead of the one for the sizes
+    #[arg(long, value_enum)]
+    tile: Option<Tile>,
     /// Run linear layers in FP8 and in bf16, and quantization, instead of the ops
     #[arg(long)]
     fp8: bool,
@@ -68,6 +71,14 @@ impl From<Experts> for GroupedGemmImpl {
             Experts::Cutlass => Self::Cutlass,
         }
     }
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Tile {
+    #[value(name = "128x128")]
+    Narrow,
+    #[value(name = "128x256")]
+    Wide,
 }
 
 /// Ceilings of the device, in bytes and FLOPs per second.
@@ -101,6 +112,11 @@ fn main() -> Result<()> {
     let args = Args::parse();
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
         candlewick_ops::replace_kernels(std::path::Path::new(&folder))?;
+    }
+    match args.tile {
+        Some(Tile::Narrow) => force_grouped_tile(GroupedTile::Narrow),
+        Some(Tile::Wide) => force_grouped_tile(GroupedTile::Wide),
+        None => {}
     }
     let device = args.device.open()?;
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };

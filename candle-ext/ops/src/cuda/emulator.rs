@@ -14,9 +14,10 @@ use libloading::Library;
 
 use super::arg::{Arg, Blocks, DeviceAddress};
 use super::compiled::Kernels;
-use super::gemm::grouped::{GroupedGemm, GroupedOutput, GroupedProblems, GroupedTile};
+use super::gemm::grouped::{GroupedGemm, GroupedOutput, GroupedProblems};
 use super::gemm::operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 use crate::fp8::Fp8Format;
+use crate::grouped_tile::GroupedTile;
 use crate::thread_value::with_value;
 
 thread_local! {

@@ -1,4 +1,4 @@
-// Asks every kernel of CUTLASS whether it takes the options that it is compiled with, and for its workspace. It needs no GPU:
+// Checks that every kernel of CUTLASS accepts the options that it is compiled with, and queries its workspace. It needs no GPU.
 // scripts/check-cutlass runs it.
 #include <cstddef>
 #include <cstdint>

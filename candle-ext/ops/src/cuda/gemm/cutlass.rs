@@ -5,8 +5,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::{CudaDevice, DType, Error, Result};
 
-use super::grouped::{GroupedOutput, GroupedProblems, GroupedTile, ProblemArrays};
+use super::grouped::{GroupedOutput, GroupedProblems, ProblemArrays};
 use crate::cuda::{DeviceAddress, Gpu, Out};
+use crate::grouped_tile::GroupedTile;
 
 /// Size of the error message buffer in bytes.
 const MESSAGE: usize = 512;
@@ -18,7 +19,7 @@ struct GroupedCall {
     sizes: DeviceAddress,
     addresses: [DeviceAddress; 3],
     strides: [DeviceAddress; 3],
-    /// Zero in a call that only asks for the workspace's size.
+    /// Zero in a call that only queries the workspace's size.
     workspace: DeviceAddress,
     stream: *mut c_void,
     n_groups: i32,
@@ -68,7 +69,7 @@ pub(super) unsafe fn run(problems: &GroupedProblems, device: &CudaDevice) -> Res
         beta: if problems.adds { 1.0 } else { 0.0 },
         is_wide: i32::from(problems.tile == GroupedTile::Wide),
     };
-    // SAFETY: the caller guarantees valid addresses. The workspace has the size that CUTLASS asks for; it is freed in the
+    // SAFETY: the caller guarantees valid addresses. The workspace has the size that CUTLASS requires; it is freed in the
     // order of the stream.
     unsafe {
         let workspace_bytes = submit(problems, &call)?;

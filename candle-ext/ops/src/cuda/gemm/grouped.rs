@@ -5,6 +5,7 @@
 use candle_core::DType;
 
 use crate::cuda::arg::DeviceAddress;
+use crate::grouped_tile::GroupedTile;
 
 /// Operand that a grouped GEMM computes from the other two, group by group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,15 +61,6 @@ pub(crate) struct GroupedArrays {
     /// f32: 1, and 1 or 0 as `adds`.
     pub(crate) alpha: DeviceAddress,
     pub(crate) beta: DeviceAddress,
-}
-
-/// Output tile of a kernel of CUTLASS.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GroupedTile {
-    /// 128 x 128. A warp group stores a tile while another one multiplies the next.
-    Narrow,
-    /// 128 x 256 by two warp groups.
-    Wide,
 }
 
 /// A grouped GEMM of bf16 operands by CUTLASS.

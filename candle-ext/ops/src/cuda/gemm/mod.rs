@@ -13,6 +13,10 @@ mod cublas_lt;
 mod cutlass;
 #[cfg(feature = "cuda")]
 mod descriptors;
+#[cfg_attr(
+    not(feature = "emulate"),
+    allow(dead_code, reason = "some fields are read by the emulator and CUTLASS only")
+)]
 pub(crate) mod grouped;
 #[cfg(any(feature = "cuda", test))]
 mod key;

@@ -1,5 +1,8 @@
 //! Description of a grouped linear call: number of tokens and implementation.
 
+/// Name of the op in spans and errors.
+pub(super) const OP: &str = "grouped_linear";
+
 /// Number of tokens that the rows of a [`grouped_linear`](super::grouped_linear) call belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokensPerCall {

@@ -2,8 +2,7 @@
 
 use candle_core::{DType, Device, Result, bail};
 
-use super::OP;
-use super::call::GroupedGemmImpl;
+use super::call::{GroupedGemmImpl, OP};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::cuda::{DeviceAddress, Gpu};
 

@@ -3,8 +3,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::OP;
-use super::call::GroupedGemmImpl;
+use super::call::{GroupedGemmImpl, OP};
 use super::choice::{GroupedKernel, GroupedOperands, choose};
 use super::library;
 use crate::cuda::gemm::grouped::GroupedOutput;

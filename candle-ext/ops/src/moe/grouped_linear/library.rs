@@ -3,8 +3,9 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use super::call::OP;
 use super::choice::GroupedLibrary;
-use super::{OP, tile};
+use super::tile;
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput, GroupedProblems, ProblemArrays};
 use crate::cuda::{Arg, DeviceAddress, Gpu, Out, address, gpu, same_dtype};
 use crate::gemm::Accumulate;
@@ -130,7 +131,7 @@ impl Multiplication<'_> {
             addresses: output.in_order(runs(&addresses, 8 * stride)),
             strides: output.in_order([of_x, of_y, of_x]),
         };
-        let tile = tile::of(output, e, self.dims)?;
+        let tile = tile::of(output, e, self.dims);
         let problems = GroupedProblems { output, adds, output_dtype: self.output_dtype(), e, tile, arrays };
         // SAFETY: as above.
         unsafe { problems.run(on) }

@@ -28,11 +28,10 @@ use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::{StoredWeight, Weight};
 use crate::weight_matmul::Dims;
+use call::OP;
 pub use call::{GroupedCall, GroupedGemmImpl, TokensPerCall};
 pub use cost::GroupedLinearCost;
 use cpu::Grouped;
-
-const OP: &str = "grouped_linear";
 
 /// Multiplies the rows of each group with the group's matrix: y = x w_i^T, with x [n, in] and y [n, out].
 ///

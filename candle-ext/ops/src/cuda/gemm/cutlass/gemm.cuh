@@ -23,7 +23,7 @@ struct CandlewickGroupedCall {
     int64_t* left_strides;
     int64_t* right_strides;
     int64_t* output_strides;
-    // Null in a call that only asks for the workspace's size.
+    // Null in a call that only queries the workspace's size.
     void* workspace;
     cudaStream_t stream;
     int n_groups;
