@@ -63,6 +63,7 @@ NAMED = {f"{name}-{precision}": (config, keys if precision == "bf16" else {**key
                                  None, None)
          for name, (config, keys) in BASES.items() for precision in ("bf16", *FP8_RECIPES)}
 NAMED |= {"MoE-dense-twin": (DENSE_TWIN, {}, None, None), "MoE": (QWEN_MOE, {}, None, None),
+          "MoE-fused": (QWEN_MOE, {"model": {"experts_implementation": "fused"}}, None, None),
           "MoE-delayed": (QWEN_MOE, {"precision": {"recipe": "delayed"}}, None, None)}
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, vocab_size=600)
@@ -240,7 +241,8 @@ def line(row: dict, side: str) -> str:
     if "error" in result:
         return f"{row['name']:15} {side:15} {result['error'][:300]}"
     used = result.get("device_used_bytes") or 0
-    how = [result["model"]] if "model" in result else [note for note in result.get("notes", []) if "attention" in note]
+    chosen = [note for note in result.get("notes", []) if "attention" in note or note.startswith("experts: ")]
+    how = [result["model"]] if "model" in result else chosen
     if row["recompute"] if "model" in result else result.get("mode", "none") != "none":
         how.append("recomputes" if "model" in result else f"recomputes: {result['mode']}")
     if side == "ours" and row.get("mark"):

@@ -358,10 +358,11 @@ def main():
         done = set()
         for row in found["rows"]:
             shape = {name: n for name, n in row["shape"].items() if name != "chunk"}
-            # Attention: two of our implementations are compared with the same one of torch.
-            key = json.dumps([row["op"].removesuffix(" fused"), row["what"], shape])
+            # Attention and experts: two of our implementations are compared with the same one of torch.
+            op = row["op"].removesuffix(" fused").replace(" cutlass", "")
+            key = json.dumps([op, row["what"], shape])
             if key not in done and time.monotonic() - began < args.seconds:
-                ways = {name: make for name, make in OPS[row["op"]](row["what"], **shape).items()
+                ways = {name: make for name, make in OPS[op](row["what"], **shape).items()
                         if (name == "compiled") == is_compiled}
                 for all_of_it, new in zip(known[key], timed(ways, row["n_sets"])):
                     all_of_it.update(new)

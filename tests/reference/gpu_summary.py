@@ -11,6 +11,9 @@ from gpu_runs import line as run_line
 from gpu_where import line as where_line
 
 
+GROUPED = ("grouped", "grouped-128x128", "grouped-128x256")
+
+
 def read(path):
     """Reads a file; None if it is missing or incomplete."""
     try:
@@ -25,7 +28,8 @@ def read(path):
 def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
-        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-steps", "moe-steps", "long")}
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-steps", "moe-steps", "long",
+        *GROUPED)}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     for part in of["parts"] or []:
@@ -34,8 +38,10 @@ def main():
         print(run_line(name, found))
     if of["ops-bench"]:
         print_ops(of["ops-bench"])
-    if of["fp8"]:
-        print_ops(of["fp8"])
+    for title in ("fp8", *GROUPED):
+        if of[title]:
+            print(f"\n{title}:")
+            print_ops(of[title])
     for title in ("bench", "tune", "large", "fp8-steps", "moe-steps"):
         rows = of[title] or []
         if rows:

@@ -29,6 +29,7 @@ mod gemm;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod gemm_output;
 pub mod grad_scaler;
+mod grouped_tile;
 pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
@@ -94,6 +95,7 @@ pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
 };
 pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
+pub use grouped_tile::{GroupedTile, force_grouped_tile};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
 pub use linear::{LinearCost, OutputDtype, linear};
 pub use linear_cross_entropy::{

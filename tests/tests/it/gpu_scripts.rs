@@ -118,9 +118,11 @@ esac
     assert_eq!(code, Some(4), "{said}{complained}");
 
     // `--parts` runs the named part alone and refuses an unknown name.
-    let (said, code, _) = check(&["--parts", "where,long"]);
-    assert!(said.contains("FAIL  where (") && said.contains("FAIL  long (") && !said.contains("doctor ("), "{said}");
-    assert_eq!(code, Some(2), "{said}");
+    let (said, code, _) = check(&["--parts", "where,grouped,long"]);
+    for part in ["where", "grouped", "long"] {
+        assert!(said.contains(&format!("FAIL  {part} (")) && !said.contains("doctor ("), "{part}: {said}");
+    }
+    assert_eq!(code, Some(3), "{said}");
     let (_, code, complained) = check(&["--parts", "wher"]);
     assert_eq!((code, complained.trim()), (Some(2), "failed: there is no part wher"));
 }

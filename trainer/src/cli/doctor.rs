@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_gemm_kernel,
-    cpu_gemm_kernels, gpu_unavailable_reason, gpus, nvidia_libraries,
+    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, GroupedGemmImpl, NvidiaLibrary,
+    cpu_gemm_kernel, cpu_gemm_kernels, gpu_unavailable_reason, gpus, nvidia_libraries,
 };
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
@@ -37,6 +37,8 @@ struct DoctorReport {
     libraries: Vec<NvidiaLibrary>,
     /// The kernel that `attn_implementation: auto` selects.
     attention: String,
+    /// The implementation of experts that `experts_implementation: auto` selects.
+    experts: String,
     hub: HubState,
     disks: Vec<Disk>,
 }
@@ -82,6 +84,7 @@ impl DoctorReport {
             no_gpu: gpu_unavailable_reason(),
             libraries: nvidia_libraries(),
             attention: attention(),
+            experts: experts(),
             hub,
             disks,
         }
@@ -107,6 +110,7 @@ impl DoctorReport {
             rows.push((library.name.to_owned(), found));
         }
         rows.push(("attention".to_owned(), self.attention.clone()));
+        rows.push(("experts".to_owned(), self.experts.clone()));
         rows.push(("Hub".to_owned(), self.hub.describe()));
         for Disk { what, path, free_bytes } in &self.disks {
             let free = free_bytes.map_or("unknown".into(), format_bytes);
@@ -158,6 +162,15 @@ fn attention() -> String {
     let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
     match DeviceChoice::Auto.open().and_then(explain) {
         Ok(note) => note.map_or("fused".into(), |note| note.trim_start_matches("attention: ").to_owned()),
+        Err(error) => format!("{error}"),
+    }
+}
+
+/// Returns the implementation of experts for a typical bf16 model (hidden size 2048, experts of 768).
+fn experts() -> String {
+    let explain = |device| GroupedGemmImpl::Auto.explain(&device, DType::BF16, [2048, 768]);
+    match DeviceChoice::Auto.open().and_then(explain) {
+        Ok(note) => note.map_or("fused".into(), |note| note.trim_start_matches("experts: ").to_owned()),
         Err(error) => format!("{error}"),
     }
 }

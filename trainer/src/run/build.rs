@@ -47,7 +47,10 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
     let note = attention.explain(&device, compute, model.config().attention_heads(), AttentionPasses::Both);
-    let mut notes = Vec::from_iter(note.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
+    let notes = [note, explain_experts(plan, model.config(), &device)];
+    let notes: Result<Vec<_>, _> = notes.into_iter().collect();
+    let notes = notes.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
+    let mut notes: Vec<String> = notes.into_iter().flatten().collect();
     if plan.optimizer_on_host > 0.0 && device.is_cpu() {
         let what = if plan.weights_on_host { "weights and optimizer are" } else { "the optimizer is" };
         notes.push(format!("{what} not offloaded: the compute device is the CPU, whose memory is the host memory"));
@@ -74,6 +77,13 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         tracing::warn!("{note}");
     }
     Ok(Built { engine, notes, peak })
+}
+
+/// Describes the implementation of the experts' matmuls, if the model has experts.
+fn explain_experts(plan: &Plan, config: &Config, device: &Device) -> candle_core::Result<Option<String>> {
+    let Some(moe) = config.moe() else { return Ok(None) };
+    let sizes = [config.hidden_size(), moe.expert_size / plan.ranks.expert_tensor.max(1)];
+    plan.model.experts_implementation.explain(device, dtype(plan.model.dtype), sizes)
 }
 
 /// With `precision.exclude_slower_modules`, keeps layers in the compute dtype that FP8 does not make faster on the first

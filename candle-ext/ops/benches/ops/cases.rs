@@ -7,15 +7,15 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, GroupedGemmImpl, LossGrad, OutputDtype, Reduction, Tape, TokensPerCall, Weight, adamw, add,
-    add_rms_norm, attention, copy_into, dropout, embedding, grouped_linear, linear, linear_cross_entropy, rms_norm,
-    rope, set_rows, sum_of_squares, swiglu_joined, zero_,
+    GradScaler, GradSink, GroupedGemmImpl, LossGrad, OutputDtype, Reduction, Tape, Weight, adamw, add, add_rms_norm,
+    attention, copy_into, dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
+    swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::measure::BenchRun;
-use crate::moe;
+use crate::{grouped, moe};
 
 /// Bytes of an element.
 pub(crate) const BF16: f64 = 2.0;
@@ -81,7 +81,7 @@ pub(crate) fn all(experts: GroupedGemmImpl) -> Vec<BenchCase> {
     cases.extend(of_model(&QWEN3_4B, 16_384, 4096));
     cases.push(head(16_384, &LLAMA_1B, 16_384));
     cases.extend(attentions(&LLAMA_1B, 16_384, 16_384));
-    cases.extend(moe::layers(moe::QWEN3_30B_A3B, experts));
+    cases.extend(moe::layers("moe layer", moe::QWEN3_30B_A3B, experts));
     cases.extend(of_flat_buffers(100_000_000));
     cases
 }
@@ -89,7 +89,7 @@ pub(crate) fn all(experts: GroupedGemmImpl) -> Vec<BenchCase> {
 /// Returns the same ops at tiny sizes, for a trial run.
 pub(crate) fn tiny(experts: GroupedGemmImpl) -> Vec<BenchCase> {
     let mut cases = of_model(&TINY, 96, 32);
-    cases.extend(moe::layers(moe::TINY, experts));
+    cases.extend(moe::layers("moe layer", moe::TINY, experts));
     cases.extend(of_flat_buffers(10_000));
     cases
 }
@@ -112,7 +112,7 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<BenchCase> {
     cases.extend(linears(t, d, hq * k));
     cases.extend(linears(t, d, f));
     cases.extend(linears(t, f, d));
-    cases.extend(grouped_linears(2 * t, d, d / 2, 64));
+    cases.extend(grouped::linears(grouped::FUSED, [2 * t, d, d / 2, 64]));
     // Chunks of few tokens, as on a CPU, and of many.
     cases.push(head(t, model, (64 << 20) / (4 * v)));
     cases.push(head(t, model, t));
@@ -236,31 +236,6 @@ pub(crate) fn linears(t: usize, k: usize, n: usize) -> Vec<BenchCase> {
         Ok(Graph::new([], move |_| product(&x, &w)))
     });
     vec![forward, BenchCase { op: "linear dx", ..grad_x }, grad_w]
-}
-
-/// Cases of [`linears`] with t rows in e skewed groups, each with a weight of its own.
-fn grouped_linears(t: usize, k: usize, n: usize, e: usize) -> Vec<BenchCase> {
-    let (x, w, y) = ((t * k) as f64, (e * n * k) as f64, (t * n) as f64);
-    let cost = |bytes| BenchCost { bytes, flops: 2.0 * x * n as f64 };
-    let shape = || vec![("t", t), ("k", k), ("n", n), ("e", e)];
-    let offsets = move |device: &Device| Tensor::new(skewed_offsets(t, e), device);
-    let product = |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, TokensPerCall::Many);
-    let [forward, grad_x] = both("grouped_linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
-        let (w, offsets) = (Weight::frozen(randn((e * n, k), device)?), offsets(device)?);
-        Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w, &offsets)))
-    });
-    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
-    let [_, grad_w] = both("grouped_linear dw", shape(), [cost_w; 2], move |device| {
-        let (x, w, offsets) = (randn((t, k), device)?, trainable(&[e * n, k], device)?, offsets(device)?);
-        Ok(Graph::new([], move |_| product(&x, &w, &offsets)))
-    });
-    vec![forward, BenchCase { op: "grouped_linear dx", ..grad_x }, grad_w]
-}
-
-/// Returns offsets of e groups of t rows, where group i has about as many rows as 1 / (i + 8) of them.
-fn skewed_offsets(t: usize, e: usize) -> Vec<u32> {
-    let weight = |n: usize| (0..n).map(|i| 1.0 / (i + 8) as f64).sum::<f64>();
-    (0..=e).map(|i| (t as f64 * weight(i) / weight(e)).round() as u32).collect()
 }
 
 /// Case of the loss with both gradients: three matmuls over x, dx, w, and dw in f32.

@@ -6,6 +6,7 @@
 
 mod cases;
 mod fp8;
+mod grouped;
 mod measure;
 mod moe;
 
@@ -13,7 +14,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candlewick_ops::{DeviceChoice, GroupedGemmImpl, gpus};
+use candlewick_ops::{DeviceChoice, GroupedGemmImpl, GroupedTile, force_grouped_tile, gpus};
 use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -35,15 +36,49 @@ struct Args {
     /// Use tiny shapes, for a trial run
     #[arg(long)]
     quick: bool,
-    /// Compute the experts of the moe layer by cuBLASLt's grouped GEMM
-    #[arg(long)]
-    experts_by_cublas: bool,
+    /// Implementation of the moe layer's experts
+    #[arg(long, value_enum, default_value_t = Experts::Auto)]
+    experts: Experts,
+    /// Run grouped matmuls and moe layers by our kernels and by CUTLASS, instead of the ops
+    #[arg(long, conflicts_with = "fp8")]
+    grouped: bool,
+    /// Output tile of CUTLASS's forward and dx, instead of the one for the sizes
+    #[arg(long, value_enum)]
+    tile: Option<Tile>,
     /// Run linear layers in FP8 and in bf16, and quantization, instead of the ops
     #[arg(long)]
     fp8: bool,
     /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+/// An implementation of the experts' matmuls, by its name in recipes.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Experts {
+    Auto,
+    Fused,
+    Cublas,
+    Cutlass,
+}
+
+impl From<Experts> for GroupedGemmImpl {
+    fn from(experts: Experts) -> Self {
+        match experts {
+            Experts::Auto => Self::Auto,
+            Experts::Fused => Self::Fused,
+            Experts::Cublas => Self::Cublas,
+            Experts::Cutlass => Self::Cutlass,
+        }
+    }
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Tile {
+    #[value(name = "128x128")]
+    Narrow,
+    #[value(name = "128x256")]
+    Wide,
 }
 
 /// Ceilings of the device, in bytes and FLOPs per second.
@@ -78,6 +113,11 @@ fn main() -> Result<()> {
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
         candlewick_ops::replace_kernels(std::path::Path::new(&folder))?;
     }
+    match args.tile {
+        Some(Tile::Narrow) => force_grouped_tile(GroupedTile::Narrow),
+        Some(Tile::Wide) => force_grouped_tile(GroupedTile::Wide),
+        None => {}
+    }
     let device = args.device.open()?;
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
     let ceilings = ceilings(&device, effort, &args)?;
@@ -93,14 +133,7 @@ fn main() -> Result<()> {
         ceilings.copy_bytes_per_second / 1e9,
         ceilings.product_flops_per_second / 1e12
     );
-    let experts = if args.experts_by_cublas { GroupedGemmImpl::Cublas } else { GroupedGemmImpl::Fused };
-    let all = match (args.fp8, args.quick) {
-        (false, false) => cases::all(experts),
-        (false, true) => cases::tiny(experts),
-        (true, false) => fp8::all(),
-        (true, true) => fp8::tiny(),
-    };
-    for case in all.into_iter().filter(|case| case.op.contains(&args.filter)) {
+    for case in args.cases(&device).into_iter().filter(|case| case.op.contains(&args.filter)) {
         let shape: Vec<String> = case.shape.iter().map(|(name, n)| format!("{name}={n}")).collect();
         let label = format!("{} {} {}", case.op, case.what, shape.join(" "));
         match measure(&case, &device, effort, ceilings) {
@@ -120,6 +153,19 @@ fn main() -> Result<()> {
     }
     anyhow::ensure!(found["failed"].as_array().is_none_or(Vec::is_empty), "some ops failed");
     Ok(())
+}
+
+impl Args {
+    fn cases(&self, device: &Device) -> Vec<BenchCase> {
+        match (self.fp8, self.grouped, self.quick) {
+            (true, _, false) => fp8::all(),
+            (true, _, true) => fp8::tiny(),
+            (_, true, false) => grouped::all(device),
+            (_, true, true) => grouped::tiny(device),
+            (_, _, false) => cases::all(self.experts.into()),
+            (_, _, true) => cases::tiny(self.experts.into()),
+        }
+    }
 }
 
 fn push(found: &mut Value, list: &str, item: Value) {

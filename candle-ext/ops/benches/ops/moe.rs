@@ -64,11 +64,11 @@ impl Experts {
     }
 }
 
-/// Returns forward and backward of the layer and of its dense twin.
-pub(crate) fn layers(layer: MoeLayer, experts: GroupedGemmImpl) -> Vec<BenchCase> {
+/// Returns forward and backward of the layer, under this name, and of its dense twin.
+pub(crate) fn layers(name: &'static str, layer: MoeLayer, experts: GroupedGemmImpl) -> Vec<BenchCase> {
     let MoeLayer { t, d, f, e, k } = layer;
     let shape = vec![("t", t), ("d", d), ("f", f), ("e", e), ("k", k)];
-    let moe = both("moe layer", shape, costs(layer), move |device| {
+    let moe = both(name, shape, costs(layer), move |device| {
         let experts = Experts::new(layer, experts, device)?;
         Ok(Graph::new([randn((t, d), device)?], move |x| experts.forward(&x[0])))
     });

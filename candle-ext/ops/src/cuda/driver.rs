@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::sys::{self, CUfunction_attribute};
+use candle_core::cuda_backend::cudarc::driver::sys::{self, CUdevice_attribute, CUfunction_attribute};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
 };
@@ -133,6 +133,15 @@ fn check_sizes(op: &str, signature: &Signature, module: &Arc<CudaModule>) -> Res
         )
     }
     Ok(())
+}
+
+/// Returns the compute capability of a device, such as [9, 0].
+pub(super) fn capability(device: &CudaDevice) -> std::result::Result<[i32; 2], String> {
+    let attribute = |attribute| device.cuda_stream().context().attribute(attribute).map_err(|error| error.to_string());
+    Ok([
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ])
 }
 
 fn bytes_of(class: Class) -> usize {

@@ -14,9 +14,10 @@ use libloading::Library;
 
 use super::arg::{Arg, Blocks, DeviceAddress};
 use super::compiled::Kernels;
-use super::gemm::grouped::{GroupedGemm, GroupedOutput};
+use super::gemm::grouped::{GroupedGemm, GroupedOutput, GroupedProblems};
 use super::gemm::operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 use crate::fp8::Fp8Format;
+use crate::grouped_tile::GroupedTile;
 use crate::thread_value::with_value;
 
 thread_local! {
@@ -278,6 +279,51 @@ pub(super) unsafe fn grouped_gemm(grouped: &GroupedGemm) -> Result<()> {
                 _ => gemm(&product)?,
             }
         }
+    }
+    Ok(())
+}
+
+/// Emulates a grouped GEMM of CUTLASS, group by group. Fails if a matrix is misaligned, has gaps between its rows, or is a
+/// sum over zero terms.
+///
+/// # Safety
+///
+/// As for [`GroupedProblems::run`].
+pub(super) unsafe fn grouped_problems(problems: &GroupedProblems) -> Result<()> {
+    let GroupedProblems { output, adds, output_dtype, e, tile, arrays } = *problems;
+    if (output, tile) == (GroupedOutput::W, GroupedTile::Wide) {
+        bail!("grouped GEMM: CUTLASS has no kernel of w with wide tiles")
+    }
+    // SAFETY: the caller guarantees arrays of e elements, or sizes of 3 e; the memory was exposed by `base`.
+    let (sizes, addresses, strides) = unsafe {
+        let sizes = slice::from_raw_parts(with_exposed_provenance::<[i32; 3]>(arrays.sizes as usize), e);
+        let run = |at: DeviceAddress| slice::from_raw_parts(with_exposed_provenance::<u64>(at as usize), e);
+        (sizes, arrays.addresses.map(run), arrays.strides.map(run))
+    };
+    for group in 0..e {
+        let [m, n, k] = sizes[group].map(|size| size as usize);
+        let packed = match output {
+            GroupedOutput::Y => [k, k, n],
+            GroupedOutput::X => [k, n, n],
+            GroupedOutput::W => [m, n, n],
+        };
+        let ([left, right, c], of_rows) = (addresses.map(|of| of[group]), strides.map(|of| of[group] as usize));
+        if m * n == 0 {
+            continue;
+        }
+        if of_rows != packed || k == 0 || [left, right, c].iter().any(|at| at % 16 != 0) {
+            bail!(
+                "grouped GEMM: group {group} of {m} x {n} x {k} has strides {of_rows:?} at {left:x}, {right:x}, {c:x}"
+            )
+        }
+        let (a, b) = match output {
+            GroupedOutput::Y => (Matrix::plain(left), Matrix::transposed(right)),
+            GroupedOutput::X => (Matrix::plain(left), Matrix::plain(right)),
+            GroupedOutput::W => (Matrix::transposed(left), Matrix::plain(right)),
+        };
+        let plus = adds.then_some(c);
+        // SAFETY: the caller guarantees valid addresses.
+        unsafe { gemm(&Gemm { a, b, c, c_dtype: output_dtype, plus, ..Gemm::new([m, n, k], DType::BF16) })? };
     }
     Ok(())
 }

@@ -153,6 +153,12 @@ fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<DeviceAddr
     Ok(base + (start * storage.dtype().size_in_bytes()) as u64)
 }
 
+/// Returns the compute capability of a device, such as [9, 0].
+#[cfg(feature = "cuda")]
+pub(crate) fn capability(device: &candle_core::CudaDevice) -> std::result::Result<[i32; 2], String> {
+    driver::capability(device)
+}
+
 /// Output buffer of a kernel.
 pub(crate) struct Out {
     storage: Storage,

@@ -174,7 +174,8 @@ impl Environment {
     /// Adds the facts that matter only to a run on this machine, not to an estimate or to a preparation of data. Looks for a
     /// GPU if the recipe needs one. Processes that are not started yet may run on another machine.
     pub fn of_run_here(self, loaded: &Loaded) -> Self {
-        let is_needed = loaded.recipe.model.experts_implementation == Some(ExpertsImplementation::Cublas);
+        let by_name = [ExpertsImplementation::Cublas, ExpertsImplementation::Cutlass];
+        let is_needed = loaded.recipe.model.experts_implementation.is_some_and(|named| by_name.contains(&named));
         let is_here = self.world.machines != Machines::Unknown;
         Self { missing_gpu: (is_needed && is_here).then(gpu_unavailable_reason).flatten(), ..self }
     }

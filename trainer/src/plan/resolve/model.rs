@@ -323,20 +323,28 @@ fn experts(resolver: &mut Resolver, config: Option<&Config>, dtype: FloatDtype) 
         return GroupedGemmImpl::Fused;
     }
     let given = resolver.recipe().model.experts_implementation;
-    match resolver.pick(EXPERTS, given, ExpertsImplementation::default()) {
+    let (implementation, name) = match resolver.pick(EXPERTS, given, ExpertsImplementation::default()) {
+        ExpertsImplementation::Auto => return GroupedGemmImpl::Auto,
         ExpertsImplementation::Fused => return GroupedGemmImpl::Fused,
-        ExpertsImplementation::Cublas => {}
-    }
+        ExpertsImplementation::Cublas => (GroupedGemmImpl::Cublas, "cublas"),
+        ExpertsImplementation::Cutlass => (GroupedGemmImpl::Cutlass, "cutlass"),
+    };
     let why = match (resolver.recipe().device.as_deref(), dtype, &resolver.env.missing_gpu) {
         (Some("cpu"), ..) => Some("needs a GPU, but device is cpu".to_owned()),
-        (_, FloatDtype::F32, _) => Some("supports 16-bit dtypes only, but model.dtype is f32".to_owned()),
+        (_, FloatDtype::F32, _) if implementation == GroupedGemmImpl::Cublas => {
+            Some("supports 16-bit dtypes only, but model.dtype is f32".to_owned())
+        }
+        (_, FloatDtype::F32, _) => Some("supports bf16 only, but model.dtype is f32".to_owned()),
+        (_, FloatDtype::F16, _) if implementation == GroupedGemmImpl::Cutlass => {
+            Some("supports bf16 only, but model.dtype is fp16".to_owned())
+        }
         (.., Some(reason)) => Some(format!("needs a GPU: {reason}")),
         _ => None,
     };
     if let Some(why) = why {
-        resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: cublas {why}"), "use fused, the default");
+        resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: {name} {why}"), "use auto, the default");
     }
-    GroupedGemmImpl::Cublas
+    implementation
 }
 
 pub(super) const ATTENTION: &str = "model.attn_implementation";

@@ -30,11 +30,16 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         resolver.report_with_advice(&["sequence_parallel"], message, "remove the key or set it to true");
     }
     let sizes = [config.hidden_size(), moe.expert_size / ranks.expert_tensor.max(1)];
-    if model.experts_implementation == GroupedGemmImpl::Cublas && sizes.iter().any(|size| !size.is_multiple_of(8)) {
+    let by_name = match model.experts_implementation {
+        GroupedGemmImpl::Cublas => Some("cublas"),
+        GroupedGemmImpl::Cutlass => Some("cutlass"),
+        GroupedGemmImpl::Auto | GroupedGemmImpl::Fused => None,
+    };
+    if let Some(name) = by_name.filter(|_| sizes.iter().any(|size| !size.is_multiple_of(8))) {
         let [hidden, width] = sizes;
         let message =
-            format!("{EXPERTS}: cublas needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
-        resolver.report_with_advice(&[EXPERTS], message, "use fused, the default");
+            format!("{EXPERTS}: {name} needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
+        resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
     }
     let adapted = model.adapter.as_ref().and_then(|lora| Model::new(config.clone(), Some(lora.clone())).ok());
     adapted.as_ref().into_iter().for_each(|adapted| report_dropout(resolver, adapted));

@@ -320,10 +320,28 @@ fn experts_by_cublas_need_a_gpu_and_16_bits() {
         let error = here(Some("there is no driver"), device).unwrap_err();
         assert!(error.contains(&format!("argument `{cublas}`")), "{error}");
         assert!(error.contains("model.experts_implementation: cublas needs a GPU: there is no driver"), "{error}");
-        assert!(error.contains("use fused, the default"), "{error}");
+        assert!(error.contains("use auto, the default"), "{error}");
         here(None, device).unwrap();
     }
     here(Some("there is no driver"), &[]).unwrap();
+}
+
+#[test]
+fn experts_by_cutlass_need_a_gpu_and_bf16() {
+    let cutlass = "model.experts_implementation=cutlass";
+    let bf16 = of_experts(1, &[cutlass, "model.dtype=bf16"]).unwrap();
+    assert_eq!(bf16.model.experts_implementation, GroupedGemmImpl::Cutlass);
+    let refused = |arguments: &[&str]| of_experts(8, &[&[cutlass], arguments].concat()).unwrap_err().to_string();
+    for (argument, want) in [
+        ("device=cpu", "cutlass needs a GPU, but device is cpu"),
+        ("model.dtype=f32", "cutlass supports bf16 only, but model.dtype is f32"),
+        ("model.dtype=fp16", "cutlass supports bf16 only, but model.dtype is fp16"),
+    ] {
+        let error = refused(&[argument]);
+        assert!(error.contains(want) && error.contains("use auto, the default"), "{error}");
+    }
+    let narrow = refused(&["model.dtype=bf16", "expert_tensor_parallel_size=8"]);
+    assert!(narrow.contains("cutlass needs sizes of multiples of 8, but a rank's experts are 64 x 4"), "{narrow}");
 }
 
 #[test]
@@ -333,10 +351,12 @@ fn the_implementation_of_experts_is_a_setting_of_models_with_experts() {
         table.lines().find(|line| line.contains("experts_implementation")).map(str::to_owned)
     };
     let row = |arguments: &[&str]| shown(of_experts(1, arguments).unwrap()).unwrap();
-    let fused = row(&[]);
-    assert!(fused.contains(" fused ") && fused.ends_with("default"), "{fused}");
-    let cublas = row(&["model.experts_implementation=cublas"]);
-    assert!(cublas.contains(" cublas ") && cublas.ends_with("argument"), "{cublas}");
+    let auto = row(&[]);
+    assert!(auto.contains(" auto ") && auto.ends_with("default"), "{auto}");
+    for name in ["fused", "cublas", "cutlass"] {
+        let named = row(&[&format!("model.experts_implementation={name}")]);
+        assert!(named.contains(&format!(" {name} ")) && named.ends_with("argument"), "{named}");
+    }
     assert_eq!(shown(super::resolve(BASE, &[]).unwrap()), None);
 }
 

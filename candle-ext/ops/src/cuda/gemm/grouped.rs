@@ -1,10 +1,11 @@
-//! Grouped GEMM on CUDA by cuBLASLt: one matmul per group of rows, with all sizes on the device.
+//! Grouped GEMM on CUDA by cuBLASLt or CUTLASS: one matmul per group of rows, with all sizes on the device.
 //!
 //! x [n, in] and y [n, out] have rows sorted by group; w [e * out, in] has one matrix per group.
 
 use candle_core::DType;
 
 use crate::cuda::arg::DeviceAddress;
+use crate::grouped_tile::GroupedTile;
 
 /// Operand that a grouped GEMM computes from the other two, group by group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -15,6 +16,17 @@ pub(crate) enum GroupedOutput {
     X,
     /// w = y^T x, or w += y^T x. Groups without rows keep their matrix, or leave it undefined.
     W,
+}
+
+impl GroupedOutput {
+    /// Returns left operand, right operand and output, given x, y and w.
+    pub(crate) fn in_order<T: Copy>(self, [x, y, w]: [T; 3]) -> [T; 3] {
+        match self {
+            Self::Y => [x, w, y],
+            Self::X => [y, w, x],
+            Self::W => [y, x, w],
+        }
+    }
 }
 
 /// A grouped GEMM. Groups are summed in f32, if the library has such an algorithm.
@@ -49,6 +61,32 @@ pub(crate) struct GroupedArrays {
     /// f32: 1, and 1 or 0 as `adds`.
     pub(crate) alpha: DeviceAddress,
     pub(crate) beta: DeviceAddress,
+}
+
+/// A grouped GEMM of bf16 operands by CUTLASS.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupedProblems {
+    pub(crate) output: GroupedOutput,
+    /// True to add to w instead of overwriting it.
+    pub(crate) adds: bool,
+    pub(crate) output_dtype: DType,
+    /// Number of groups.
+    pub(crate) e: usize,
+    /// Tile of y and x; w has narrow ones.
+    pub(crate) tile: GroupedTile,
+    pub(crate) arrays: ProblemArrays,
+}
+
+/// Addresses of arrays on the device that describe the groups of [`GroupedProblems`]. Left operand, right operand and output
+/// are in this order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ProblemArrays {
+    /// i32 [e, 3]: rows, columns and terms.
+    pub(crate) sizes: DeviceAddress,
+    /// u64 [e] each, aligned to 16 bytes.
+    pub(crate) addresses: [DeviceAddress; 3],
+    /// i64 [e] each: elements between rows in memory.
+    pub(crate) strides: [DeviceAddress; 3],
 }
 
 /// Key of an algorithm of cuBLASLt.

@@ -1,7 +1,7 @@
 //! GEMMs on CUDA by cuBLASLt.
 //!
 //! [`search`] selects the algorithm of a GEMM, [`choices`] stores tuned ones; [`cublas_lt`] and [`cublas`] call the
-//! libraries. [`grouped`] is one GEMM per group of rows.
+//! libraries. [`grouped`] is one GEMM per group of rows, also by [`cutlass`].
 
 #[cfg(any(feature = "cuda", test))]
 mod choices;
@@ -9,8 +9,14 @@ mod choices;
 mod cublas;
 #[cfg(feature = "cuda")]
 mod cublas_lt;
+#[cfg(feature = "cutlass")]
+mod cutlass;
 #[cfg(feature = "cuda")]
 mod descriptors;
+#[cfg_attr(
+    not(feature = "emulate"),
+    allow(dead_code, reason = "some fields are read by the emulator and CUTLASS only")
+)]
 pub(crate) mod grouped;
 #[cfg(any(feature = "cuda", test))]
 mod key;
@@ -23,7 +29,7 @@ mod search;
 use candle_core::{DType, Result};
 
 use super::{Arg, Gpu, kernels, suffix};
-use grouped::GroupedGemm;
+use grouped::{GroupedGemm, GroupedProblems};
 pub(crate) use operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 
 kernels!("gemm");
@@ -112,6 +118,30 @@ impl GroupedGemm {
             // SAFETY: as above.
             #[cfg(feature = "emulate")]
             Gpu::Emulated(_) => unsafe { super::emulator::grouped_gemm(self) },
+        }
+    }
+}
+
+impl GroupedProblems {
+    /// Computes the GEMM.
+    ///
+    /// # Errors
+    ///
+    /// In a build without the feature `cutlass`, or if CUTLASS fails.
+    ///
+    /// # Safety
+    ///
+    /// As for [`GroupedGemm::run`].
+    pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
+        match gpu {
+            // SAFETY: the caller guarantees valid addresses.
+            #[cfg(feature = "cutlass")]
+            Gpu::Device(device) => unsafe { cutlass::run(self, device) },
+            #[cfg(all(feature = "cuda", not(feature = "cutlass")))]
+            Gpu::Device(_) => candle_core::bail!("experts: this program was built without the cutlass feature"),
+            // SAFETY: as above.
+            #[cfg(feature = "emulate")]
+            Gpu::Emulated(_) => unsafe { super::emulator::grouped_problems(self) },
         }
     }
 }

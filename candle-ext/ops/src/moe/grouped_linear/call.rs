@@ -1,5 +1,8 @@
 //! Description of a grouped linear call: number of tokens and implementation.
 
+/// Name of the op in spans and errors.
+pub(super) const OP: &str = "grouped_linear";
+
 /// Number of tokens that the rows of a [`grouped_linear`](super::grouped_linear) call belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokensPerCall {
@@ -13,11 +16,15 @@ pub enum TokensPerCall {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupedGemmImpl {
+    /// CUTLASS if it supports the call, else the kernels of this crate.
+    Auto,
     /// Kernels of this crate, for CPUs and GPUs.
     #[default]
     Fused,
     /// cuBLASLt's grouped GEMM: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer, in bf16 or f16.
     Cublas,
+    /// CUTLASS's grouped GEMM: Hopper, in bf16, in a build with the feature `cutlass`.
+    Cutlass,
 }
 
 /// Number of tokens and implementation of a [`grouped_linear`](super::grouped_linear) call.

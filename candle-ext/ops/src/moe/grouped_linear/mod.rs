@@ -3,11 +3,16 @@
 //! n rows in e groups, `in` inputs and `out` outputs of each group
 
 mod call;
+mod choice;
 mod cost;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod library;
 mod tasks;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod tile;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -23,11 +28,10 @@ use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::{StoredWeight, Weight};
 use crate::weight_matmul::Dims;
+use call::OP;
 pub use call::{GroupedCall, GroupedGemmImpl, TokensPerCall};
 pub use cost::GroupedLinearCost;
 use cpu::Grouped;
-
-const OP: &str = "grouped_linear";
 
 /// Multiplies the rows of each group with the group's matrix: y = x w_i^T, with x [n, in] and y [n, out].
 ///
@@ -40,7 +44,8 @@ const OP: &str = "grouped_linear";
 ///
 /// # Errors
 ///
-/// On the CPU, if the offsets decrease or exceed n. With [`GroupedGemmImpl::Cublas`], if it does not support the call.
+/// On the CPU, if the offsets decrease or exceed n. With [`GroupedGemmImpl::Cublas`] or [`GroupedGemmImpl::Cutlass`], if it
+/// does not support the call.
 pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, call: impl Into<GroupedCall>) -> Result<Tensor> {
     let _span = span(OP, "forward");
     let GroupedCall { tokens, implementation } = call.into();
@@ -77,12 +82,7 @@ impl Layer {
         let x = &self.quantized_input(x, Contraction::Columns)?;
         on_device!(OP, x, {
             cpu => {
-                if self.implementation == GroupedGemmImpl::Cublas {
-                    bail!(
-                        "{OP}: cublas is requested but unusable: the tensors are on the CPU; choose \
-                         `experts_implementation: fused`"
-                    )
-                }
+                self.implementation.check_cpu()?;
                 let mut y = FloatBuf::unwritten(self.dtype, t * n)?;
                 let x = host(OP, x)?;
                 let x = x.floats()?;

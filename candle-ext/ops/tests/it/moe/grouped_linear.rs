@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    GradSink, GroupedCall, GroupedGemmImpl, OutputDtype, QuantFormat, ScaleBlock, ScaleRounding, TokensPerCall, Weight,
-    dequantize, grouped_linear, linear, quantize,
+    GradSink, GroupedCall, OutputDtype, QuantFormat, ScaleBlock, ScaleRounding, TokensPerCall, Weight, dequantize,
+    grouped_linear, linear, quantize,
 };
 
 use super::{devices, u32s};
@@ -10,7 +10,7 @@ use crate::cases::{
 };
 
 /// Returns u32 offsets of groups with these sizes.
-fn offsets(sizes: &[u32]) -> Tensor {
+pub(super) fn offsets(sizes: &[u32]) -> Tensor {
     let ends = sizes.iter().scan(0, |end, size| {
         *end += size;
         Some(*end)
@@ -47,7 +47,15 @@ fn check_on(on: &[TestDevice], sizes: &[u32], n_rest: usize, k_and_n: [usize; 2]
     });
 }
 
-fn check_call(on: &[TestDevice], sizes: &[u32], n_rest: usize, [k, n]: [usize; 2], call: GroupedCall, dtype: DType) {
+/// Compares a call on some devices, the CPU first, with the reference.
+pub(super) fn check_call(
+    on: &[TestDevice],
+    sizes: &[u32],
+    n_rest: usize,
+    [k, n]: [usize; 2],
+    call: GroupedCall,
+    dtype: DType,
+) {
     let n_rows = sizes.iter().sum::<u32>() as usize + n_rest;
     OpCase {
         name: &format!("grouped_linear {sizes:?} {k} {n}"),
@@ -57,56 +65,6 @@ fn check_call(on: &[TestDevice], sizes: &[u32], n_rest: usize, [k, n]: [usize; 2
         reference: &|a| reference(&a[0], &a[1], sizes),
     }
     .check_on(on, dtype);
-}
-
-/// A call that cuBLASLt computes.
-const BY_CUBLAS: GroupedCall = GroupedCall { tokens: TokensPerCall::Many, implementation: GroupedGemmImpl::Cublas };
-
-/// Calls cuBLASLt for two groups of two rows.
-fn call_cublas(device: &TestDevice, k: usize, dtype: DType) -> Result<Tensor> {
-    let put = |x: &Tensor| device.put(&x.to_dtype(dtype).unwrap());
-    let (x, w) = (put(&randn((4, k), 1)), Weight::frozen(put(&randn((16, k), 2))));
-    device.run(|| grouped_linear(&x, &w, &device.put(&offsets(&[2, 2])), BY_CUBLAS))
-}
-
-/// Returns true if cuBLASLt, or its emulation, has a grouped GEMM.
-fn has_cublas(device: &TestDevice) -> bool {
-    match (device, call_cublas(device, 8, DType::BF16)) {
-        (TestDevice::Cpu, _) => false,
-        (_, Err(error)) if error.to_string().contains("it needs") => {
-            eprintln!("skipped on {device:?}: {error}");
-            false
-        }
-        _ => true,
-    }
-}
-
-#[test]
-fn by_cublas_it_equals_the_reference() {
-    let on: Vec<TestDevice> = devices().into_iter().filter(has_cublas).collect();
-    let cases: [(&[u32], usize, usize, usize); 5] = [
-        (&[5, 3, 9], 0, 16, 24),
-        (&[0, 7, 0, 1, 0], 0, 32, 8),
-        (&[0, 0, 40, 0], 67, 8, 40),
-        (&[1], 0, 8, 8),
-        (&[70, 2, 0, 31, 1, 129], 5, 40, 72),
-    ];
-    check_each(cases, |(sizes, n_rest, k, n)| {
-        check_each([DType::BF16, DType::F16], |dtype| check_call(&on, sizes, n_rest, [k, n], BY_CUBLAS, dtype));
-    });
-}
-
-#[test]
-fn what_cublas_does_not_support_is_named() {
-    for device in devices() {
-        let error = |k: usize, dtype: DType| call_cublas(&device, k, dtype);
-        if matches!(device, TestDevice::Cpu) {
-            assert_error(error(8, DType::BF16), "the tensors are on the CPU; choose `experts_implementation: fused`");
-        } else {
-            assert_error(error(12, DType::BF16), "multiples of 8, not 12 and 8");
-            assert_error(error(8, DType::F32), "must be bf16 or f16, not F32");
-        }
-    }
 }
 
 #[test]

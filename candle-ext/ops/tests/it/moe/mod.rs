@@ -1,5 +1,6 @@
 mod capacity;
 mod expert_counts;
+mod grouped_libraries;
 mod grouped_linear;
 mod layer;
 mod linear_f64;

@@ -2,8 +2,8 @@
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::cublaslt::sys;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 
+use crate::cuda::capability;
 use crate::cuda::gemm::operands::{Fp8Inputs, GemmInputs, Scaling};
 
 /// First compute capability with FP8 tensor cores.
@@ -18,14 +18,9 @@ const MIN_BLOCK_VERSION: usize = 12_09_00;
 /// Fails unless the device and its library can multiply these operands.
 pub(super) fn check(inputs: GemmInputs, device: &CudaDevice) -> Result<(), String> {
     let GemmInputs::Fp8(Fp8Inputs { a, b, .. }) = inputs else { return Ok(()) };
-    let attribute = |attribute| device.cuda_stream().context().attribute(attribute).map_err(|error| error.to_string());
-    let capability = [
-        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-    ];
     // SAFETY: the library is loaded.
     let version = unsafe { sys::cublasLtGetVersion() };
-    check_for([a.scaling, b.scaling], capability, version)
+    check_for([a.scaling, b.scaling], capability(device)?, version)
 }
 
 fn check_for(scalings: [Scaling; 2], capability: [i32; 2], version: usize) -> Result<(), String> {

@@ -8,14 +8,13 @@ use std::sync::LazyLock;
 
 use candle_core::cuda_backend::cudarc::cublaslt::result;
 use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cublasLtMatmulAlgo_t};
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::{CudaDevice, DType, Error, Result};
 
 use super::{Algorithm, CublasLt};
-use crate::cuda::DeviceAddress;
 use crate::cuda::gemm::descriptors::{Description, Preference, WORKSPACE_BYTES, data_type};
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedKey, GroupedOutput};
 use crate::cuda::gemm::search::Reductions;
+use crate::cuda::{DeviceAddress, capability};
 use crate::nvidia;
 
 /// First releases with grouped GEMMs that allow empty groups: on Hopper, and on Blackwell.
@@ -69,8 +68,7 @@ pub(in crate::cuda::gemm) unsafe fn run_grouped(gemm: &GroupedGemm, device: &Cud
 
 /// Returns the library's functions, or why it has no grouped GEMM for the device.
 fn usable(device: &CudaDevice) -> std::result::Result<&'static Functions, String> {
-    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-    let major = device.cuda_stream().context().attribute(attribute).map_err(|error| error.to_string())?;
+    let [major, _] = capability(device)?;
     let least = match major {
         9 => MIN_VERSION[0],
         10 | 11 => MIN_VERSION[1],

@@ -1,0 +1,86 @@
+//! Benchmark cases of grouped matmuls by our kernels and by CUTLASS.
+//!
+//! t rows in e groups, k inputs, n outputs of each group
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_ops::{GroupedCall, GroupedGemmImpl, TokensPerCall, Weight, grouped_linear};
+
+use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, randn, trainable};
+use crate::moe;
+
+/// An implementation with the names of its cases.
+#[derive(Clone, Copy)]
+pub(crate) struct Implementation {
+    implementation: GroupedGemmImpl,
+    /// Forward, dx and dw.
+    linear: [&'static str; 3],
+    layer: &'static str,
+}
+
+pub(crate) const FUSED: Implementation = Implementation {
+    implementation: GroupedGemmImpl::Fused,
+    linear: ["grouped_linear", "grouped_linear dx", "grouped_linear dw"],
+    layer: "moe layer",
+};
+
+const CUTLASS: Implementation = Implementation {
+    implementation: GroupedGemmImpl::Cutlass,
+    linear: ["grouped_linear cutlass", "grouped_linear cutlass dx", "grouped_linear cutlass dw"],
+    layer: "moe layer cutlass",
+};
+
+/// t, k, n and e: of a 4B model's width, and both matmuls of an expert of Qwen3-30B-A3B.
+const SHAPES: [[usize; 4]; 3] = [[32_768, 2560, 1280, 64], [131_072, 2048, 1536, 128], [131_072, 768, 2048, 128]];
+const TINY: [usize; 4] = [96, 64, 40, 8];
+
+/// Returns the cases of all implementations that the device has.
+pub(crate) fn all(device: &Device) -> Vec<BenchCase> {
+    on(device, &SHAPES, moe::QWEN3_30B_A3B)
+}
+
+/// Returns the same cases at tiny sizes, for a trial run.
+pub(crate) fn tiny(device: &Device) -> Vec<BenchCase> {
+    on(device, &[TINY], moe::TINY)
+}
+
+fn on(device: &Device, shapes: &[[usize; 4]], layer: moe::MoeLayer) -> Vec<BenchCase> {
+    let all = [FUSED, CUTLASS].into_iter().filter(|by| match by.implementation.explain(device, DType::BF16, [8, 8]) {
+        Ok(_) => true,
+        Err(error) => {
+            println!("skipped: {error}");
+            false
+        }
+    });
+    let of = |by: Implementation| {
+        let linears = shapes.iter().flat_map(move |shape| linears(by, *shape));
+        linears.chain(moe::layers(by.layer, layer, by.implementation))
+    };
+    all.flat_map(of).collect()
+}
+
+/// Returns the cases of a linear layer with t rows in e skewed groups.
+pub(crate) fn linears(by: Implementation, [t, k, n, e]: [usize; 4]) -> Vec<BenchCase> {
+    let (x, w, y) = ((t * k) as f64, (e * n * k) as f64, (t * n) as f64);
+    let cost = |bytes| BenchCost { bytes, flops: 2.0 * x * n as f64 };
+    let shape = || vec![("t", t), ("k", k), ("n", n), ("e", e)];
+    let offsets = move |device: &Device| Tensor::new(skewed_offsets(t, e), device);
+    let call = GroupedCall { tokens: TokensPerCall::Many, implementation: by.implementation };
+    let multiply = move |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, call);
+    let [name, name_dx, name_dw] = by.linear;
+    let [forward, grad_x] = both(name, shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
+        let (w, offsets) = (Weight::frozen(randn((e * n, k), device)?), offsets(device)?);
+        Ok(Graph::new([randn((t, k), device)?], move |x| multiply(&x[0], &w, &offsets)))
+    });
+    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
+    let [_, grad_w] = both(name_dw, shape(), [cost_w; 2], move |device| -> Result<Graph> {
+        let (x, w, offsets) = (randn((t, k), device)?, trainable(&[e * n, k], device)?, offsets(device)?);
+        Ok(Graph::new([], move |_| multiply(&x, &w, &offsets)))
+    });
+    vec![forward, BenchCase { op: name_dx, ..grad_x }, grad_w]
+}
+
+/// Returns offsets of e groups of t rows, where group i has about as many rows as 1 / (i + 8) of them.
+fn skewed_offsets(t: usize, e: usize) -> Vec<u32> {
+    let weight = |n: usize| (0..n).map(|i| 1.0 / (i + 8) as f64).sum::<f64>();
+    (0..=e).map(|i| (t as f64 * weight(i) / weight(e)).round() as u32).collect()
+}
