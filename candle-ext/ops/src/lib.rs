@@ -86,8 +86,9 @@ pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Format, Fp8Formats,
-    Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand, Fp8Operands,
+    Fp8Guard, Fp8Kernels, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand, Fp8Operands,
     Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize, fp8_quantize_current,
+    fp8_swiglu_mlp,
 };
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,

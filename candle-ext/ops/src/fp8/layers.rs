@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use super::delayed::{DelayedState, SLOTS};
 use super::format::Fp8Format;
 use super::matrix::Fp8Matrix;
-use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
+use super::operands::{self, AmaxUse, Fp8Operands, Quantization, ScaleSource, raise_amax};
 use super::recipe::{
     Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule,
 };
@@ -379,6 +379,12 @@ impl Fp8Linear {
         Ok(self.quantize(Fp8Operand::GradOutput, dy, orientation, self.next_gradient_rounding())?.0)
     }
 
+    /// Returns true unless gradients are rounded at random.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn rounds_gradients_to_nearest(&self) -> bool {
+        self.layers.gradient_rounding == Fp8Rounding::Nearest
+    }
+
     /// Returns the rounding of the next gradient, with a key of its own.
     pub(super) fn next_gradient_rounding(&self) -> Fp8Rounding {
         match (self.layers.gradient_rounding, self.layers.lock().as_mut()) {
@@ -403,7 +409,9 @@ impl Fp8Linear {
         self.add_stats(operand, x, orientation, rounding)?;
         self.with_scales(operand, x, |rows, source| {
             let format = self.layers.formats.of(operand);
-            operands::quantize(rows, source, Quantization { format, rounding, orientation })
+            // Several layers read the same input.
+            let amax = if operand == Fp8Operand::Input { AmaxUse::OtherSlots } else { AmaxUse::Slot };
+            operands::quantize(rows, source, Quantization { format, rounding, orientation, amax })
         })
     }
 
@@ -440,6 +448,18 @@ impl Fp8Linear {
         }
     }
 
+    /// Returns true if a tensor can be quantized where it is computed: its scale is known before, or is that of a block, and
+    /// no statistics are collected.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn can_quantize_early(&self) -> bool {
+        let is_known = match &self.layers.scaling {
+            Scaling::Fixed(_) | Scaling::Blockwise(_) => true,
+            Scaling::Delayed(..) => !self.layers.is_in_first_step(),
+            Scaling::Current(_) => false,
+        };
+        is_known && !self.layers.fake_quantize && self.step_stats().is_none()
+    }
+
     /// Adds the statistics of a tensor that is quantized, if they are collected.
     fn add_stats(
         &self,
@@ -451,7 +471,8 @@ impl Fp8Linear {
         let Some(stats) = self.step_stats() else { return Ok(()) };
         let format = self.format(operand);
         self.with_scales(operand, x, |rows, source| {
-            let matrices = operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })?;
+            let quantization = Quantization { format, rounding, orientation, amax: AmaxUse::Slot };
+            let matrices = operands::plain_matrices(rows, source, quantization)?;
             matrices.iter().try_for_each(|(_, matrix)| self.add_sums(operand, rows, matrix, &stats))
         })
     }
