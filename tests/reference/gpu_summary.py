@@ -25,7 +25,7 @@ def read(path):
 def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
-        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-steps", "moe-steps", "long")}
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "host", "fp8-steps", "moe-steps", "long")}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     for part in of["parts"] or []:
@@ -36,6 +36,15 @@ def main():
         print_ops(of["ops-bench"])
     if of["fp8"]:
         print_ops(of["fp8"])
+    for kernels, filter in ((kernels, filter) for filter in ("quantize", "mlp") for kernels in ("tiles", "patches", "fused")):
+        for number in (1, 2):
+            rows = read(out / f"fp8-{kernels}-{filter}-{number}.json")
+            if rows:
+                print(f"\nFP8 kernels: {kernels}, round {number}", end="")
+                print_ops(rows)
+    for row in (of["host"] or {}).get("rows", []):
+        print(f"host, linear layers of {row['layers']} decoder layers, {row['precision']}: {row['cached_ms']:.2f} ms a step, "
+              f"{row['not_cached_ms']:.2f} ms with new descriptors")
     for title in ("bench", "tune", "large", "fp8-steps", "moe-steps"):
         rows = of[title] or []
         if rows:

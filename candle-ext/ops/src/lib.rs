@@ -86,9 +86,9 @@ pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Format, Fp8Formats,
-    Fp8Guard, Fp8Kernels, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand, Fp8Operands,
-    Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize, fp8_quantize_current,
-    fp8_swiglu_mlp,
+    Fp8Guard, Fp8Kernels, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand,
+    Fp8Operands, Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize,
+    fp8_quantize_current, fp8_swiglu_mlp,
 };
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
@@ -116,7 +116,7 @@ pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss,
 pub use moe::router_noise::{InputJitter, biased_logits, input_jitter, random_logits};
 pub use moe::sinkhorn::sinkhorn;
 pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};
-pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
+pub use nvidia::{NvidiaLibrary, forget_gemms, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 pub use recording::{OpInput, auxiliary_loss, no_grad, record, record_exchange, requires_grad};
 pub use replaced::replace_kernels;

@@ -6,6 +6,7 @@
 
 mod cases;
 mod fp8;
+mod host;
 mod measure;
 mod moe;
 
@@ -13,7 +14,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candlewick_ops::{DeviceChoice, GroupedGemmImpl, gpus};
+use candlewick_ops::{DeviceChoice, Fp8Kernels, GroupedGemmImpl, gpus};
 use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -41,6 +42,9 @@ struct Args {
     /// Run linear layers in FP8 and in bf16, and quantization, instead of the ops
     #[arg(long)]
     fp8: bool,
+    /// Measure the host's time for the linear layers of a training step instead, with cached descriptors and without
+    #[arg(long, conflicts_with = "fp8")]
+    host: bool,
     /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
@@ -78,11 +82,19 @@ fn main() -> Result<()> {
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
         candlewick_ops::replace_kernels(std::path::Path::new(&folder))?;
     }
+    if let Some(name) = std::env::var_os("CANDLEWICK_FP8_KERNELS") {
+        let kernels: Fp8Kernels = name.to_string_lossy().parse().map_err(anyhow::Error::msg)?;
+        kernels.select();
+    }
     let device = args.device.open()?;
+    if args.host {
+        return measure_host(&args, &device);
+    }
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
     let ceilings = ceilings(&device, effort, &args)?;
     let mut found = json!({
         "device": name_of(&device),
+        "fp8_kernels": format!("{:?}", Fp8Kernels::selected()).to_lowercase(),
         "ceilings": ceilings,
         "rows": [],
         "failed": [],
@@ -119,6 +131,17 @@ fn main() -> Result<()> {
         }
     }
     anyhow::ensure!(found["failed"].as_array().is_none_or(Vec::is_empty), "some ops failed");
+    Ok(())
+}
+
+fn measure_host(args: &Args, device: &Device) -> Result<()> {
+    let rows = if args.quick { host::HostSteps::QUICK } else { host::HostSteps::FULL }.run(device)?;
+    rows.iter().for_each(|row| println!("{}", row.line()));
+    if let Some(path) = &args.json {
+        let found = json!({ "device": name_of(device), "rows": rows });
+        std::fs::write(path, serde_json::to_string_pretty(&found)?)
+            .with_context(|| format!("failed to write {}", path.display()))?;
+    }
     Ok(())
 }
 

@@ -115,7 +115,7 @@ FOR_EACH_FLOAT(QUANTIZE_KERNELS)
                                                   int padded_rows, int columns, int is_stochastic, BLOCK_RULE) {      \
         block_patches<3, F>(InMemory{x}, {BLOCKS_OF(0)});                                                             \
     }                                                                                                                 \
-    KERNEL(256, 2) cast_gated_grads_##format(const __nv_bfloat16* gate, const __nv_bfloat16* up,                      \
+    KERNEL(256) cast_gated_grads_##format(const __nv_bfloat16* gate, const __nv_bfloat16* up,                         \
                                              const __nv_bfloat16* dy, CAST_OUTPUT(0), CAST_OUTPUT(1), int rows,       \
                                              int padded_rows, int columns, int is_stochastic) {                       \
         cast_patches<F>(GatedGrads{gate, up, dy}, {CAST_OF(0), CAST_OF(1)});                                          \

@@ -40,3 +40,16 @@ impl FromStr for Fp8Kernels {
         named.map(|(_, kernels)| kernels).ok_or_else(|| format!("`{name}`: want fused, patches or tiles"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_select_kernels_and_others_are_errors() {
+        for (name, kernels) in Fp8Kernels::ALL {
+            assert_eq!(name.parse(), Ok(kernels));
+        }
+        assert_eq!("tile".parse::<Fp8Kernels>(), Err("`tile`: want fused, patches or tiles".to_owned()));
+    }
+}

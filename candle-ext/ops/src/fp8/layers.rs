@@ -67,7 +67,7 @@ enum Scaling {
     Fixed(Tensor),
 }
 
-/// Scales of a linear layer in inference.
+/// Scales of a linear layer, or of an expert's matrix, in inference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fp8LinearScales {
     /// Scale of the input.
@@ -154,15 +154,20 @@ impl Fp8Layers {
     }
 
     /// Creates layers for inference, which multiply in E4M3 with the same scales in every forward. So the output of a row does
-    /// not depend on the others.
-    pub fn with_fixed_scales(scales: &BTreeMap<String, Fp8LinearScales>, device: &Device) -> Result<Self> {
+    /// not depend on the others. A module has scales for each of its matrices.
+    pub fn with_fixed_scales(scales: &BTreeMap<String, Vec<Fp8LinearScales>>, device: &Device) -> Result<Self> {
         // Gradients have no scale.
-        let slots: Vec<f32> = scales.values().flat_map(|layer| [layer.input, layer.weight, 1.0]).collect();
+        let slots: Vec<f32> = scales.values().flatten().flat_map(|matrix| [matrix.input, matrix.weight, 1.0]).collect();
         if slots.iter().any(|scale| !(scale.is_finite() && *scale > 0.0)) {
             bail!("fixed FP8 scales must be positive and finite")
         }
-        let scaling = Scaling::Fixed(Tensor::from_vec(slots, SLOTS * scales.len(), device)?);
-        let modules = scales.keys().map(Fp8Module::linear).collect();
+        let n_slots = slots.len();
+        let scaling = Scaling::Fixed(Tensor::from_vec(slots, n_slots, device)?);
+        let module = |(name, of_matrices): (&String, &Vec<Fp8LinearScales>)| Fp8Module {
+            name: name.clone(),
+            n_matrices: of_matrices.len(),
+        };
+        let modules = scales.iter().map(module).collect();
         Ok(Self::of_scaling(scaling, (Fp8Formats::E4m3, Fp8Rounding::Nearest), modules, device))
     }
 

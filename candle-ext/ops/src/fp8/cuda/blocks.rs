@@ -110,8 +110,9 @@ impl BlockCast<'_> {
     /// Returns name and blocks of the kernel. No kernel reads blocks of 128x1 of row-major codes in patches.
     fn kernel(&self, rounding: Fp8Rounding) -> Result<(String, Blocks)> {
         let ([_, columns], format, block) = (self.source.sizes(), name_of(self.format), self.block.name());
+        let uses_patches = self.source.uses_patches(rounding)? && self.block != KernelBlock::Columns;
         let name = match self.source {
-            CastSource::Matrix(_) if self.block == KernelBlock::Columns || !self.source.uses_patches(rounding)? => {
+            CastSource::Matrix(_) if !uses_patches => {
                 let dtype = self.source.dtype();
                 let row_bytes = FP8_BLOCK * dtype.size_in_bytes() + 4;
                 let blocks = Blocks {
@@ -175,7 +176,9 @@ pub(in crate::fp8) fn block_operands<const N: usize>(
     }
     BlockCast { source, block, padded_rows, rule, format }.run(&outputs)?;
     match all.try_into() {
-        Ok(all) => Ok(<[_; N]>::map(all, |codes: [Option<GemmBlocks>; 2]| codes.map(|codes| codes.map(GemmBlocks::into_codes)))),
+        Ok(all) => Ok(<[_; N]>::map(all, |codes: [Option<GemmBlocks>; 2]| {
+            codes.map(|codes| codes.map(GemmBlocks::into_codes))
+        })),
         Err(_) => unreachable!("there are codes per rounding"),
     }
 }

@@ -1,6 +1,6 @@
 //! Quantization with one scale on CUDA: launches of `tensor.cuh` and `patches.cuh`.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::{KERNELS, MULTIPLE, OP, TILE, is_stochastic, key_of, name_of};
 use crate::cuda::{Arg, Blocks, FLAT_THREADS, Gpu, Out, address, gpu, suffix};
@@ -68,8 +68,14 @@ impl CastSource<'_> {
     /// Patches are rounded to nearest.
     pub(super) fn uses_patches(&self, rounding: Fp8Rounding) -> Result<bool> {
         match self {
-            Self::Matrix(_) if rounding != Fp8Rounding::Nearest || Fp8Kernels::selected() == Fp8Kernels::Tiles => Ok(false),
+            Self::Matrix(_) if rounding != Fp8Rounding::Nearest || Fp8Kernels::selected() == Fp8Kernels::Tiles => {
+                Ok(false)
+            }
             Self::Matrix(_) => self.has_patches(),
+            Self::GatedInput(_) | Self::GatedGrads(_) if !self.has_patches()? => {
+                let dims: Vec<&[usize]> = self.tensors().iter().map(|x| x.dims()).collect();
+                bail!("{OP}: {dims:?} cannot be read in patches: want contiguous bf16 in rows of multiples of {PATCH}")
+            }
             Self::GatedInput(_) | Self::GatedGrads(_) => Ok(true),
         }
     }
@@ -121,7 +127,8 @@ pub(super) fn cast<const N: usize>(
     let mut outputs = Vec::new();
     for scale in scales {
         let out = |rows: Option<usize>| Out::new(on, DType::U8, rows.unwrap_or(0) * columns);
-        let (codes, transposed, scale_inv) = (out(layout.codes)?, out(layout.transposed)?, Out::new(on, DType::F32, 1)?);
+        let (codes, transposed, scale_inv) =
+            (out(layout.codes)?, out(layout.transposed)?, Out::new(on, DType::F32, 1)?);
         let (slot, amax) = scale.record.map_or((None, None), |(slot, amax)| (Some(slot), amax));
         let at = |x: Option<&Tensor>| x.map_or(Ok(0), |x| address(OP, x));
         let wanted = |out: &Out, rows: Option<usize>| rows.map_or(0, |_| out.address);
@@ -154,9 +161,9 @@ fn cast_kernel(
     padded_rows: usize,
 ) -> Result<(String, Blocks)> {
     let [_, columns] = source.sizes();
-    let format = name_of(format);
+    let (format, uses_patches) = (name_of(format), source.uses_patches(rounding)?);
     let name = match source {
-        CastSource::Matrix(x) if !source.uses_patches(rounding)? => {
+        CastSource::Matrix(x) if !uses_patches => {
             let grid = [columns.div_ceil(TILE).max(1), padded_rows.div_ceil(TILE).max(1), 1];
             let name = format!("cast_{format}_{}", suffix(OP, x.dtype())?);
             return Ok((name, Blocks { grid, threads: FLAT_THREADS, shared_bytes: 0 }));

@@ -8,9 +8,7 @@ mod linear;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::format::Fp8Format;
-use super::recipe::{
-    AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand, ScaleRule,
-};
+use super::recipe::{AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand, ScaleRule};
 use super::rounding::Fp8Rounding;
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Out, address, columns, gpu, kernels, suffix};
 use crate::quantized::ScaleBlock;
@@ -18,8 +16,8 @@ use crate::quantized::cuda::dequantize_parts;
 use crate::quantized::format::QuantShape;
 pub(super) use blocks::block_operands;
 use blocks::quantize_blocks;
-pub(super) use cast::{CastScale, CastSource, Encoding, GemmCodes, cast_operands};
 use cast::{CastLayout, cast};
+pub(super) use cast::{CastScale, CastSource, Encoding, GemmCodes, cast_operands};
 pub(super) use groups::{GroupInput, Slots};
 pub(crate) use linear::{adds_to_sum, check_sizes, forward, grad_w, grad_x};
 
