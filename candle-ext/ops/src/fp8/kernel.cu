@@ -139,6 +139,17 @@ KERNEL(256, 2) block_gated_input(const __nv_bfloat16* gate, const __nv_bfloat16*
     block_patches<1, E4m3>(GatedInput{gate, up}, {BLOCKS_OF(0)});
 }
 
+// The RMSNorm of x, from 1 / sqrt(mean(x^2) + eps) of each row.
+KERNEL(256, 2) cast_normed_input(const __nv_bfloat16* x, const __nv_bfloat16* w, const float* rstd, CAST_OUTPUT(0),
+                                 int rows, int padded_rows, int columns, int is_stochastic) {
+    cast_patches<E4m3>(NormedInput{x, w, rstd}, {CAST_OF(0)});
+}
+
+KERNEL(256, 2) block_normed_input(const __nv_bfloat16* x, const __nv_bfloat16* w, const float* rstd, BLOCKS_OUTPUT(0),
+                                  int rows, int padded_rows, int columns, int is_stochastic, BLOCK_RULE) {
+    block_patches<1, E4m3>(NormedInput{x, w, rstd}, {BLOCKS_OF(0)});
+}
+
 // transposed [columns, rows] = codes [rows, columns]; both are multiples of 16, and the codes are aligned to 16 bytes.
 KERNEL(256) transpose_codes(const unsigned char* codes, unsigned char* transposed, int rows, int columns) {
     Cast{nullptr, nullptr, nullptr, transposed, nullptr, nullptr, rows, rows, columns, {0, false}}.transpose_tile(codes);

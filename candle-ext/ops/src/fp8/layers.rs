@@ -360,16 +360,28 @@ impl Fp8Linear {
 
     /// Quantizes the input, or returns what another layer has made of the same tensor.
     pub(super) fn input(&self, x: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.operands.serve(orientation);
+        self.add_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
+        self.shared_input(x.id(), orientation, || {
+            self.quantize_without_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)
+        })
+    }
+
+    /// Returns what another layer has made of the input with this id, or the operands and the amax that `quantize` returns.
+    pub(super) fn shared_input(
+        &self,
+        id: TensorId,
+        orientation: Fp8Orientation,
+        quantize: impl FnOnce() -> Result<(Fp8Operands, Option<Tensor>)>,
+    ) -> Result<Fp8Operands> {
+        let is_same = |input: &&QuantizedInput| input.id == id && input.operands.serve(orientation);
         let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
         if let Some(QuantizedInput { operands, amax, .. }) = known {
             amax.map_or(Ok(()), |amax| self.raise_amax(Fp8Operand::Input, &amax))?;
-            self.add_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
             return Ok(operands);
         }
-        let (operands, amax) = self.quantize(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
+        let (operands, amax) = quantize()?;
         if let Some(active) = self.layers.lock().as_mut() {
-            active.input = Some(QuantizedInput { id: x.id(), operands: operands.clone(), amax });
+            active.input = Some(QuantizedInput { id, operands: operands.clone(), amax });
         }
         Ok(operands)
     }
@@ -412,6 +424,16 @@ impl Fp8Linear {
         rounding: Fp8Rounding,
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.add_stats(operand, x, orientation, rounding)?;
+        self.quantize_without_stats(operand, x, orientation, rounding)
+    }
+
+    fn quantize_without_stats(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        orientation: Fp8Orientation,
+        rounding: Fp8Rounding,
+    ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.with_scales(operand, x, |rows, source| {
             let format = self.layers.formats.of(operand);
             // Several layers read the same input.

@@ -99,7 +99,10 @@ impl SavedFp8Linear {
 
     fn add_grads(&self, dy: &Tensor, quantized: &Fp8Operands) -> Result<()> {
         if let (Some(sink), Some(input)) = (self.w.sink(), &self.input) {
-            let x = self.layer.input(&input.get()?, Fp8Orientation::Columnwise)?;
+            let x = on_device!("linear", dy, {
+                cpu => self.layer.input(&input.get()?, Fp8Orientation::Columnwise)?,
+                cuda => self.layer.saved_input(input, Fp8Orientation::Columnwise)?,
+            });
             let (x, dy) = (x.columnwise()?, quantized.columnwise()?);
             on_device!("linear", dy.codes, {
                 cpu => grad_w_cpu(dy, x, sink, self.dims)?,

@@ -9,6 +9,8 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod cuda;
 mod delayed;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod early;
 mod fake_quantize;
 mod format;
 mod groups;

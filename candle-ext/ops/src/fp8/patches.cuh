@@ -27,7 +27,7 @@ struct Patch {
     template <typename S>
     __device__ __forceinline__ void read(const S& source, int rows, int columns, int i, Packed (&packs)[S::N]) const {
         if (row + i < rows && column < columns) {
-            source.read(static_cast<long long>(row + i) * columns + column, packs);
+            source.read(static_cast<long long>(row + i) * columns + column, row + i, column, packs);
             return;
         }
 #pragma unroll

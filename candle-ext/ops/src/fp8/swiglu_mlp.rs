@@ -29,7 +29,7 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use crate::backward::BackwardContext;
-    use crate::fp8::cuda::{self, CastScale, CastSource, Encoding};
+    use crate::fp8::cuda::{self, CastSource, Encoding};
     use crate::fp8::kernels::Fp8Kernels;
     use crate::fp8::layers::Fp8Linear;
     use crate::fp8::linear::quantized_weight;
@@ -74,7 +74,7 @@ mod fused {
         // Raises the amax of this layer's input.
         let quantized = up.layer.input(&input, Fp8Orientation::Rowwise)?;
         let gate_up = [gate_tf, up.multiply(&quantized, of_weights)?];
-        let gated = gated_input(&down.layer, gate_up.each_ref(), Fp8Orientation::Rowwise)?;
+        let gated = down.layer.gated_input(gate_up.each_ref(), Fp8Orientation::Rowwise)?;
         let y = down.multiply(&gated, of_weights)?;
         let weights = [&gate, &up, &down].map(|linear| linear.w.clone());
         let x_saved = [&gate, &up].iter().any(|linear| linear.is_trained()).then(|| save(&input));
@@ -165,33 +165,17 @@ mod fused {
 
         fn add_grads(&self, dy: &Fp8Operands, grads: Option<&[Fp8Operands; 2]>) -> Result<()> {
             if self.down.is_trained() {
-                let gated = gated_input(&self.down.layer, self.gate_up.each_ref(), Fp8Orientation::Columnwise)?;
+                let gated = self.down.layer.gated_input(self.gate_up.each_ref(), Fp8Orientation::Columnwise)?;
                 self.down.add_grad_w(dy, &gated)?;
             }
             let (Some(x), Some([d_gate, d_up])) = (&self.x, grads) else { return Ok(()) };
-            let x = x.get()?;
             for (linear, dy) in [(&self.up, d_up), (&self.gate, d_gate)] {
                 if linear.is_trained() {
-                    linear.add_grad_w(dy, &linear.layer.input(&x, Fp8Orientation::Columnwise)?)?;
+                    linear.add_grad_w(dy, &linear.layer.saved_input(x, Fp8Orientation::Columnwise)?)?;
                 }
             }
             Ok(())
         }
-    }
-
-    /// Quantizes the SwiGLU of gate and up, the input of a layer.
-    fn gated_input(layer: &Fp8Linear, gate_up: [&Tensor; 2], orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        let encoding = Encoding { format: layer.format(Fp8Operand::Input), orientation };
-        let (source, rounding) = (CastSource::GatedInput(gate_up), Fp8Rounding::Nearest);
-        layer.with_scale_source(Fp8Operand::Input, 0, |scales| {
-            let [codes] = match scales {
-                ScaleSource::Blockwise(rule, operand) => {
-                    cuda::block_operands(source, [rounding], (rule, operand), encoding)?
-                }
-                scales => cuda::cast_operands(source, [known_scale(&scales, rounding)?], encoding)?,
-            };
-            Ok(Fp8Operands::of_gemm_codes(codes, encoding.format))
-        })
     }
 
     /// Quantizes the gradients of gate and up, outputs of two layers, from gate, up and the gradient of their SwiGLU.
@@ -215,22 +199,11 @@ mod fused {
                     cuda::block_operands(source, [rounding; 2], (rule, operand), encoding)
                 }
                 gate => {
-                    let scales = [known_scale(&gate, rounding)?, known_scale(&up, rounding)?];
+                    let scales = [gate.known(rounding)?, up.known(rounding)?];
                     cuda::cast_operands(source, scales, encoding)
                 }
             })
         })?;
         Ok(codes.map(|codes| Fp8Operands::of_gemm_codes(codes, encoding.format)))
-    }
-
-    /// Returns a scale that is known before its tensor.
-    fn known_scale<'a>(source: &ScaleSource<'a>, rounding: Fp8Rounding) -> Result<CastScale<'a>> {
-        match *source {
-            ScaleSource::Fixed { scale } => Ok(CastScale { scale, record: None, rounding }),
-            ScaleSource::Delayed { scale, slot } => Ok(CastScale { scale, record: Some((slot, None)), rounding }),
-            ScaleSource::First { .. } | ScaleSource::Current(_) | ScaleSource::Blockwise(..) => {
-                bail!("swiglu_mlp: the scale of the activation is not known yet")
-            }
-        }
     }
 }

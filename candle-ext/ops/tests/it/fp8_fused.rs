@@ -77,7 +77,8 @@ impl Mlp {
                                 Ok(Box::new(move || Ok(dy)))
                             },
                         )?,
-                        false => x.clone(),
+                        // The norm's output is quantized again in backward.
+                        false => rms_norm(x, &Weight::frozen(norm_weight(x)), 1e-5)?,
                     };
                     self.forward(&x, kernels)
                 });
@@ -95,6 +96,12 @@ impl Mlp {
     }
 }
 
+/// Returns a norm's weight with elements that are not 1.
+fn norm_weight(x: &Tensor) -> Tensor {
+    let d = x.dim(1).unwrap();
+    randn(d, 9).to_dtype(x.dtype()).unwrap().to_device(x.device()).unwrap()
+}
+
 fn gpus() -> impl Iterator<Item = TestDevice> {
     TestDevice::all().into_iter().filter(|test_device| !matches!(test_device, TestDevice::Cpu))
 }
@@ -108,6 +115,7 @@ fn bf16(test_device: &TestDevice, shape: (usize, usize), seed: u64) -> Tensor {
 fn all_kernels_have_the_same_bits() {
     for test_device in gpus() {
         fused_and_separate_ops_have_the_same_bits(&test_device);
+        a_norm_is_quantized_where_it_is_recomputed(&test_device);
         what_cannot_be_fused_is_not(&test_device);
         patches_and_tiles_have_the_bits_of_the_cpu(&test_device);
     }
@@ -137,6 +145,49 @@ fn fused_and_separate_ops_have_the_same_bits(test_device: &TestDevice) {
         for kernels in [Fp8Kernels::Patches, Fp8Kernels::Fused] {
             for (i, (got, want)) in of(kernels).iter().zip(&want).enumerate() {
                 assert!(got == want, "{config:?} {t} {d} {f} {is_trained:?} {kernels:?}: tensor {i}");
+            }
+        }
+    }
+}
+
+/// Two layers that read one norm, with any number of tokens.
+fn a_norm_is_quantized_where_it_is_recomputed(test_device: &TestDevice) {
+    for (recipe, [t, d]) in [DELAYED, Fp8Recipe::Current(rule(false)), Fp8Recipe::Blockwise(rule(true))]
+        .into_iter()
+        .flat_map(|recipe| [[1, 32], [40, 144], [144, 160], [150, 48]].map(|sizes| (recipe, sizes)))
+    {
+        let (x, plus, dy) = (bf16(test_device, (t, d), 1), bf16(test_device, (t, d), 2), bf16(test_device, (t, 32), 3));
+        let of = |kernels: Fp8Kernels| {
+            kernels.select();
+            let layers = crate::fp8::layers(recipe, test_device);
+            let weight =
+                |name, seed| trainable(&bf16(test_device, (32, d), seed)).with_fp8(layers.layer(name).unwrap());
+            let (a, b) = (weight("a", 4), weight("b", 5));
+            let norm = trainable(&test_device.put(&norm_weight(&x)));
+            let mut all = Vec::new();
+            for step in 0..2 {
+                test_device.run(|| {
+                    let _on = layers.enable(step).unwrap();
+                    let tape = tape(&[x.clone(), plus.clone()], || {
+                        let (_, y) = add_rms_norm(&x, &plus, &norm, 1e-5)?;
+                        let same = OutputDtype::SameAsInput;
+                        candlewick_ops::add(&linear(&y, &a, None, same)?, &linear(&y, &b, None, same)?)
+                    });
+                    all.push(bits(&tape.backward(&dy).unwrap().remove(&x).unwrap()));
+                });
+                all.extend([&a, &b, &norm].map(|w| bits(&grad_of(w))));
+                if let Some(amaxes) = layers.amaxes() {
+                    let amaxes = amaxes.copy().unwrap();
+                    all.push(bits(&amaxes));
+                    test_device.run(|| layers.update(&amaxes)).unwrap();
+                }
+            }
+            all
+        };
+        let want = of(Fp8Kernels::Tiles);
+        for kernels in [Fp8Kernels::Patches, Fp8Kernels::Fused] {
+            for (i, (got, want)) in of(kernels).iter().zip(&want).enumerate() {
+                assert!(got == want, "{recipe:?} {t} {d} {kernels:?}: tensor {i}");
             }
         }
     }

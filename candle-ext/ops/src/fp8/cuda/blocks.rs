@@ -124,6 +124,7 @@ impl BlockCast<'_> {
             }
             CastSource::Matrix(_) => format!("block_patches_{block}_{format}"),
             CastSource::GatedInput(_) => "block_gated_input".to_owned(),
+            CastSource::NormedInput(_) => "block_normed_input".to_owned(),
             CastSource::GatedGrads(_) => format!("block_gated_grads_{format}"),
         };
         Ok((name, patch_blocks([self.padded_rows, columns])))

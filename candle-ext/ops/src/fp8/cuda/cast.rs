@@ -22,6 +22,8 @@ pub(in crate::fp8) enum CastSource<'a> {
     Matrix(&'a Tensor),
     /// The SwiGLU of gate and up.
     GatedInput([&'a Tensor; 2]),
+    /// The RMSNorm of x, from x, its weight, and 1 / sqrt(mean(x^2) + eps) of each row in f32.
+    NormedInput([&'a Tensor; 3]),
     /// The gradients of gate and up, from gate, up and the gradient of their SwiGLU.
     GatedGrads([&'a Tensor; 3]),
 }
@@ -31,7 +33,7 @@ impl CastSource<'_> {
         match self {
             Self::Matrix(x) => std::slice::from_ref(x),
             Self::GatedInput(tensors) => tensors,
-            Self::GatedGrads(tensors) => tensors,
+            Self::NormedInput(tensors) | Self::GatedGrads(tensors) => tensors,
         }
     }
 
@@ -56,7 +58,11 @@ impl CastSource<'_> {
     /// Returns true if kernels can read the matrices in patches: bf16 in rows of whole patches, aligned to 16 bytes.
     pub(in crate::fp8) fn has_patches(&self) -> Result<bool> {
         let is_whole = self.sizes()[1].is_multiple_of(PATCH);
-        for x in self.tensors() {
+        let in_patches = match self {
+            Self::NormedInput([x, w, _]) => &[*x, *w],
+            _ => self.tensors(),
+        };
+        for x in in_patches {
             if !is_whole || x.dtype() != DType::BF16 || !x.is_contiguous() || !address(OP, x)?.is_multiple_of(16) {
                 return Ok(false);
             }
@@ -72,11 +78,11 @@ impl CastSource<'_> {
                 Ok(false)
             }
             Self::Matrix(_) => self.has_patches(),
-            Self::GatedInput(_) | Self::GatedGrads(_) if !self.has_patches()? => {
+            Self::GatedInput(_) | Self::NormedInput(_) | Self::GatedGrads(_) if !self.has_patches()? => {
                 let dims: Vec<&[usize]> = self.tensors().iter().map(|x| x.dims()).collect();
                 bail!("{OP}: {dims:?} cannot be read in patches: want contiguous bf16 in rows of multiples of {PATCH}")
             }
-            Self::GatedInput(_) | Self::GatedGrads(_) => Ok(true),
+            Self::GatedInput(_) | Self::NormedInput(_) | Self::GatedGrads(_) => Ok(true),
         }
     }
 }
@@ -170,6 +176,7 @@ fn cast_kernel(
         }
         CastSource::Matrix(_) => format!("cast_patches_{format}"),
         CastSource::GatedInput(_) => "cast_gated_input".to_owned(),
+        CastSource::NormedInput(_) => "cast_normed_input".to_owned(),
         CastSource::GatedGrads(_) => format!("cast_gated_grads_{format}"),
     };
     Ok((name, patch_blocks([padded_rows, columns])))
