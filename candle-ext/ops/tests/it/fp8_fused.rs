@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     Fp8Config, Fp8Format, Fp8Kernels, Fp8Layers, Fp8Module, Fp8Recipe, Fp8Rounding, OutputDtype, ScaleBlock, Weight,
-    fp8_quantize_current, fp8_swiglu_mlp, linear, record_exchange, swiglu,
+    add_rms_norm, fp8_quantize_current, fp8_swiglu_mlp, linear, record_exchange, rms_norm, swiglu,
 };
 
 use crate::cases::{TestDevice, bits, grad_of, randn, tape, trainable};
