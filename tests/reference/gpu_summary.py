@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from gpu_bench import SIDES, line as step_line
+from gpu_bench import SIDES, compared, line as step_line
 from gpu_long import line as long_line
 from gpu_ops_bench_rows import line as op_line
 from gpu_runs import line as run_line
@@ -53,6 +53,8 @@ def main():
             for side in SIDES:
                 if side in row:
                     print(step_line(row, side))
+        for comparison in compared(rows):
+            print(comparison)
     if of["where"]:
         print(f"\ntime by {of['where']['by']}:", *map(where_line, of["where"]["rows"][:25]), sep="\n")
     if of["long"]:

@@ -14,7 +14,11 @@ impl Fp8Linear {
     /// Quantizes a saved input. That of a norm is not recomputed in bf16, if its scale is known.
     pub(super) fn saved_input(&self, saved: &Saved, orientation: Fp8Orientation) -> Result<Fp8Operands> {
         match saved.norm() {
-            Some(norm) if Fp8Kernels::selected() == Fp8Kernels::Fused && self.can_quantize_early() => {
+            Some(norm)
+                if Fp8Kernels::selected() == Fp8Kernels::Fused
+                    && self.can_quantize_early()
+                    && !self.scales_are_current() =>
+            {
                 self.normed_input(norm, saved, orientation)
             }
             _ => self.input(&saved.get()?, orientation),
@@ -31,25 +35,47 @@ impl Fp8Linear {
             return self.input(&saved.get()?, orientation);
         }
         // Each layer that reads the norm raised its slot in forward, by the same amax.
-        self.shared_input(norm.id, orientation, || Ok((self.computed_input(source, orientation)?, None)))
+        let quantize = || Ok((self.computed_input(source, orientation, None)?.0, None));
+        self.shared_input(norm.id, orientation, quantize)
     }
 
-    /// Quantizes the SwiGLU of gate and up.
-    pub(super) fn gated_input(&self, gate_up: [&Tensor; 2], orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        self.computed_input(CastSource::GatedInput(gate_up), orientation)
+    /// Quantizes the SwiGLU of gate and up. Returns also the scale, if it follows from the SwiGLU, for a second call.
+    pub(super) fn gated_input(
+        &self,
+        gate_up: [&Tensor; 2],
+        orientation: Fp8Orientation,
+        scale: Option<&Tensor>,
+    ) -> Result<(Fp8Operands, Option<Tensor>)> {
+        self.computed_input(CastSource::GatedInput(gate_up), orientation, scale)
     }
 
-    fn computed_input(&self, source: CastSource<'_>, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+    fn computed_input(
+        &self,
+        source: CastSource<'_>,
+        orientation: Fp8Orientation,
+        known: Option<&Tensor>,
+    ) -> Result<(Fp8Operands, Option<Tensor>)> {
         let encoding = Encoding { format: self.format(Fp8Operand::Input), orientation };
         let rounding = Fp8Rounding::Nearest;
         self.with_scale_source(Fp8Operand::Input, 0, |scales| {
-            let [codes] = match scales {
-                ScaleSource::Blockwise(rule, operand) => {
-                    cuda::block_operands(source, [rounding], (rule, operand), encoding)?
+            let ([codes], scale) = match (scales, known) {
+                (ScaleSource::Blockwise(rule, operand), _) => {
+                    (cuda::block_operands(source, [rounding], (rule, operand), encoding)?, None)
                 }
-                scales => cuda::cast_operands(source, [scales.known(rounding)?], encoding)?,
+                (ScaleSource::Current(rule), known) => {
+                    let scale = match known {
+                        Some(scale) => scale.clone(),
+                        None => {
+                            let [scale] = cuda::current_scales(source, rule, encoding.format)?;
+                            scale
+                        }
+                    };
+                    let of_matrix = CastScale { scale: &scale, record: None, rounding };
+                    (cuda::cast_operands(source, [of_matrix], encoding)?, Some(scale))
+                }
+                (scales, _) => (cuda::cast_operands(source, [scales.known(rounding)?], encoding)?, None),
             };
-            Ok(Fp8Operands::of_gemm_codes(codes, encoding.format))
+            Ok((Fp8Operands::of_gemm_codes(codes, encoding.format), scale))
         })
     }
 }

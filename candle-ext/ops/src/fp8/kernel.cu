@@ -139,6 +139,16 @@ KERNEL(256, 2) block_gated_input(const __nv_bfloat16* gate, const __nv_bfloat16*
     block_patches<1, E4m3>(GatedInput{gate, up}, {BLOCKS_OF(0)});
 }
 
+// Amaxes of the SwiGLU of gate and up, and of the gradients of gate and up.
+KERNEL(256) amax_gated_input(const __nv_bfloat16* gate, const __nv_bfloat16* up, float* parts, long long n) {
+    amax_source_parts(GatedInput{gate, up}, {parts}, n);
+}
+
+KERNEL(256) amax_gated_grads(const __nv_bfloat16* gate, const __nv_bfloat16* up, const __nv_bfloat16* dy,
+                             float* gate_parts, float* up_parts, long long n) {
+    amax_source_parts(GatedGrads{gate, up, dy}, {gate_parts, up_parts}, n);
+}
+
 // The RMSNorm of x, from 1 / sqrt(mean(x^2) + eps) of each row.
 KERNEL(256, 2) cast_normed_input(const __nv_bfloat16* x, const __nv_bfloat16* w, const float* rstd, CAST_OUTPUT(0),
                                  int rows, int padded_rows, int columns, int is_stochastic) {

@@ -475,16 +475,17 @@ impl Fp8Linear {
         }
     }
 
-    /// Returns true if a tensor can be quantized where it is computed: its scale is known before, or is that of a block, and
-    /// no statistics are collected.
+    /// Returns true if a tensor can be quantized where it is computed: without statistics, and after the first step of delayed
+    /// scaling, whose amaxes other layers share.
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     pub(super) fn can_quantize_early(&self) -> bool {
-        let is_known = match &self.layers.scaling {
-            Scaling::Fixed(_) | Scaling::Blockwise(_) => true,
-            Scaling::Delayed(..) => !self.layers.is_in_first_step(),
-            Scaling::Current(_) => false,
-        };
-        is_known && !self.layers.fake_quantize && self.step_stats().is_none()
+        !self.layers.is_in_first_step() && !self.layers.fake_quantize && self.step_stats().is_none()
+    }
+
+    /// Returns true if scales of whole tensors follow from the tensors themselves.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn scales_are_current(&self) -> bool {
+        matches!(self.layers.scaling, Scaling::Current(_))
     }
 
     /// Adds the statistics of a tensor that is quantized, if they are collected.

@@ -87,6 +87,28 @@ __device__ __forceinline__ void store_columns(unsigned char* transposed, const C
     }
 }
 
+// parts[block] of each matrix of a source = the largest magnitude that the block computes; NaN counts as nothing. The places
+// of a source that reads neither rows nor columns are those of n elements, a multiple of 8.
+template <typename S>
+__device__ __forceinline__ void amax_source_parts(const S& source, float* const (&parts)[S::N], long long n_elements) {
+    float most[S::N] = {};
+#pragma unroll 2
+    for (long long place = flat_begin<8>(); place < n_elements; place += flat_step<8>()) {
+        Packed packs[S::N];
+        source.read(place, 0, 0, packs);
+#pragma unroll
+        for (int n = 0; n < S::N; ++n) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) most[n] = fmaxf(most[n], fabsf(widen(packs[n].at[j])));
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < S::N; ++n) {
+        const float of_block = block_max(most[n]);
+        if (threadIdx.x == 0) parts[n][blockIdx.x] = of_block;
+    }
+}
+
 // Writes the codes of a patch, and the transposed ones, where they are wanted and within the padded matrix.
 __device__ __forceinline__ void write_patch(const CodeWords (&words)[8], const Cast& output, const Patch& at) {
     if (at.row >= output.padded_rows || at.column >= output.columns) return;

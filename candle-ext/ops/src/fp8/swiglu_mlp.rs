@@ -11,8 +11,8 @@ use crate::weight::Weight;
 /// Computes the MLP down(silu(gate(x)) * up(x)) in FP8 on a GPU, with x [t, d] in bf16. Bits and gradients are those of the
 /// ops [`linear`](crate::linear()) and [`swiglu`](crate::swiglu()).
 ///
-/// Returns `None` where these ops must compute it: on a CPU, without FP8, where a scale follows from the activation itself, in
-/// a step with statistics, and for numbers of tokens that are no multiples of 16.
+/// Returns `None` where these ops must compute it: on a CPU, without FP8, in the first step of delayed scaling, in a step with
+/// statistics, and for numbers of tokens that are no multiples of 16.
 #[cfg_attr(
     not(any(feature = "cuda", feature = "emulate")),
     expect(unused_variables, reason = "the CPU multiplies activations in memory")
@@ -29,7 +29,7 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use crate::backward::BackwardContext;
-    use crate::fp8::cuda::{self, CastSource, Encoding};
+    use crate::fp8::cuda::{self, CastScale, CastSource, Encoding};
     use crate::fp8::kernels::Fp8Kernels;
     use crate::fp8::layers::Fp8Linear;
     use crate::fp8::linear::quantized_weight;
@@ -59,6 +59,8 @@ mod fused {
         x: Option<Saved>,
         /// Outputs of gate and up.
         gate_up: [Tensor; 2],
+        /// Scale of their SwiGLU, if it followed from the SwiGLU.
+        gated_scale: Option<Tensor>,
         wants_dx: bool,
     }
 
@@ -74,11 +76,11 @@ mod fused {
         // Raises the amax of this layer's input.
         let quantized = up.layer.input(&input, Fp8Orientation::Rowwise)?;
         let gate_up = [gate_tf, up.multiply(&quantized, of_weights)?];
-        let gated = down.layer.gated_input(gate_up.each_ref(), Fp8Orientation::Rowwise)?;
+        let (gated, gated_scale) = down.layer.gated_input(gate_up.each_ref(), Fp8Orientation::Rowwise, None)?;
         let y = down.multiply(&gated, of_weights)?;
         let weights = [&gate, &up, &down].map(|linear| linear.w.clone());
         let x_saved = [&gate, &up].iter().any(|linear| linear.is_trained()).then(|| save(&input));
-        let saved = SavedMlp { gate, up, down, x: x_saved, gate_up, wants_dx };
+        let saved = SavedMlp { gate, up, down, x: x_saved, gate_up, gated_scale, wants_dx };
         let [of_gate, of_up, of_down] = &weights;
         let inputs = [x.into(), of_gate.into(), of_up.into(), of_down.into()];
         Ok(Some(record("swiglu_mlp", inputs, y, move |dy, context| {
@@ -165,7 +167,8 @@ mod fused {
 
         fn add_grads(&self, dy: &Fp8Operands, grads: Option<&[Fp8Operands; 2]>) -> Result<()> {
             if self.down.is_trained() {
-                let gated = self.down.layer.gated_input(self.gate_up.each_ref(), Fp8Orientation::Columnwise)?;
+                let (gate_up, scale) = (self.gate_up.each_ref(), self.gated_scale.as_ref());
+                let (gated, _) = self.down.layer.gated_input(gate_up, Fp8Orientation::Columnwise, scale)?;
                 self.down.add_grad_w(dy, &gated)?;
             }
             let (Some(x), Some([d_gate, d_up])) = (&self.x, grads) else { return Ok(()) };
@@ -197,6 +200,11 @@ mod fused {
             of_up.with_scale_source(operand, 0, |up| match gate {
                 ScaleSource::Blockwise(rule, operand) => {
                     cuda::block_operands(source, [rounding; 2], (rule, operand), encoding)
+                }
+                ScaleSource::Current(rule) => {
+                    let scales: [Tensor; 2] = cuda::current_scales(source, rule, encoding.format)?;
+                    let scales = scales.each_ref().map(|scale| CastScale { scale, record: None, rounding });
+                    cuda::cast_operands(source, scales, encoding)
                 }
                 gate => {
                     let scales = [gate.known(rounding)?, up.known(rounding)?];

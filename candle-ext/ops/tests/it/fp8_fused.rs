@@ -132,6 +132,8 @@ fn fused_and_separate_ops_have_the_same_bits(test_device: &TestDevice) {
         (config(DELAYED), [16, 32, 48], [true, false, true], false),
         (config(DELAYED), [32, 16, 48], [false, false, true], true),
         (stochastic, [32, 48, 80], [true; 3], false),
+        (config(Fp8Recipe::Current(rule(false))), [48, 32, 80], [true; 3], false),
+        (config(Fp8Recipe::Current(rule(true))), [144, 160, 272], [true, false, true], true),
         (blockwise, [48, 32, 80], [true; 3], false),
         (blockwise, [144, 160, 272], [true; 3], true),
         (blockwise, [16, 32, 16], [false, true, false], false),
@@ -210,7 +212,7 @@ fn what_cannot_be_fused_is_not(test_device: &TestDevice) {
     assert!(!is_fused(blockwise, 16, DType::F32, test_device));
     assert!(!is_fused(Fp8Config { fake_quantize: true, ..blockwise }, 16, DType::BF16, test_device));
     assert!(!is_fused(config(DELAYED), 16, DType::BF16, test_device), "the first step has no scales");
-    assert!(!is_fused(config(Fp8Recipe::Current(rule(true))), 16, DType::BF16, test_device));
+    assert!(is_fused(config(Fp8Recipe::Current(rule(true))), 16, DType::BF16, test_device));
     let mlp = Mlp::new(blockwise, [32, 48], [true; 3], test_device);
     let x = bf16(test_device, (16, 32), 1);
     let run = || test_device.run(|| fp8_swiglu_mlp(&x, mlp.weights.each_ref())).unwrap();

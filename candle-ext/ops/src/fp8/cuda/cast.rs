@@ -37,17 +37,22 @@ impl CastSource<'_> {
         }
     }
 
+    /// Returns the first of the tensors.
+    pub(super) fn tensor(&self) -> &Tensor {
+        self.tensors()[0]
+    }
+
     pub(super) fn sizes(&self) -> [usize; 2] {
-        let dims = self.tensors()[0].dims();
+        let dims = self.tensor().dims();
         [dims[0], dims[1]]
     }
 
     pub(super) fn gpu(&self) -> Result<Gpu<'_>> {
-        gpu(OP, self.tensors()[0])
+        gpu(OP, self.tensor())
     }
 
     pub(super) fn dtype(&self) -> DType {
-        self.tensors()[0].dtype()
+        self.tensor().dtype()
     }
 
     /// Returns the addresses of the tensors, as the first arguments of a kernel.
