@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::cuda::{self, CastScale, CastSource, Encoding};
+use super::cuda::{self, CastScale, CastSource, CodeEncoding};
 use super::kernels::Fp8Kernels;
 use super::layers::Fp8Linear;
 use super::operands::{Fp8Operands, ScaleSource};
@@ -55,7 +55,7 @@ impl Fp8Linear {
         orientation: Fp8Orientation,
         known: Option<&Tensor>,
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
-        let encoding = Encoding { format: self.format(Fp8Operand::Input), orientation };
+        let encoding = CodeEncoding { format: self.format(Fp8Operand::Input), orientation };
         let rounding = Fp8Rounding::Nearest;
         self.with_scale_source(Fp8Operand::Input, 0, |scales| {
             let ([codes], scale) = match (scales, known) {

@@ -146,7 +146,7 @@ fn quantize_on_cuda(
     source: ScaleSource<'_>,
     Quantization { format, rounding, orientation, amax: amax_use }: Quantization,
 ) -> Result<(Fp8Operands, Option<Tensor>)> {
-    let (encoding, matrix) = (cuda::Encoding { format, orientation }, cuda::CastSource::Matrix(x));
+    let (encoding, matrix) = (cuda::CodeEncoding { format, orientation }, cuda::CastSource::Matrix(x));
     let cast = |scale: &Tensor, record: Option<(&Tensor, Option<&Tensor>)>| {
         cuda::cast_operands(matrix, [cuda::CastScale { scale, record, rounding }], encoding)
     };

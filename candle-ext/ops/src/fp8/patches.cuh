@@ -155,10 +155,11 @@ __device__ __forceinline__ void cast_patches(const S& source, const Cast (&outpu
     for (int n = 0; n < S::N; ++n) {
         write_patch(words[n], outputs[n], at);
         if (outputs[n].slot) {
-            const float of_warp = warp_max(most[n]);
-            if ((threadIdx.x & 31) == 0 && of_warp > 0.0f) {
-                raise(outputs[n].slot, of_warp);
-                if (outputs[n].amax) raise(outputs[n].amax, of_warp);
+            // One atomic operation per block: those on one address run one after another.
+            const float of_block = block_max(most[n]);
+            if (threadIdx.x == 0 && of_block > 0.0f) {
+                raise(outputs[n].slot, of_block);
+                if (outputs[n].amax) raise(outputs[n].amax, of_block);
             }
         }
         if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) outputs[n].scale_inv[0] = 1.0f / factors[n];

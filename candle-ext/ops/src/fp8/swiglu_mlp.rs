@@ -29,7 +29,7 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use crate::backward::BackwardContext;
-    use crate::fp8::cuda::{self, CastScale, CastSource, Encoding};
+    use crate::fp8::cuda::{self, CastScale, CastSource, CodeEncoding};
     use crate::fp8::kernels::Fp8Kernels;
     use crate::fp8::layers::Fp8Linear;
     use crate::fp8::linear::quantized_weight;
@@ -194,7 +194,7 @@ mod fused {
             let [d_gate, d_up] = swiglu_grads([gate, up], dy)?;
             return Ok([of_gate.grad_output(&d_gate, orientation)?, of_up.grad_output(&d_up, orientation)?]);
         }
-        let encoding = Encoding { format: of_gate.format(operand), orientation };
+        let encoding = CodeEncoding { format: of_gate.format(operand), orientation };
         let (source, rounding) = (CastSource::GatedGrads(tensors), Fp8Rounding::Nearest);
         let codes = of_gate.with_scale_source(operand, 0, |gate| {
             of_up.with_scale_source(operand, 0, |up| match gate {

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::cast::{CastSource, Encoding, GemmCodes, patch_blocks};
+use super::cast::{CastSource, CodeEncoding, GemmCodes, patch_blocks};
 use super::{KERNELS, MULTIPLE, OP, is_stochastic, key_of, name_of};
 use crate::cuda::gemm::Scaling;
 use crate::cuda::{Arg, Blocks, DeviceAddress, FLAT_THREADS, Gpu, Out, gpu, suffix};
@@ -155,7 +155,7 @@ pub(in crate::fp8) fn block_operands<const N: usize>(
     source: CastSource<'_>,
     roundings: [Fp8Rounding; N],
     (rule, operand): (ScaleRule, Fp8Operand),
-    Encoding { format, orientation }: Encoding,
+    CodeEncoding { format, orientation }: CodeEncoding,
 ) -> Result<[[Option<GemmCodes>; 2]; N]> {
     let ([rows, columns], on) = (source.sizes(), source.gpu()?);
     let padded_rows = rows.next_multiple_of(MULTIPLE);

@@ -196,7 +196,7 @@ pub(in crate::fp8) struct GemmCodes {
 
 /// Format of codes, and the matmuls that read them.
 #[derive(Clone, Copy)]
-pub(in crate::fp8) struct Encoding {
+pub(in crate::fp8) struct CodeEncoding {
     pub(in crate::fp8) format: Fp8Format,
     pub(in crate::fp8) orientation: Fp8Orientation,
 }
@@ -206,7 +206,7 @@ pub(in crate::fp8) struct Encoding {
 pub(in crate::fp8) fn cast_operands<const N: usize>(
     source: CastSource<'_>,
     scales: [CastScale<'_>; N],
-    Encoding { format, orientation }: Encoding,
+    CodeEncoding { format, orientation }: CodeEncoding,
 ) -> Result<[[Option<GemmCodes>; 2]; N]> {
     let [rows, columns] = source.sizes();
     let padded = rows.next_multiple_of(MULTIPLE);

@@ -17,7 +17,7 @@ use crate::quantized::format::QuantShape;
 pub(super) use blocks::block_operands;
 use blocks::quantize_blocks;
 use cast::{CastLayout, cast};
-pub(super) use cast::{CastScale, CastSource, Encoding, GemmCodes, cast_operands};
+pub(super) use cast::{CastScale, CastSource, CodeEncoding, GemmCodes, cast_operands};
 pub(super) use groups::{GroupInput, Slots};
 pub(crate) use linear::{adds_to_sum, check_sizes, forward, grad_w, grad_x};
 
