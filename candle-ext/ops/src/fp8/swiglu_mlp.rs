@@ -149,9 +149,10 @@ mod fused {
                 self.add_grads(&dy, None)?;
                 return Ok(None);
             };
-            let d_gated = self.down.grad_x(&dy, None)?;
-            let [gate, up] = &self.gate_up;
-            let grads = gated_grads([&self.gate.layer, &self.up.layer], [gate, up, &d_gated], orientation)?;
+            let grads = {
+                let ([gate, up], d_gated) = (&self.gate_up, self.down.grad_x(&dy, None)?);
+                gated_grads([&self.gate.layer, &self.up.layer], [gate, up, &d_gated], orientation)?
+            };
             let dx = if self.wants_dx { Some(self.grad_x(&grads, context)?) } else { None };
             context.defer(move || self.add_grads(&dy, Some(&grads)))?;
             Ok(dx)
