@@ -28,6 +28,7 @@ pub mod fp8;
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod gemm_output;
+mod gemm_plans;
 pub mod grad_scaler;
 pub mod in_place;
 pub mod linear;
@@ -93,6 +94,7 @@ pub use fp8::{
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
 };
+pub use gemm_plans::forget_gemms;
 pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
 pub use linear::{LinearCost, OutputDtype, linear};
@@ -116,7 +118,7 @@ pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss,
 pub use moe::router_noise::{InputJitter, biased_logits, input_jitter, random_logits};
 pub use moe::sinkhorn::sinkhorn;
 pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};
-pub use nvidia::{NvidiaLibrary, forget_gemms, nvidia_libraries, tune_gemms};
+pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 pub use recording::{OpInput, auxiliary_loss, no_grad, record, record_exchange, requires_grad};
 pub use replaced::replace_kernels;

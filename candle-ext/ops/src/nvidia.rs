@@ -89,13 +89,6 @@ pub fn tune_gemms(folder: PathBuf) {
     drop(folder);
 }
 
-/// Drops the descriptors and algorithms of all GEMM shapes that a GPU has computed. The next GEMM of each shape makes them anew:
-/// benchmarks measure the host's time with and without them.
-pub fn forget_gemms() {
-    #[cfg(feature = "cuda")]
-    crate::cuda::gemm::forget_plans();
-}
-
 #[cfg(feature = "cuda")]
 pub(crate) fn tuned_gemms() -> Option<&'static std::path::Path> {
     TUNED_GEMMS.get().map(PathBuf::as_path)

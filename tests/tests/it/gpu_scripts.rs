@@ -88,7 +88,7 @@ fn steps_in_fp8_are_compared_with_those_in_bf16() {
 }
 
 #[test]
-fn without_transformer_engine_its_benchmark_says_so_and_changes_nothing() {
+fn without_transformer_engine_its_benchmark_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let rows = folder.path().join("fp8.json");
     fs::write(&rows, r#"{"rows": []}"#).unwrap();

@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{KERNELS, MULTIPLE, OP, TILE, is_stochastic, key_of, name_of};
-use crate::cuda::{Arg, Blocks, FLAT_THREADS, Gpu, Out, address, gpu, suffix};
+use super::{KERNELS, MULTIPLE, OP, PER_THREAD, TILE, finish_parts, is_stochastic, key_of, name_of};
+use crate::cuda::{Arg, Blocks, FLAT_THREADS, Gpu, Out, address, columns, gpu, suffix};
 use crate::fp8::format::Fp8Format;
 use crate::fp8::kernels::Fp8Kernels;
-use crate::fp8::recipe::Fp8Orientation;
+use crate::fp8::recipe::{Fp8Orientation, ScaleRule};
 use crate::fp8::rounding::Fp8Rounding;
 use crate::quantized::ScaleBlock;
 
@@ -226,4 +226,41 @@ pub(in crate::fp8) fn cast_operands<const N: usize>(
             orientation.is_columnwise().then(|| of(transposed, (columns, padded))),
         ]
     }))
+}
+
+/// Returns the scales that follow from the amaxes of a source's N matrices, f32 [1] each. They are computed twice: here, and
+/// where they are quantized.
+pub(in crate::fp8) fn current_scales<const N: usize>(
+    source: CastSource<'_>,
+    rule: ScaleRule,
+    format: Fp8Format,
+) -> Result<[Tensor; N]> {
+    let ([rows, columns], on) = (source.sizes(), source.gpu()?);
+    let name = match source {
+        CastSource::GatedInput(_) => "amax_gated_input",
+        CastSource::GatedGrads(_) => "amax_gated_grads",
+        CastSource::Matrix(_) | CastSource::NormedInput(_) => bail!("{OP}: the amax is not that of computed elements"),
+    };
+    if !source.has_patches()? {
+        bail!("{OP}: [{rows}, {columns}] elements cannot be computed in patches")
+    }
+    let n_parts = (rows * columns).div_ceil(PER_THREAD * FLAT_THREADS).clamp(1, columns::BLOCKS);
+    let parts: Vec<Out> = (0..N).map(|_| Out::new(on, DType::F32, n_parts)).collect::<Result<_>>()?;
+    let mut args = source.args()?;
+    args.extend(parts.iter().map(|parts| Arg::Address(parts.address)));
+    args.push(Arg::I64((rows * columns) as i64));
+    // SAFETY: the tensors have rows * columns elements; the parts of each matrix one per block.
+    unsafe { KERNELS.launch(on, name, [n_parts, 1, 1], FLAT_THREADS, &args)? };
+    let like = source.tensor();
+    let mut scales = Vec::new();
+    for parts in &parts {
+        let (amax, scale) = (Out::new(on, DType::F32, 1)?, Out::new(on, DType::F32, 1)?);
+        // SAFETY: there are n_parts parts, and both outputs have one element.
+        unsafe { finish_parts(like, (parts.address, n_parts), amax.address, Some((scale.address, rule, format)))? };
+        scales.push(scale.into_tensor(1));
+    }
+    match scales.try_into() {
+        Ok(scales) => Ok(scales),
+        Err(_) => unreachable!("there is a scale per matrix"),
+    }
 }

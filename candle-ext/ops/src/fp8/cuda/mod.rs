@@ -4,6 +4,7 @@ mod blocks;
 mod cast;
 mod groups;
 mod linear;
+mod plain;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -11,15 +12,13 @@ use super::format::Fp8Format;
 use super::recipe::{AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand, ScaleRule};
 use super::rounding::Fp8Rounding;
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Out, address, columns, gpu, kernels, suffix};
-use crate::quantized::ScaleBlock;
 use crate::quantized::cuda::dequantize_parts;
 use crate::quantized::format::QuantShape;
 pub(super) use blocks::block_operands;
-use blocks::quantize_blocks;
-use cast::{CastLayout, cast};
-pub(super) use cast::{CastScale, CastSource, CodeEncoding, GemmCodes, cast_operands};
+pub(super) use cast::{CastScale, CastSource, CodeEncoding, GemmCodes, cast_operands, current_scales};
 pub(super) use groups::{GroupInput, Slots};
 pub(crate) use linear::{adds_to_sum, check_sizes, forward, grad_w, grad_x};
+pub(super) use plain::{quantize, quantize_current};
 
 kernels!("fp8");
 
@@ -45,34 +44,6 @@ pub(super) fn raise_amax(slot: &Tensor, amax: &Tensor) -> Result<()> {
     let args = [Arg::Address(address(OP, amax)?), Arg::Address(address(OP, slot)?)];
     // SAFETY: both have one element.
     unsafe { KERNELS.launch(gpu(OP, slot)?, "record_amax", [1, 1, 1], WARP, &args) }
-}
-
-/// Returns codes and inverse scale of a contiguous matrix with a given scale.
-pub(super) fn quantize(
-    x: &Tensor,
-    scale: &Tensor,
-    format: Fp8Format,
-    rounding: Fp8Rounding,
-) -> Result<(Tensor, Tensor)> {
-    let layout = CastLayout { codes: Some(x.dims()[0]), transposed: None };
-    let scale = CastScale { scale, record: None, rounding };
-    let [output] = cast(CastSource::Matrix(x), layout, [scale], format)?;
-    Ok((output.codes.into_tensor(x.shape()), output.scale_inv))
-}
-
-/// Returns codes and inverse scales of a contiguous matrix, with scales from the amax of each block.
-pub(super) fn quantize_current(
-    x: &Tensor,
-    block: ScaleBlock,
-    rule: ScaleRule,
-    format: Fp8Format,
-    rounding: Fp8Rounding,
-) -> Result<(Tensor, Tensor)> {
-    if block == ScaleBlock::Tensor {
-        let [_, scale] = current_scale(x, rule, format)?;
-        return quantize(x, &scale, format, rounding);
-    }
-    quantize_blocks(x, block, rule, format, rounding)
 }
 
 /// Returns a matrix in f32, from codes and inverse scales row by row.
@@ -122,43 +93,6 @@ pub(super) fn current_scale(x: &Tensor, rule: ScaleRule, format: Fp8Format) -> R
     let (amax, scale) = (Out::new(on, DType::F32, 1)?, Out::new(on, DType::F32, 1)?);
     finish_amax(x, amax.address, Some((scale.address, rule, format)))?;
     Ok([amax, scale].map(|out| out.into_tensor(1)))
-}
-
-/// Returns the scales that follow from the amaxes of a source's N matrices, f32 [1] each. They are computed twice: here, and
-/// where they are quantized.
-pub(super) fn current_scales<const N: usize>(
-    source: CastSource<'_>,
-    rule: ScaleRule,
-    format: Fp8Format,
-) -> Result<[Tensor; N]> {
-    let ([rows, columns], on) = (source.sizes(), source.gpu()?);
-    let name = match source {
-        CastSource::GatedInput(_) => "amax_gated_input",
-        CastSource::GatedGrads(_) => "amax_gated_grads",
-        CastSource::Matrix(_) | CastSource::NormedInput(_) => bail!("{OP}: the amax is not that of computed elements"),
-    };
-    if !source.has_patches()? {
-        bail!("{OP}: [{rows}, {columns}] elements cannot be computed in patches")
-    }
-    let n_parts = (rows * columns).div_ceil(PER_THREAD * FLAT_THREADS).clamp(1, columns::BLOCKS);
-    let parts: Vec<Out> = (0..N).map(|_| Out::new(on, DType::F32, n_parts)).collect::<Result<_>>()?;
-    let mut args = source.args()?;
-    args.extend(parts.iter().map(|parts| Arg::Address(parts.address)));
-    args.push(Arg::I64((rows * columns) as i64));
-    // SAFETY: the tensors have rows * columns elements; the parts of each matrix one per block.
-    unsafe { KERNELS.launch(on, name, [n_parts, 1, 1], FLAT_THREADS, &args)? };
-    let like = source.tensor();
-    let mut scales = Vec::new();
-    for parts in &parts {
-        let (amax, scale) = (Out::new(on, DType::F32, 1)?, Out::new(on, DType::F32, 1)?);
-        // SAFETY: there are n_parts parts, and both outputs have one element.
-        unsafe { finish_parts(like, (parts.address, n_parts), amax.address, Some((scale.address, rule, format)))? };
-        scales.push(scale.into_tensor(1));
-    }
-    match scales.try_into() {
-        Ok(scales) => Ok(scales),
-        Err(_) => unreachable!("there is a scale per matrix"),
-    }
 }
 
 /// Returns the scale of a matrix with this amax, f32 [1].
