@@ -251,6 +251,23 @@ def line(row: dict, side: str) -> str:
             f"{used / GIB:6.1f} GiB  {'; '.join(how)}")
 
 
+def compared(rows: list) -> list:
+    """Returns a line for each model in FP8: its speed-up over the same model in bf16, and the gap of their training losses at
+    the last step of both. Data and initial weights are equal."""
+    ours_by_name = {row["name"]: row["ours"] for row in rows if "record" in row.get("ours", {})}
+    lines = []
+    for name, fp8 in ours_by_name.items():
+        base, _, precision = name.rpartition("-")
+        bf16 = ours_by_name.get(f"{base}-bf16" if f"{base}-bf16" in ours_by_name else base)
+        if precision not in FP8_RECIPES or bf16 is None:
+            continue
+        gap = "losses of other steps"
+        if fp8["record"]["iter"] == bf16["record"]["iter"]:
+            gap = f"loss of step {fp8['record']['iter']} {fp8['record']['loss'] - bf16['record']['loss']:+.4f}"
+        lines.append(f"{name}: {fp8['tokens_per_second'] / bf16['tokens_per_second']:.2f} times as fast as bf16, {gap}")
+    return lines
+
+
 def main() -> int:
     parser = argument_parser(350)
     parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run, in this order")
@@ -293,6 +310,7 @@ def main() -> int:
                 failed |= side == "ours"
             print(line(row, side), flush=True)
             args.out.write_text(json.dumps([*kept, *table], indent=1))
+    print(*compared([*kept, *table]), sep="\n")
     return 1 if failed else 0
 
 

@@ -15,4 +15,9 @@ def line(row):
     flags = "!" if row["fraction_of_ceiling"] < 0.85 else " "
     flags += "h" if row["host_ms"] > 0.9 * (row["ms"] + row["forward_ms"]) else " "
     return (f"{row['op']:21} {row['what'].replace('forward+backward', 'both'):8} {shape:40} {row['ms']:9.4f} "
-            f"{row['forward_ms']:8.4f} {beside} {speed} {row['fraction_of_ceiling']:6.1%} {flags} {row.get('torch_how', '')}")
+            f"{row['forward_ms']:8.4f} {beside} {speed} {row['fraction_of_ceiling']:6.1%} {flags} {row.get('torch_how', '')}{te(row)}")
+
+
+def te(row):
+    """Returns TransformerEngine's time of a row, if gpu_te_bench.py has added it."""
+    return f" TE {row['te_ms']:.4f} ms {row['te_ms'] / row['ms']:.2f}x" if row.get("te_ms") else ""

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from gpu_bench import SIDES, line as step_line
+from gpu_bench import SIDES, compared, line as step_line
 from gpu_long import line as long_line
 from gpu_ops_bench_rows import line as op_line
 from gpu_runs import line as run_line
@@ -28,7 +28,7 @@ def read(path):
 def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
-        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-steps", "moe-steps", "long",
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "host", "fp8-steps", "moe-steps", "long",
         *GROUPED)}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
@@ -42,6 +42,15 @@ def main():
         if of[title]:
             print(f"\n{title}:")
             print_ops(of[title])
+    for kernels, filter in ((kernels, filter) for filter in ("quantize", "mlp") for kernels in ("tiles", "patches", "fused")):
+        for number in (1, 2):
+            rows = read(out / f"fp8-{kernels}-{filter}-{number}.json")
+            if rows:
+                print(f"\nFP8 kernels: {kernels}, round {number}", end="")
+                print_ops(rows)
+    for row in (of["host"] or {}).get("rows", []):
+        print(f"host, linear layers of {row['layers']} decoder layers, {row['precision']}: {row['cached_ms']:.2f} ms a step, "
+              f"{row['not_cached_ms']:.2f} ms with new descriptors")
     for title in ("bench", "tune", "large", "fp8-steps", "moe-steps"):
         rows = of[title] or []
         if rows:
@@ -50,6 +59,8 @@ def main():
             for side in SIDES:
                 if side in row:
                     print(step_line(row, side))
+        for comparison in compared(rows):
+            print(comparison)
     if of["where"]:
         print(f"\ntime by {of['where']['by']}:", *map(where_line, of["where"]["rows"][:25]), sep="\n")
     if of["long"]:

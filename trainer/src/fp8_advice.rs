@@ -125,7 +125,12 @@ fn measure(shape: LayerShape, config: Fp8Config, device: &Device) -> Result<[f64
         true => Weight::trainable(view, GradSink::new(Tensor::zeros((n_out, n_in), DType::F32, device)?)?),
         false => Weight::frozen(view),
     };
-    let layers = Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("")], device)?);
+    let layers = Fp8Layers::new(config, vec![Fp8Module::linear("")], device)?;
+    if let Some(amaxes) = layers.amaxes() {
+        // In its first step delayed scaling reads each tensor twice.
+        layers.update(&amaxes.ones_like()?)?;
+    }
+    let layers = Arc::new(layers);
     let layer = layers.layer("").context("the layer has its name")?;
     let fp8_weight = weight.clone().with_fp8(layer);
     let run = |weight: &Weight| -> Result<f64> {

@@ -54,6 +54,12 @@ impl Linear {
         self.weight.dims()[0]
     }
 
+    /// Returns the weights of layers without bias and adapter; `None` if one has any.
+    pub(crate) fn plain_weights<const N: usize>(layers: [&Self; N]) -> Option<[&Weight; N]> {
+        let is_plain = |layer: &&Self| layer.bias.is_none() && layer.adapter.is_none();
+        layers.iter().all(is_plain).then(|| layers.map(|layer| &layer.weight))
+    }
+
     /// Returns the fused weight of several layers, for one matmul instead of several.
     ///
     /// Returns `None` if the layers have a bias or an adapter, or if fusing does not pay for this `x`.

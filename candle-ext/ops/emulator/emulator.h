@@ -118,6 +118,14 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
+// Byte i of the result is the byte of (y, x) that nibble i of the selector names.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return result;
+}
+
 inline float __fdividef(float a, float b) { return a / b; }
 inline double cospi(double x) { return std::cos(M_PI * x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

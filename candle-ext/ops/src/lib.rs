@@ -28,6 +28,7 @@ pub mod fp8;
 mod gemm;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod gemm_output;
+mod gemm_plans;
 pub mod grad_scaler;
 mod grouped_tile;
 pub mod in_place;
@@ -88,12 +89,14 @@ pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Format, Fp8Formats,
-    Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand, Fp8Operands,
-    Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize, fp8_quantize_current,
+    Fp8Guard, Fp8Kernels, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand,
+    Fp8Operands, Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize,
+    fp8_quantize_current, fp8_swiglu_mlp,
 };
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
 };
+pub use gemm_plans::forget_gemms;
 pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
 pub use grouped_tile::{GroupedTile, force_grouped_tile};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};

@@ -5,6 +5,8 @@ use std::rc::Rc;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::backward::{BackwardContext, BackwardFn, PendingExchange};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::saved::NormInputs;
 use crate::saved::{GatedOutputs, Recomputable, Saved};
 use crate::scope::{Scope, TapeNode, with_recording, within};
 use crate::weight::Weight;
@@ -136,6 +138,12 @@ pub(crate) fn save(x: &Tensor) -> Saved {
 /// Makes backward recompute `x` by `compute` instead of saving it. `compute` must be cheap and bitwise reproducible.
 pub(crate) fn recompute_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
     with_recording(|recording| recording.recomputable.insert(x.id(), Rc::new(Recomputable::new(compute))));
+}
+
+/// Calls [`recompute_with`] for the output of a norm, which kernels can also compute from `norm`.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) fn recompute_norm_with(norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) {
+    with_recording(|recording| recording.recomputable.insert(norm.id, Rc::new(Recomputable::of_norm(norm, compute))));
 }
 
 /// Calls [`recompute_with`] for the output of a gated activation, unless the tape saves those.

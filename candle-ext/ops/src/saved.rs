@@ -5,7 +5,12 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use candle_core::TensorId;
 use candle_core::{Result, Tensor, bail};
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::weight::Weight;
 
 /// Treatment of the outputs of gated activations (swiglu), the widest tensors of a block.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -27,6 +32,20 @@ pub(crate) enum Saved {
 pub(crate) struct Recomputable {
     compute: Box<dyn Fn() -> Result<Tensor>>,
     cached: RefCell<Option<Tensor>>,
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    norm: Option<NormInputs>,
+}
+
+/// Inputs of a norm on a GPU, from which kernels compute its output where they quantize it.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) struct NormInputs {
+    /// Id of the output.
+    pub(crate) id: TensorId,
+    /// Input, contiguous, in the dtype of the output.
+    pub(crate) x: Tensor,
+    /// 1 / sqrt(mean(x^2) + eps) of each row, f32.
+    pub(crate) rstd: Tensor,
+    pub(crate) weight: Weight,
 }
 
 /// Outputs of expensive ops, saved by a block's first forward for its second forward, which records the tape.
@@ -53,11 +72,30 @@ impl Saved {
             Self::Recomputable(recomputable) => recomputable.get(),
         }
     }
+
+    /// Returns the inputs of the norm whose output the activation is.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(crate) fn norm(&self) -> Option<&NormInputs> {
+        match self {
+            Self::Tensor(_) => None,
+            Self::Recomputable(recomputable) => recomputable.norm.as_ref(),
+        }
+    }
 }
 
 impl Recomputable {
     pub(crate) fn new(compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
-        Self { compute: Box::new(compute), cached: RefCell::new(None) }
+        Self {
+            compute: Box::new(compute),
+            cached: RefCell::new(None),
+            #[cfg(any(feature = "cuda", feature = "emulate"))]
+            norm: None,
+        }
+    }
+
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(crate) fn of_norm(norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
+        Self { norm: Some(norm), ..Self::new(compute) }
     }
 
     fn get(&self) -> Result<Tensor> {

@@ -83,10 +83,17 @@ pub fn select_cpu_gemm_kernel() -> Result<()> {
     selected.map_err(anyhow::Error::from).context(format!("failed to apply {VARIABLE}")).context(ExitCode::Usage)
 }
 
-/// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS.
+/// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS, and selects those that quantize to FP8 by
+/// CANDLEWICK_FP8_KERNELS: `fused`, `patches` or `tiles`.
 ///
 /// Call it before any computation.
 pub fn override_kernels() -> Result<()> {
+    const FP8_KERNELS: &str = "CANDLEWICK_FP8_KERNELS";
+    if let Some(name) = std::env::var_os(FP8_KERNELS).filter(|name| !name.is_empty()) {
+        let selected = name.to_string_lossy().parse().map_err(anyhow::Error::msg);
+        let selected = selected.context(format!("failed to apply {FP8_KERNELS}")).context(ExitCode::Usage);
+        candlewick_ops::Fp8Kernels::select(selected?);
+    }
     const KERNELS: &str = "CANDLEWICK_KERNELS";
     let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) else { return Ok(()) };
     let replaced = candlewick_ops::replace_kernels(folder.as_ref());

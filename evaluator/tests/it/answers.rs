@@ -227,7 +227,7 @@ fn write_fp8_scales(folder: &Path, lm: &Lm, input: f32) {
     let linears = lm.engine().model().layers().flat_map(LayerSpec::linears);
     let modules = linears.map(|linear| linear.module.clone()).filter(|module| !module.contains("layers.1.mlp"));
     let scales = modules.enumerate().map(|(i, module)| {
-        (module, Fp8LinearScales { input: input * (1.0 + i as f32 / 7.0), weight: 200.0 + 3.0 * i as f32 })
+        (module, vec![Fp8LinearScales { input: input * (1.0 + i as f32 / 7.0), weight: 200.0 + 3.0 * i as f32 }])
     });
     fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect())).unwrap();
 }
@@ -269,7 +269,7 @@ fn fp8_needs_the_scales_of_the_models_layers() {
     assert!(without.contains("has no fp8_scales.json") && without.contains("precision.recipe: delayed"), "{without}");
     fs::write(model.join(FP8_SCALES), r#"{"model.layers.7.mlp.up_proj": {"input": 1, "weight": 1}}"#).unwrap();
     let other = refused();
-    assert!(other.contains("no linear layer model.layers.7.mlp.up_proj"), "{other}");
+    assert!(other.contains("no linear layer or experts model.layers.7.mlp.up_proj"), "{other}");
 }
 
 /// Loads a model with experts on the ranks of a world.
@@ -303,6 +303,50 @@ fn ranks_that_divide_experts_give_the_bits_of_one() {
             }
         }
     }
+}
+
+/// Writes scales of all experts' matrices, different for each, and of no linear layer.
+fn write_scales_of_experts(folder: &Path, lm: &Lm, input: f32) {
+    let scales = lm.engine().model().layers().flat_map(LayerSpec::expert_matrices).map(|matrix| {
+        let of_expert = |i| Fp8LinearScales { input: input * (1.0 + i as f32 / 7.0), weight: 200.0 + 3.0 * i as f32 };
+        (matrix.name.clone(), (0..matrix.n_experts).map(of_expert).collect())
+    });
+    fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect())).unwrap();
+}
+
+#[test]
+fn experts_in_fp8_have_the_same_bits_in_every_batch_and_on_any_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = crate::support::export_experts(folder.path(), 1);
+    let requests = requests();
+    let dense = answer(&lm(&model), settings(), &requests);
+    write_scales_of_experts(&model, &lm(&model), 50.0);
+    let load = || lm(&model).with_fp8_scales().unwrap();
+    let want = answer(&load(), settings(), &requests);
+    assert_ne!(want, dense, "FP8 has no effect");
+    for n in [1, 4, 100] {
+        let settings = BackendSettings { batch_size: Some(n), ..settings() };
+        assert_eq!(answer(&load(), settings, &requests), want, "batches of {n}");
+    }
+    let parallel_config = ParallelConfig { expert_parallel: 2, ..ParallelConfig::SINGLE_RANK };
+    let on_rank = |world: &World| {
+        let (lm, inference_group) = experts(&model, parallel_config, world)?;
+        EngineBackend::new(&lm.with_fp8_scales()?, settings(), inference_group)?.answer(&requests)
+    };
+    for answers in threads::run(2, Options::default(), on_rank).unwrap() {
+        assert_eq!(answers, want, "experts on two ranks");
+    }
+    write_scales_of_experts(&model, &lm(&model), 1e6);
+    assert_ne!(answer(&load(), settings(), &requests), want, "the scales have no effect");
+    let scales = fs::read_to_string(model.join(FP8_SCALES)).unwrap();
+    let mut scales: serde_json::Value = serde_json::from_str(&scales).unwrap();
+    let (_, first) = scales.as_object_mut().unwrap().iter_mut().next().unwrap();
+    for key in ["input", "weight"] {
+        first[key].as_array_mut().unwrap().pop();
+    }
+    fs::write(model.join(FP8_SCALES), scales.to_string()).unwrap();
+    let refused = format!("{:#}", lm(&model).with_fp8_scales().err().unwrap());
+    assert!(refused.contains("there are FP8 scales of 3 matrices, and the model has 4"), "{refused}");
 }
 
 #[test]

@@ -59,6 +59,49 @@ fn steps_are_timed_one_side_after_another_into_one_file() {
     assert_eq!(said.matches("tokens/s").count(), 3, "{said}");
 }
 
+/// The speed-up of FP8 is printed with the gap of the loss, if both runs took the same steps.
+#[test]
+fn steps_in_fp8_are_compared_with_those_in_bf16() {
+    let folder = tempfile::tempdir().unwrap();
+    let row = |name: &str, speed: f64, iter: u64, loss: f64| {
+        let ours = serde_json::json!({
+            "tokens_per_second": speed, "mfu": 0.5, "record": {"iter": iter, "loss": loss}
+        });
+        serde_json::json!({"name": name, "recompute": false, "ours": ours})
+    };
+    let rows = [
+        row("4B-bf16", 100.0, 8, 5.0),
+        row("4B-delayed", 122.0, 8, 5.0125),
+        row("4B-current", 119.0, 7, 5.0),
+        row("MoE", 50.0, 8, 4.0),
+        row("MoE-delayed", 45.0, 8, 3.5),
+    ];
+    fs::write(folder.path().join("fp8-steps.json"), serde_json::to_string(&rows).unwrap()).unwrap();
+    let said = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
+    for line in [
+        "4B-delayed: 1.22 times as fast as bf16, loss of step 8 +0.0125",
+        "4B-current: 1.19 times as fast as bf16, losses of other steps",
+        "MoE-delayed: 0.90 times as fast as bf16, loss of step 8 -0.5000",
+    ] {
+        assert!(said.lines().any(|said| said == line), "{line}: {said}");
+    }
+}
+
+#[test]
+fn without_transformer_engine_its_benchmark_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = folder.path().join("fp8.json");
+    fs::write(&rows, r#"{"rows": []}"#).unwrap();
+    // A torch that can be imported, whatever the machine has.
+    fs::create_dir(folder.path().join("torch")).unwrap();
+    fs::write(folder.path().join("torch/__init__.py"), "").unwrap();
+    fs::write(folder.path().join("transformer_engine.py"), "raise ModuleNotFoundError(name='transformer_engine')")
+        .unwrap();
+    let said = python("gpu_te_bench.py", &[rows.to_str().unwrap()], &[("PYTHONPATH", folder.path())]);
+    assert_eq!(said, "transformer_engine is not installed: TransformerEngine was not timed\n");
+    assert_eq!(fs::read_to_string(&rows).unwrap(), r#"{"rows": []}"#);
+}
+
 /// On a machine on which everything fails, every part reports its failure, and a table follows.
 #[test]
 fn a_failed_check_lists_the_tests_that_also_fail_alone() {

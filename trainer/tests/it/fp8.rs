@@ -168,16 +168,37 @@ fn an_export_has_the_scales_of_delayed_scaling() {
     let folder = run.export_folder();
     let scales = read_fp8_scales(&folder).unwrap().unwrap();
     assert_eq!(scales.len(), 12, "all linear layers of two blocks but o_proj");
-    assert!(scales.values().all(|scales| scales.input != 1.0 && scales.weight != 1.0), "{scales:?}");
+    assert!(scales.values().flatten().all(|scales| scales.input != 1.0 && scales.weight != 1.0), "{scales:?}");
     let load = || Lm::load(&folder, None, DType::F32, Device::Cpu).unwrap();
-    let loss = |lm: &Lm| -> f64 {
-        let tokens = lm.score("<|im_start|>user\nSay wolf 4 times.<|im_end|>").unwrap();
-        tokens.iter().filter_map(|token| token.logprob).map(f64::from).sum()
-    };
     let (dense, fp8) = (loss(&load()), loss(&load().with_fp8_scales().unwrap()));
     assert!(fp8 != dense && (fp8 / dense - 1.0).abs() < 0.05, "{fp8} {dense}");
 
     let current = Run::new();
     current.train_ok(&["precision.recipe=current", "train_iters=1"]);
     assert_eq!(read_fp8_scales(&current.export_folder()).unwrap(), None);
+}
+
+/// Each expert has scales of its own.
+#[test]
+fn an_export_has_the_scales_of_routed_experts() {
+    let run = Run::new();
+    run.edit("LlamaForCausalLM", "Qwen3MoeForCausalLM");
+    run.edit("model_type: llama", "model_type: qwen3_moe\n    head_dim: 8");
+    let experts = "num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 16\n    norm_topk_prob: true";
+    run.edit("    rms_norm_eps", &format!("    {experts}\n    rms_norm_eps"));
+    run.train_ok(&[DELAYED, &["precision.exclude_modules=[self_attn]", "train_iters=4"]].concat());
+    let folder = run.export_folder();
+    let scales = read_fp8_scales(&folder).unwrap().unwrap();
+    let names: Vec<&str> = scales.keys().map(String::as_str).collect();
+    assert!(names.len() == 4 && names.iter().all(|name| name.contains(".mlp.experts.")), "{names:?}");
+    assert!(scales.values().all(|experts| experts.len() == 4 && experts[0] != experts[1]), "{scales:?}");
+    let load = || Lm::load(&folder, None, DType::F32, Device::Cpu).unwrap();
+    let (dense, fp8) = (loss(&load()), loss(&load().with_fp8_scales().unwrap()));
+    assert!(fp8 != dense && (fp8 / dense - 1.0).abs() < 0.05, "{fp8} {dense}");
+}
+
+/// Returns the log-likelihood of a text.
+fn loss(lm: &Lm) -> f64 {
+    let tokens = lm.score("<|im_start|>user\nSay wolf 4 times.<|im_end|>").unwrap();
+    tokens.iter().filter_map(|token| token.logprob).map(f64::from).sum()
 }

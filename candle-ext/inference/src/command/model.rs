@@ -47,7 +47,7 @@ pub struct ComputeOptions {
     /// Attention implementation
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
     attn_implementation: Attention,
-    /// Quantization of the inputs and weights of linear layers; none computes in the dtype
+    /// Quantization of the inputs and weights of linear layers and routed experts; none computes in the dtype
     #[arg(long, value_enum, default_value_t = QuantizationOption::None)]
     pub quantization: QuantizationOption,
 }

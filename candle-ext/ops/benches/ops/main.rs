@@ -7,6 +7,7 @@
 mod cases;
 mod fp8;
 mod grouped;
+mod host;
 mod measure;
 mod moe;
 
@@ -14,7 +15,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candlewick_ops::{DeviceChoice, GroupedGemmImpl, GroupedTile, force_grouped_tile, gpus};
+use candlewick_ops::{DeviceChoice, Fp8Kernels, GroupedGemmImpl, GroupedTile, force_grouped_tile, gpus};
 use clap::Parser;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -48,6 +49,9 @@ struct Args {
     /// Run linear layers in FP8 and in bf16, and quantization, instead of the ops
     #[arg(long)]
     fp8: bool,
+    /// Measure the host's time for the linear layers of a training step instead, with cached descriptors and without
+    #[arg(long, conflicts_with = "fp8")]
+    host: bool,
     /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
@@ -118,11 +122,19 @@ fn main() -> Result<()> {
         Some(Tile::Wide) => force_grouped_tile(GroupedTile::Wide),
         None => {}
     }
+    if let Some(name) = std::env::var_os("CANDLEWICK_FP8_KERNELS") {
+        let kernels: Fp8Kernels = name.to_string_lossy().parse().map_err(anyhow::Error::msg)?;
+        kernels.select();
+    }
     let device = args.device.open()?;
+    if args.host {
+        return measure_host(&args, &device);
+    }
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
     let ceilings = ceilings(&device, effort, &args)?;
     let mut found = json!({
         "device": name_of(&device),
+        "fp8_kernels": format!("{:?}", Fp8Kernels::selected()).to_lowercase(),
         "ceilings": ceilings,
         "rows": [],
         "failed": [],
@@ -166,6 +178,17 @@ impl Args {
             (_, _, true) => cases::tiny(self.experts.into()),
         }
     }
+}
+
+fn measure_host(args: &Args, device: &Device) -> Result<()> {
+    let rows = if args.quick { host::HostSteps::QUICK } else { host::HostSteps::FULL }.run(device)?;
+    rows.iter().for_each(|row| println!("{}", row.line()));
+    if let Some(path) = &args.json {
+        let found = json!({ "device": name_of(device), "rows": rows });
+        std::fs::write(path, serde_json::to_string_pretty(&found)?)
+            .with_context(|| format!("failed to write {}", path.display()))?;
+    }
+    Ok(())
 }
 
 fn push(found: &mut Value, list: &str, item: Value) {

@@ -44,6 +44,22 @@ struct Blocks {
         if (transposed.codes) write_transposed<BLOCK, F>(shared, row_scales, column_scales);
     }
 
+    // Replaces amaxes by scales, and writes the inverse ones.
+    template <int BLOCK, typename F> __device__ __forceinline__ void scales(float* of_rows, float* of_columns) const {
+        const int i = threadIdx.x, row = first_row() + i, column = first_column() + i;
+        if constexpr (BLOCK != 2) of_rows[i] = rule.scale<F>(of_rows[i]);
+        if constexpr (BLOCK != 3) of_columns[i] = rule.scale<F>(of_columns[i]);
+        if constexpr (BLOCK == 1) {
+            if (plain.codes && row < padded_rows) plain.set_scale(row, blockIdx.x, of_rows[i]);
+            if (transposed.codes && column < columns) transposed.set_scale(blockIdx.y, column, of_columns[i]);
+        } else if constexpr (BLOCK == 2) {
+            if (column < columns) plain.set_scale(blockIdx.y, column, of_columns[i]);
+        } else if (i == 0) {
+            if (plain.codes) plain.set_scale(blockIdx.y, blockIdx.x, of_rows[0]);
+            if (transposed.codes) transposed.set_scale(blockIdx.y, blockIdx.x, of_rows[0]);
+        }
+    }
+
   private:
     __device__ __forceinline__ int first_row() const { return blockIdx.y * SIDE; }
     __device__ __forceinline__ int first_column() const { return blockIdx.x * SIDE; }
@@ -96,22 +112,6 @@ struct Blocks {
     __device__ __forceinline__ void whole_tile(float* amaxes) const {
         const float most = block_max(threadIdx.x < SIDE ? amaxes[threadIdx.x] : 0.0f);
         if (threadIdx.x < SIDE) amaxes[threadIdx.x] = most;
-    }
-
-    // Replaces amaxes by scales, and writes the inverse ones.
-    template <int BLOCK, typename F> __device__ __forceinline__ void scales(float* of_rows, float* of_columns) const {
-        const int i = threadIdx.x, row = first_row() + i, column = first_column() + i;
-        if constexpr (BLOCK != 2) of_rows[i] = rule.scale<F>(of_rows[i]);
-        if constexpr (BLOCK != 3) of_columns[i] = rule.scale<F>(of_columns[i]);
-        if constexpr (BLOCK == 1) {
-            if (plain.codes && row < padded_rows) plain.set_scale(row, blockIdx.x, of_rows[i]);
-            if (transposed.codes && column < columns) transposed.set_scale(blockIdx.y, column, of_columns[i]);
-        } else if constexpr (BLOCK == 2) {
-            if (column < columns) plain.set_scale(blockIdx.y, column, of_columns[i]);
-        } else if (i == 0) {
-            if (plain.codes) plain.set_scale(blockIdx.y, blockIdx.x, of_rows[0]);
-            if (transposed.codes) transposed.set_scale(blockIdx.y, blockIdx.x, of_rows[0]);
-        }
     }
 
     template <int BLOCK, typename F, int W, typename T>

@@ -13,7 +13,7 @@ use super::cuda;
 use super::delayed::SLOTS;
 use super::layers::Fp8Linear;
 use super::matrix::{Fp8Host, Fp8Matrix, amax};
-use super::operands::{Quantization, ScaleSource, plain_matrices, raise_amax};
+use super::operands::{AmaxUse, Quantization, ScaleSource, plain_matrices, raise_amax};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::recipe::Fp8Recipe;
 use super::recipe::{Contraction, Fp8Operand, Fp8Orientation, ScaleRule, power_of_two_below};
@@ -160,7 +160,7 @@ impl Fp8Linear {
                 Fp8Rounding::Nearest => rounding,
                 Fp8Rounding::Stochastic { key } => Fp8Rounding::Stochastic { key: key_after(key, first) },
             };
-            let quantization = Quantization { format, rounding, orientation };
+            let quantization = Quantization { format, rounding, orientation, amax: AmaxUse::Slot };
             self.with_scale_source(operand, matrix_idx, |source| {
                 with_powers_of_two(source, |source| {
                     if let ScaleSource::Delayed { slot, .. } | ScaleSource::First { slot, .. } = source {

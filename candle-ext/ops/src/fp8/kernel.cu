@@ -4,6 +4,7 @@
 #include "blocks.cuh"
 #include "codes.cuh"
 #include "groups.cuh"
+#include "patches.cuh"
 #include "tensor.cuh"
 
 #define AMAX_KERNELS(T, suffix)                                                        \
@@ -36,26 +37,39 @@ KERNEL(32) record_amax(const float* amax, float* slot) {
     if (threadIdx.x == 0) raise(slot, amax[0]);
 }
 
+// Parameters of one output of a quantization with a scale, and with a scale per block.
+#define CAST_OUTPUT(n)                                                                                                \
+    const float *scale##n, float *scale_inv##n, unsigned char *codes##n, unsigned char *transposed##n, float *amax##n, \
+        float *slot##n, unsigned long long key##n
+#define CAST_OF(n)                                                                                                    \
+    {                                                                                                                 \
+        scale##n, scale_inv##n, codes##n, transposed##n, amax##n, slot##n, rows, padded_rows, columns,                \
+            {key##n, is_stochastic != 0}                                                                              \
+    }
+#define BLOCKS_OUTPUT(n)                                                                                              \
+    unsigned char *codes##n, float *scale_inv##n, long long row_stride##n, long long column_stride##n,                \
+        unsigned char *transposed##n, float *transposed_scale_inv##n, long long transposed_row_stride##n,             \
+        long long transposed_column_stride##n, unsigned long long key##n
+#define BLOCKS_OF(n)                                                                                                  \
+    {                                                                                                                 \
+        {codes##n, scale_inv##n, row_stride##n, column_stride##n},                                                    \
+            {transposed##n, transposed_scale_inv##n, transposed_row_stride##n, transposed_column_stride##n}, rows,    \
+            padded_rows, columns, {epsilon, power_of_two != 0, largest}, {key##n, is_stochastic != 0}                 \
+    }
+#define BLOCK_RULE float epsilon, int power_of_two, float largest
+
 #define CAST_KERNEL(F, format, T, suffix)                                                                             \
-    KERNEL(256) cast_##format##_##suffix(const T* x, const float* scale, float* scale_inv, unsigned char* codes,      \
-                                         unsigned char* transposed, float* amax, float* slot, int rows,               \
-                                         int padded_rows, int columns, unsigned long long key, int is_stochastic) {   \
-        const Cast cast{scale, scale_inv, codes, transposed, amax, slot, rows, padded_rows, columns,                  \
-                        {key, is_stochastic != 0}};                                                                   \
-        if (is_wide_tile(x, codes, columns)) cast.tile<F, 8>(x);                                                      \
+    KERNEL(256) cast_##format##_##suffix(const T* x, CAST_OUTPUT(0), int rows, int padded_rows, int columns,          \
+                                         int is_stochastic) {                                                         \
+        const Cast cast CAST_OF(0);                                                                                   \
+        if (is_wide_tile(x, codes0, columns)) cast.tile<F, 8>(x);                                                     \
         else cast.tile<F, 1>(x);                                                                                      \
     }
 #define BLOCKS_KERNEL(BLOCK, block, F, format, T, suffix)                                                             \
-    KERNEL(256) blocks_##block##_##format##_##suffix(                                                                 \
-        const T* x, unsigned char* codes, float* scale_inv, long long row_stride, long long column_stride,            \
-        unsigned char* transposed, float* transposed_scale_inv, long long transposed_row_stride,                      \
-        long long transposed_column_stride, int rows, int padded_rows, int columns, float epsilon, int power_of_two,  \
-        float largest, unsigned long long key, int is_stochastic) {                                                   \
-        const Blocks blocks{{codes, scale_inv, row_stride, column_stride},                                            \
-                            {transposed, transposed_scale_inv, transposed_row_stride, transposed_column_stride},      \
-                            rows, padded_rows, columns, {epsilon, power_of_two != 0, largest},                        \
-                            {key, is_stochastic != 0}};                                                               \
-        if (is_wide_tile(x, codes, columns)) blocks.tile<BLOCK, F, 8>(x);                                             \
+    KERNEL(256) blocks_##block##_##format##_##suffix(const T* x, BLOCKS_OUTPUT(0), int rows, int padded_rows,         \
+                                                     int columns, int is_stochastic, BLOCK_RULE) {                    \
+        const Blocks blocks BLOCKS_OF(0);                                                                             \
+        if (is_wide_tile(x, codes0, columns)) blocks.tile<BLOCK, F, 8>(x);                                            \
         else blocks.tile<BLOCK, F, 1>(x);                                                                             \
     }
 #define GROUPS_KERNEL(F, format, T, suffix)                                                                            \
@@ -86,6 +100,65 @@ KERNEL(32) record_amax(const float* amax, float* slot) {
     FORMAT_KERNELS(E4m3, e4m3, T, suffix) \
     FORMAT_KERNELS(E5m2, e5m2, T, suffix)
 FOR_EACH_FLOAT(QUANTIZE_KERNELS)
+
+// Patches of matrices in memory.
+#define PATCHES_KERNELS(F, format)                                                                                    \
+    KERNEL(256, 2) cast_patches_##format(const __nv_bfloat16* x, CAST_OUTPUT(0), int rows, int padded_rows,           \
+                                         int columns, int is_stochastic) {                                            \
+        cast_patches<F>(InMemory{x}, {CAST_OF(0)});                                                                   \
+    }                                                                                                                 \
+    KERNEL(256, 2) block_patches_1x128_##format(const __nv_bfloat16* x, BLOCKS_OUTPUT(0), int rows, int padded_rows,  \
+                                                int columns, int is_stochastic, BLOCK_RULE) {                         \
+        block_patches<1, F>(InMemory{x}, {BLOCKS_OF(0)});                                                             \
+    }                                                                                                                 \
+    KERNEL(256, 2) block_patches_128x128_##format(const __nv_bfloat16* x, BLOCKS_OUTPUT(0), int rows,                 \
+                                                  int padded_rows, int columns, int is_stochastic, BLOCK_RULE) {      \
+        block_patches<3, F>(InMemory{x}, {BLOCKS_OF(0)});                                                             \
+    }                                                                                                                 \
+    KERNEL(256) cast_gated_grads_##format(const __nv_bfloat16* gate, const __nv_bfloat16* up,                         \
+                                             const __nv_bfloat16* dy, CAST_OUTPUT(0), CAST_OUTPUT(1), int rows,       \
+                                             int padded_rows, int columns, int is_stochastic) {                       \
+        cast_patches<F>(GatedGrads{gate, up, dy}, {CAST_OF(0), CAST_OF(1)});                                          \
+    }                                                                                                                 \
+    KERNEL(256) block_gated_grads_##format(const __nv_bfloat16* gate, const __nv_bfloat16* up,                     \
+                                              const __nv_bfloat16* dy, BLOCKS_OUTPUT(0), BLOCKS_OUTPUT(1), int rows,  \
+                                              int padded_rows, int columns, int is_stochastic, BLOCK_RULE) {          \
+        block_patches<1, F>(GatedGrads{gate, up, dy}, {BLOCKS_OF(0), BLOCKS_OF(1)});                                  \
+    }
+PATCHES_KERNELS(E4m3, e4m3)
+PATCHES_KERNELS(E5m2, e5m2)
+
+// The SwiGLU of gate and up; inputs are E4M3 with every recipe.
+KERNEL(256, 2) cast_gated_input(const __nv_bfloat16* gate, const __nv_bfloat16* up, CAST_OUTPUT(0), int rows,
+                                int padded_rows, int columns, int is_stochastic) {
+    cast_patches<E4m3>(GatedInput{gate, up}, {CAST_OF(0)});
+}
+
+KERNEL(256, 2) block_gated_input(const __nv_bfloat16* gate, const __nv_bfloat16* up, BLOCKS_OUTPUT(0), int rows,
+                                 int padded_rows, int columns, int is_stochastic, BLOCK_RULE) {
+    block_patches<1, E4m3>(GatedInput{gate, up}, {BLOCKS_OF(0)});
+}
+
+// Amaxes of the SwiGLU of gate and up, and of the gradients of gate and up.
+KERNEL(256) amax_gated_input(const __nv_bfloat16* gate, const __nv_bfloat16* up, float* parts, long long n) {
+    amax_source_parts(GatedInput{gate, up}, {parts}, n);
+}
+
+KERNEL(256) amax_gated_grads(const __nv_bfloat16* gate, const __nv_bfloat16* up, const __nv_bfloat16* dy,
+                             float* gate_parts, float* up_parts, long long n) {
+    amax_source_parts(GatedGrads{gate, up, dy}, {gate_parts, up_parts}, n);
+}
+
+// The RMSNorm of x, from 1 / sqrt(mean(x^2) + eps) of each row.
+KERNEL(256, 2) cast_normed_input(const __nv_bfloat16* x, const __nv_bfloat16* w, const float* rstd, CAST_OUTPUT(0),
+                                 int rows, int padded_rows, int columns, int is_stochastic) {
+    cast_patches<E4m3>(NormedInput{x, w, rstd}, {CAST_OF(0)});
+}
+
+KERNEL(256, 2) block_normed_input(const __nv_bfloat16* x, const __nv_bfloat16* w, const float* rstd, BLOCKS_OUTPUT(0),
+                                  int rows, int padded_rows, int columns, int is_stochastic, BLOCK_RULE) {
+    block_patches<1, E4m3>(NormedInput{x, w, rstd}, {BLOCKS_OF(0)});
+}
 
 // transposed [columns, rows] = codes [rows, columns]; both are multiples of 16, and the codes are aligned to 16 bytes.
 KERNEL(256) transpose_codes(const unsigned char* codes, unsigned char* transposed, int rows, int columns) {

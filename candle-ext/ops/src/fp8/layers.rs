@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use super::delayed::{DelayedState, SLOTS};
 use super::format::Fp8Format;
 use super::matrix::Fp8Matrix;
-use super::operands::{self, Fp8Operands, Quantization, ScaleSource, raise_amax};
+use super::operands::{self, AmaxUse, Fp8Operands, Quantization, ScaleSource, raise_amax};
 use super::recipe::{
     Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule,
 };
@@ -67,7 +67,7 @@ enum Scaling {
     Fixed(Tensor),
 }
 
-/// Scales of a linear layer in inference.
+/// Scales of a linear layer, or of an expert's matrix, in inference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fp8LinearScales {
     /// Scale of the input.
@@ -154,15 +154,20 @@ impl Fp8Layers {
     }
 
     /// Creates layers for inference, which multiply in E4M3 with the same scales in every forward. So the output of a row does
-    /// not depend on the others.
-    pub fn with_fixed_scales(scales: &BTreeMap<String, Fp8LinearScales>, device: &Device) -> Result<Self> {
+    /// not depend on the others. A module has scales for each of its matrices.
+    pub fn with_fixed_scales(scales: &BTreeMap<String, Vec<Fp8LinearScales>>, device: &Device) -> Result<Self> {
         // Gradients have no scale.
-        let slots: Vec<f32> = scales.values().flat_map(|layer| [layer.input, layer.weight, 1.0]).collect();
+        let slots: Vec<f32> = scales.values().flatten().flat_map(|matrix| [matrix.input, matrix.weight, 1.0]).collect();
         if slots.iter().any(|scale| !(scale.is_finite() && *scale > 0.0)) {
             bail!("fixed FP8 scales must be positive and finite")
         }
-        let scaling = Scaling::Fixed(Tensor::from_vec(slots, SLOTS * scales.len(), device)?);
-        let modules = scales.keys().map(Fp8Module::linear).collect();
+        let n_slots = slots.len();
+        let scaling = Scaling::Fixed(Tensor::from_vec(slots, n_slots, device)?);
+        let module = |(name, of_matrices): (&String, &Vec<Fp8LinearScales>)| Fp8Module {
+            name: name.clone(),
+            n_matrices: of_matrices.len(),
+        };
+        let modules = scales.iter().map(module).collect();
         Ok(Self::of_scaling(scaling, (Fp8Formats::E4m3, Fp8Rounding::Nearest), modules, device))
     }
 
@@ -355,16 +360,28 @@ impl Fp8Linear {
 
     /// Quantizes the input, or returns what another layer has made of the same tensor.
     pub(super) fn input(&self, x: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        let is_same = |input: &&QuantizedInput| input.id == x.id() && input.operands.serve(orientation);
+        self.add_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
+        self.shared_input(x.id(), orientation, || {
+            self.quantize_without_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)
+        })
+    }
+
+    /// Returns what another layer has made of the input with this id, or the operands and the amax that `quantize` returns.
+    pub(super) fn shared_input(
+        &self,
+        id: TensorId,
+        orientation: Fp8Orientation,
+        quantize: impl FnOnce() -> Result<(Fp8Operands, Option<Tensor>)>,
+    ) -> Result<Fp8Operands> {
+        let is_same = |input: &&QuantizedInput| input.id == id && input.operands.serve(orientation);
         let known = self.layers.lock().as_ref().and_then(|active| active.input.as_ref().filter(is_same).cloned());
         if let Some(QuantizedInput { operands, amax, .. }) = known {
             amax.map_or(Ok(()), |amax| self.raise_amax(Fp8Operand::Input, &amax))?;
-            self.add_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
             return Ok(operands);
         }
-        let (operands, amax) = self.quantize(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
+        let (operands, amax) = quantize()?;
         if let Some(active) = self.layers.lock().as_mut() {
-            active.input = Some(QuantizedInput { id: x.id(), operands: operands.clone(), amax });
+            active.input = Some(QuantizedInput { id, operands: operands.clone(), amax });
         }
         Ok(operands)
     }
@@ -377,6 +394,12 @@ impl Fp8Linear {
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.
     pub(super) fn grad_output(&self, dy: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
         Ok(self.quantize(Fp8Operand::GradOutput, dy, orientation, self.next_gradient_rounding())?.0)
+    }
+
+    /// Returns true unless gradients are rounded at random.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn rounds_gradients_to_nearest(&self) -> bool {
+        self.layers.gradient_rounding == Fp8Rounding::Nearest
     }
 
     /// Returns the rounding of the next gradient, with a key of its own.
@@ -401,9 +424,21 @@ impl Fp8Linear {
         rounding: Fp8Rounding,
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.add_stats(operand, x, orientation, rounding)?;
+        self.quantize_without_stats(operand, x, orientation, rounding)
+    }
+
+    fn quantize_without_stats(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        orientation: Fp8Orientation,
+        rounding: Fp8Rounding,
+    ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.with_scales(operand, x, |rows, source| {
             let format = self.layers.formats.of(operand);
-            operands::quantize(rows, source, Quantization { format, rounding, orientation })
+            // Several layers read the same input.
+            let amax = if operand == Fp8Operand::Input { AmaxUse::OtherSlots } else { AmaxUse::Slot };
+            operands::quantize(rows, source, Quantization { format, rounding, orientation, amax })
         })
     }
 
@@ -440,6 +475,19 @@ impl Fp8Linear {
         }
     }
 
+    /// Returns true if a tensor can be quantized where it is computed: without statistics, and after the first step of delayed
+    /// scaling, whose amaxes other layers share.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn can_quantize_early(&self) -> bool {
+        !self.layers.is_in_first_step() && !self.layers.fake_quantize && self.step_stats().is_none()
+    }
+
+    /// Returns true if scales of whole tensors follow from the tensors themselves.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn scales_are_current(&self) -> bool {
+        matches!(self.layers.scaling, Scaling::Current(_))
+    }
+
     /// Adds the statistics of a tensor that is quantized, if they are collected.
     fn add_stats(
         &self,
@@ -451,7 +499,8 @@ impl Fp8Linear {
         let Some(stats) = self.step_stats() else { return Ok(()) };
         let format = self.format(operand);
         self.with_scales(operand, x, |rows, source| {
-            let matrices = operands::plain_matrices(rows, source, Quantization { format, rounding, orientation })?;
+            let quantization = Quantization { format, rounding, orientation, amax: AmaxUse::Slot };
+            let matrices = operands::plain_matrices(rows, source, quantization)?;
             matrices.iter().try_for_each(|(_, matrix)| self.add_sums(operand, rows, matrix, &stats))
         })
     }

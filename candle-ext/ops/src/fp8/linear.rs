@@ -90,16 +90,19 @@ impl SavedFp8Linear {
         let quantized = self.layer.grad_output(dy, orientation)?;
         if !context.defers() {
             self.add_grads(dy, &quantized)?;
-            return self.grad_x(&quantized);
+            return self.grad_x(&quantized, context);
         }
-        let (dx, dy) = (self.grad_x(&quantized)?, dy.clone());
+        let (dx, dy) = (self.grad_x(&quantized, context)?, dy.clone());
         context.defer(move || self.add_grads(&dy, &quantized))?;
         Ok(dx)
     }
 
     fn add_grads(&self, dy: &Tensor, quantized: &Fp8Operands) -> Result<()> {
         if let (Some(sink), Some(input)) = (self.w.sink(), &self.input) {
-            let x = self.layer.input(&input.get()?, Fp8Orientation::Columnwise)?;
+            let x = on_device!("linear", dy, {
+                cpu => self.layer.input(&input.get()?, Fp8Orientation::Columnwise)?,
+                cuda => self.layer.saved_input(input, Fp8Orientation::Columnwise)?,
+            });
             let (x, dy) = (x.columnwise()?, quantized.columnwise()?);
             on_device!("linear", dy.codes, {
                 cpu => grad_w_cpu(dy, x, sink, self.dims)?,
@@ -115,19 +118,29 @@ impl SavedFp8Linear {
         }
     }
 
-    fn grad_x(&self, dy: &Fp8Operands) -> Result<Option<Tensor>> {
+    #[cfg_attr(
+        not(any(feature = "cuda", feature = "emulate")),
+        expect(unused_variables, reason = "only CUDA adds to the accumulated gradient")
+    )]
+    fn grad_x(&self, dy: &Fp8Operands, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
         let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
         let w = quantized_weight(&self.layer, &self.w, Fp8Orientation::Columnwise)?;
         let (dy, w) = (dy.rowwise()?, w.columnwise()?);
         on_device!("linear", dy.codes, {
             cpu => Ok(Some(storage::tensor(grad_x_cpu(dy, w, *dtype, self.dims)?, shape.as_slice()))),
-            cuda => Ok(Some(cuda::grad_x(dy, w, *dtype, self.dims)?.reshape(shape.as_slice())?)),
+            cuda => {
+                let sum = match cuda::adds_to_sum(dy, self.dims) {
+                    true => context.accumulated(0, *dtype, shape)?,
+                    false => None,
+                };
+                Ok(Some(cuda::grad_x(dy, w, sum.as_ref(), *dtype, self.dims)?.reshape(shape.as_slice())?))
+            },
         })
     }
 }
 
 /// Returns the quantized weight, from the copy in its buffer if there is one.
-fn quantized_weight(layer: &Fp8Linear, w: &Weight, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+pub(super) fn quantized_weight(layer: &Fp8Linear, w: &Weight, orientation: Fp8Orientation) -> Result<Fp8Operands> {
     w.fp8_copy(|copy| copy.for_matmuls(orientation), |value| layer.quantized_weight(value, orientation))
 }
 

@@ -9,9 +9,12 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod cuda;
 mod delayed;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod early;
 mod fake_quantize;
 mod format;
 mod groups;
+mod kernels;
 mod layers;
 mod linear;
 mod matrix;
@@ -20,10 +23,12 @@ mod recipe;
 mod rounding;
 mod sharded;
 mod stats;
+mod swiglu_mlp;
 
 pub(crate) use fake_quantize::fake_quantized_linear;
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
 pub(crate) use groups::Groups;
+pub use kernels::Fp8Kernels;
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Module};
 pub(crate) use linear::fp8_linear;
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
@@ -33,3 +38,4 @@ pub use recipe::{
 };
 pub use rounding::Fp8Rounding;
 pub use stats::{Fp8StepStats, Fp8TensorStats};
+pub use swiglu_mlp::fp8_swiglu_mlp;

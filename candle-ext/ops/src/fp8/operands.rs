@@ -47,6 +47,17 @@ pub(super) struct Quantization {
     pub(super) format: Fp8Format,
     pub(super) rounding: Fp8Rounding,
     pub(super) orientation: Fp8Orientation,
+    /// Use of the amax of a matrix with a delayed scale.
+    pub(super) amax: AmaxUse,
+}
+
+/// Use of the amax of a matrix with a delayed scale, apart from its slot.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum AmaxUse {
+    /// None.
+    Slot,
+    /// Other layers that read the matrix raise their slots by it.
+    OtherSlots,
 }
 
 impl Fp8Operands {
@@ -89,6 +100,16 @@ impl Fp8Operands {
         Ok(Some(Self { rowwise: Some(rowwise.clone()), columnwise: Some(columnwise) }))
     }
 
+    /// Returns the operands of rowwise and columnwise codes for cuBLASLt.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn of_gemm_codes(codes: [Option<cuda::GemmCodes>; 2], format: Fp8Format) -> Self {
+        let matrix = |cuda::GemmCodes { codes, scale_inv, block }| {
+            Fp8Matrix::in_order_of_cublas_lt(codes, scale_inv, format, block)
+        };
+        let [rowwise, columnwise] = codes.map(|codes| codes.map(matrix));
+        Self { rowwise, columnwise }
+    }
+
     /// Returns the operand of matmuls that sum over the columns.
     pub(super) fn rowwise(&self) -> Result<&Fp8Matrix> {
         operand(&self.rowwise)
@@ -123,30 +144,33 @@ pub(super) fn quantize(
 fn quantize_on_cuda(
     x: &Tensor,
     source: ScaleSource<'_>,
-    Quantization { format, rounding, orientation }: Quantization,
+    Quantization { format, rounding, orientation, amax: amax_use }: Quantization,
 ) -> Result<(Fp8Operands, Option<Tensor>)> {
-    let encoding = (format, rounding);
-    let (codes, amax) = match source {
-        ScaleSource::Fixed { scale } => (cuda::cast_operands(x, scale, None, orientation, encoding)?, None),
+    let (encoding, matrix) = (cuda::CodeEncoding { format, orientation }, cuda::CastSource::Matrix(x));
+    let cast = |scale: &Tensor, record: Option<(&Tensor, Option<&Tensor>)>| {
+        cuda::cast_operands(matrix, [cuda::CastScale { scale, record, rounding }], encoding)
+    };
+    let ([codes], amax) = match source {
+        ScaleSource::Fixed { scale } => (cast(scale, None)?, None),
         ScaleSource::Delayed { scale, slot } => {
-            let amax = Tensor::zeros(1, DType::F32, x.device())?;
-            (cuda::cast_operands(x, scale, Some([&amax, slot]), orientation, encoding)?, Some(amax))
+            let zero = || Tensor::zeros(1, DType::F32, x.device());
+            let amax = (amax_use == AmaxUse::OtherSlots).then(zero).transpose()?;
+            (cast(scale, Some((slot, amax.as_ref())))?, amax)
         }
         ScaleSource::First { rule, slot } => {
             let [amax, scale] = cuda::current_scale(x, rule, format)?;
             cuda::raise_amax(slot, &amax)?;
-            (cuda::cast_operands(x, &scale, None, orientation, encoding)?, Some(amax))
+            (cast(&scale, None)?, Some(amax))
         }
         ScaleSource::Current(rule) => {
             let [_, scale] = cuda::current_scale(x, rule, format)?;
-            (cuda::cast_operands(x, &scale, None, orientation, encoding)?, None)
+            (cast(&scale, None)?, None)
         }
-        ScaleSource::Blockwise(rule, operand) => (cuda::block_operands(x, rule, operand, orientation, encoding)?, None),
+        ScaleSource::Blockwise(rule, operand) => {
+            (cuda::block_operands(matrix, [rounding], (rule, operand), encoding)?, None)
+        }
     };
-    let matrix =
-        |cuda::GemmCodes { codes, scale_inv, block }| Fp8Matrix::in_order_of_cublas_lt(codes, scale_inv, format, block);
-    let [rowwise, columnwise] = codes.map(|codes| codes.map(matrix));
-    Ok((Fp8Operands { rowwise, columnwise }, amax))
+    Ok((Fp8Operands::of_gemm_codes(codes, format), amax))
 }
 
 fn quantize_on_cpu(
@@ -178,7 +202,7 @@ fn quantize_on_cpu(
 pub(super) fn plain_matrices(
     x: &Tensor,
     source: ScaleSource<'_>,
-    Quantization { format, rounding, orientation }: Quantization,
+    Quantization { format, rounding, orientation, .. }: Quantization,
 ) -> Result<Vec<(Fp8Orientation, Fp8Matrix)>> {
     let (rule, operand) = match source {
         ScaleSource::Fixed { scale } | ScaleSource::Delayed { scale, .. } => {

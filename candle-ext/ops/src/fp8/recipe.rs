@@ -106,6 +106,17 @@ impl Fp8Operand {
 }
 
 impl Fp8Orientation {
+    /// Returns the orientation that serves these matmuls; `None` if there are none.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(super) fn of(is_rowwise: bool, is_columnwise: bool) -> Option<Self> {
+        match (is_rowwise, is_columnwise) {
+            (true, true) => Some(Self::Both),
+            (true, false) => Some(Self::Rowwise),
+            (false, true) => Some(Self::Columnwise),
+            (false, false) => None,
+        }
+    }
+
     pub(super) fn is_rowwise(self) -> bool {
         self != Self::Columnwise
     }

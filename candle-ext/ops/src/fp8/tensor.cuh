@@ -71,9 +71,12 @@ struct Cast {
             __syncthreads();
             transpose(shared, first_row, first_column);
         }
-        if (amax) {
+        if (slot) {
             most = block_max(most);
-            if (threadIdx.x == 0 && most > 0.0f) raise(amax, most), raise(slot, most);
+            if (threadIdx.x == 0 && most > 0.0f) {
+                raise(slot, most);
+                if (amax) raise(amax, most);
+            }
         }
         if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) scale_inv[0] = 1.0f / factor;
     }

@@ -13,7 +13,11 @@ use crate::backward::BackwardContext;
 use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::recording::recompute_norm_with;
 use crate::recording::{recompute_with, record, requires_grad};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::saved::NormInputs;
 use crate::span::span;
 use crate::storage::{self, host};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -74,7 +78,15 @@ pub fn rms_norm_cost(n_elements: u64, dtype: DType) -> Cost {
 /// Records the norm y of x; `input` is x, contiguous.
 fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option<Tensor>), eps: f32) -> Tensor {
     let (saved, weight) = (input.clone(), w.clone());
-    recompute_with(&y, move || Ok(forward(&saved, &weight, weight.dims()[0], eps)?.0));
+    let compute = move || Ok(forward(&saved, &weight, weight.dims()[0], eps)?.0);
+    match &rstd {
+        #[cfg(any(feature = "cuda", feature = "emulate"))]
+        Some(rstd) if input.dtype() == y.dtype() => {
+            let norm = NormInputs { id: y.id(), x: input.clone(), rstd: rstd.clone(), weight: w.clone() };
+            recompute_norm_with(norm, compute);
+        }
+        _ => recompute_with(&y, compute),
+    }
     let (weight, wants_dx) = (w.clone(), requires_grad(x));
     record("rms_norm", [x.into(), w.into()], y, move |dy, context| {
         let saved = SavedNorm { input: &input, weight: &weight, rstd: rstd.as_ref(), eps };

@@ -1,8 +1,7 @@
 // swiglu: n_rows rows of `width` elements, W at a time. Rows of gate and up start `stride` elements apart, those of y
 // `width`. A block has some columns of every gridDim.y-th row.
 #include "common.cuh"
-
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+#include "gated.cuh"
 
 // y = gate sigmoid(gate) up
 template <int W, typename T>
@@ -13,8 +12,7 @@ __device__ void forward(const T* gate, const T* up, T* y, int n_rows, long long 
             const auto up_pack = load<W>(up + row * stride + i);
 #pragma unroll
             for (int j = 0; j < W; ++j) {
-                const float g = widen(pack.at[j]);
-                pack.at[j] = narrow<T>(g * sigmoid(g) * widen(up_pack.at[j]));
+                pack.at[j] = narrow<T>(gated(widen(pack.at[j]), widen(up_pack.at[j])));
             }
             store(y + row * width + i, pack);
         }
@@ -32,10 +30,9 @@ __device__ void backward(const T* gate, const T* up, const T* dy, T* d_gate, T* 
             const auto dy_pack = load<W>(dy + row * width + i);
 #pragma unroll
             for (int j = 0; j < W; ++j) {
-                const float g = widen(gate_pack.at[j]), u = widen(up_pack.at[j]), dy = widen(dy_pack.at[j]);
-                const float s = sigmoid(g);
-                gate_pack.at[j] = narrow<T>(dy * u * s * (1.0f + g * (1.0f - s)));
-                up_pack.at[j] = narrow<T>(dy * g * s);
+                const GatedGrad grad(widen(gate_pack.at[j]), widen(up_pack.at[j]), widen(dy_pack.at[j]));
+                gate_pack.at[j] = narrow<T>(grad.gate);
+                up_pack.at[j] = narrow<T>(grad.up);
             }
             store(d_gate + at, gate_pack);
             store(d_up + at, up_pack);

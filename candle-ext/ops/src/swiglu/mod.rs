@@ -67,6 +67,16 @@ fn backward(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
     })
 }
 
+/// Returns the gradients of contiguous gate and up.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) fn swiglu_grads([gate, up]: [&Tensor; 2], dy: &Tensor) -> Result<[Tensor; 2]> {
+    let grads = backward(&GateUp::Two(gate.clone(), up.clone()), dy)?;
+    match <[Tensor; 2]>::try_from(grads) {
+        Ok(grads) => Ok(grads),
+        Err(_) => bail!("swiglu: gate and up have a gradient each"),
+    }
+}
+
 fn forward_cpu(source: &GateUp) -> Result<Tensor> {
     let mut y = FloatBuf::unwritten(source.tensor().dtype(), source.shape().elem_count())?;
     with_inputs(source, |inputs| {

@@ -13,6 +13,7 @@ mod dropout;
 mod embedding;
 mod fp8;
 mod fp8_experts;
+mod fp8_fused;
 mod grad_scaler;
 mod in_place;
 mod invariants;

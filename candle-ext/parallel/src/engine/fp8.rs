@@ -22,11 +22,17 @@ pub struct Fp8LayerStats {
 }
 
 impl Engine {
-    /// Makes linear layers multiply in FP8 with fixed scales in evaluation and inference, by module name. Others compute in the
-    /// compute dtype.
-    pub fn with_fp8_scales(self, scales: &BTreeMap<String, Fp8LinearScales>) -> Result<Self> {
-        if let Some(unknown) = scales.keys().find(|module| !self.has_linear(module)) {
-            bail!("the model has no linear layer {unknown}, for which there are FP8 scales")
+    /// Makes linear layers and routed experts multiply in FP8 with fixed scales in evaluation and inference, by module name.
+    /// Others compute in the compute dtype.
+    pub fn with_fp8_scales(self, scales: &BTreeMap<String, Vec<Fp8LinearScales>>) -> Result<Self> {
+        for (module, matrices) in scales {
+            match self.n_matrices(module) {
+                None => bail!("the model has no linear layer or experts {module}, for which there are FP8 scales"),
+                Some(n) if n != matrices.len() => {
+                    bail!("{module}: there are FP8 scales of {} matrices, and the model has {n}", matrices.len())
+                }
+                Some(_) => {}
+            }
         }
         let fp8 = Fp8Layers::with_fixed_scales(scales, &self.device)?;
         Ok(Self { store: self.store.with_fp8(fp8)?, ..self })
@@ -38,20 +44,29 @@ impl Engine {
         self.store.fp8().filter(|fp8| fp8.has_fixed_scales()).map(|fp8| fp8.enable(0)).transpose()
     }
 
-    fn has_linear(&self, module: &str) -> bool {
-        self.model.layers().flat_map(LayerSpec::linears).any(|linear| linear.module == module)
+    /// Returns the matrices of a linear layer or of routed experts; `None` if the model has no such module.
+    fn n_matrices(&self, module: &str) -> Option<usize> {
+        let of_layer = |layer: &LayerSpec| {
+            let experts = layer.expert_matrices().find(|matrix| matrix.name == module).map(|matrix| matrix.n_experts);
+            experts.or_else(|| layer.linears().any(|linear| linear.module == module).then_some(1))
+        };
+        self.model.layers().find_map(of_layer)
     }
 
-    /// Returns the current scales of delayed scaling of linear layers by module name; `None` with another recipe or without FP8.
-    pub fn fp8_scales(&self) -> Result<Option<BTreeMap<String, Fp8LinearScales>>> {
+    /// Returns the current scales of delayed scaling by module name, those of each matrix; `None` with another recipe or without
+    /// FP8. MTP layers, which compute in the compute dtype, have none.
+    pub fn fp8_scales(&self) -> Result<Option<BTreeMap<String, Vec<Fp8LinearScales>>>> {
         let Some(fp8) = self.store.fp8().filter(|fp8| fp8.amaxes().is_some()) else { return Ok(None) };
-        let of_layer = |layer: Fp8LayerState| {
-            let scales = to_host(&layer.scales.contiguous()?)?.to_vec1::<f32>()?;
-            let of = |operand: Fp8Operand| scales[operand as usize];
-            Ok((layer.module, Fp8LinearScales { input: of(Fp8Operand::Input), weight: of(Fp8Operand::Weight) }))
+        let of_module = |module: Fp8LayerState| {
+            let scales = to_host(&module.scales.contiguous()?)?.to_vec1::<f32>()?;
+            let of_matrix = |scales: &[f32; Fp8Operand::ALL.len()]| {
+                let of = |operand: Fp8Operand| scales[operand as usize];
+                Fp8LinearScales { input: of(Fp8Operand::Input), weight: of(Fp8Operand::Weight) }
+            };
+            Ok((module.module, scales.as_chunks().0.iter().map(of_matrix).collect()))
         };
-        let linears = fp8.states()?.into_iter().filter(|layer| self.has_linear(&layer.module));
-        linears.map(of_layer).collect::<Result<_>>().map(Some)
+        let of_model = fp8.states()?.into_iter().filter(|module| self.n_matrices(&module.module).is_some());
+        of_model.map(of_module).collect::<Result<_>>().map(Some)
     }
 
     /// Updates the scales of delayed scaling from the largest amaxes of all ranks, for the next step. Collective.

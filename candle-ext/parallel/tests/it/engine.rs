@@ -18,7 +18,7 @@ use serde_json::json;
 
 const VOCAB: u32 = 50;
 
-fn config(tied: bool) -> Config {
+pub(crate) fn config(tied: bool) -> Config {
     Config::from_json(json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -42,6 +42,12 @@ fn engine_with(
     cpu_offload: CpuOffload,
     checkpointing: ActivationCheckpointing,
 ) -> Engine {
+    let store = filled_store(&model, dtypes, cpu_offload);
+    let plan = vec![checkpointing; model.n_blocks()];
+    Engine::new(model, store, plan, Arc::new(Solo), Device::Cpu)
+}
+
+pub(crate) fn filled_store(model: &Model, dtypes: ParamDtypes, cpu_offload: CpuOffload) -> ParamStore {
     let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload, fp8_param_gather: false };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     store
@@ -54,11 +60,10 @@ fn engine_with(
             Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
         })
         .unwrap();
-    let plan = vec![checkpointing; model.n_blocks()];
-    Engine::new(model, store, plan, Arc::new(Solo), Device::Cpu)
+    store
 }
 
-fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
+pub(crate) fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
     let mut ends = vec![0];
     let (mut ids, mut targets, mut positions) = (Vec::new(), Vec::new(), Vec::new());
     for sequence in sequences {
@@ -77,7 +82,7 @@ fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
     }
 }
 
-fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
+pub(crate) fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(11);
     let mut token = || {
         let target = if rng.random_bool(0.3) { Micro::IGNORED } else { i64::from(rng.random_range(0..VOCAB)) };
@@ -114,7 +119,7 @@ fn offloaded_weights_give_the_same_gradients() {
 }
 
 /// Computes forward and backward of one micro-batch; returns its part of the step's mean loss.
-fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
+pub(crate) fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
     let sum = forward_backward(engine, micro, &scale_of(of), key);
     f64::from(sum.to_scalar::<f32>().unwrap()) / n_targets(of)
 }
@@ -144,7 +149,7 @@ fn flat(x: &Tensor) -> Vec<f32> {
     x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
 }
 
-fn grads(engine: &Engine) -> Vec<(String, Vec<f32>)> {
+pub(crate) fn grads(engine: &Engine) -> Vec<(String, Vec<f32>)> {
     engine.store().states().unwrap().into_iter().map(|state| (state.name, flat(&state.grad))).collect()
 }
 

@@ -4,6 +4,7 @@
 mod cpu_offload;
 mod engine;
 mod experts;
+mod fp8_fused;
 mod inference;
 mod memory;
 mod modes;

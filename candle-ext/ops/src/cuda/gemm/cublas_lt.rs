@@ -74,6 +74,15 @@ pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
     CublasLt::with(device, |library| unsafe { library.run(gemm, device) }.map_err(|error| failed(&error)))
 }
 
+/// Drops the descriptors and algorithms of all devices.
+pub(crate) fn forget_plans() {
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    devices.values_mut().for_each(|library| {
+        library.plans.clear();
+        library.grouped.clear();
+    });
+}
+
 impl CublasLt {
     /// Calls `f` with the state of a device, whose context is then this thread's.
     fn with<T>(device: &CudaDevice, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {

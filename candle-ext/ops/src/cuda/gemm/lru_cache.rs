@@ -29,6 +29,10 @@ impl<K: Copy + Eq + Hash, V> LruCache<K, V> {
         Some(&mut entry.value)
     }
 
+    pub(super) fn clear(&mut self) {
+        self.entries.clear();
+    }
+
     pub(super) fn insert(&mut self, key: K, value: V) {
         self.clock += 1;
         if self.entries.len() >= self.capacity && !self.entries.contains_key(&key) {
@@ -50,6 +54,8 @@ mod tests {
         assert_eq!(map.get(&1), Some(&mut 10));
         map.insert(4, 40);
         assert_eq!([1, 2, 3, 4].map(|key| map.get(&key).copied()), [Some(10), None, Some(30), Some(40)]);
+        map.clear();
+        assert_eq!(map.get(&1), None);
     }
 
     #[test]

@@ -29,6 +29,8 @@ mod search;
 use candle_core::{DType, Result};
 
 use super::{Arg, Gpu, kernels, suffix};
+#[cfg(feature = "cuda")]
+pub(crate) use cublas_lt::forget_plans;
 use grouped::{GroupedGemm, GroupedProblems};
 pub(crate) use operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{KERNELS, KernelBlock, OP, name_of, rounding_args};
+use super::blocks::KernelBlock;
+use super::{KERNELS, OP, name_of, rounding_args};
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Out, address, gpu, suffix};
 use crate::fp8::format::{FP8_BLOCK, Fp8Format};
 use crate::fp8::recipe::{ScaleRule, largest_number};

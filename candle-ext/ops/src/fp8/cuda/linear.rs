@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::MULTIPLE;
 use crate::cuda::gemm::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
-use crate::cuda::{Out, address, gpu};
+use crate::cuda::{DeviceAddress, Out, address, gpu};
 use crate::fp8::matrix::Fp8Matrix;
 use crate::gemm::Accumulate;
 use crate::quantized::ScaleBlock;
@@ -38,13 +38,20 @@ pub(crate) fn forward(
         bail!("{OP}: on CUDA the bias must have the output's dtype {out_dtype:?}, not {:?}", bias.dtype())
     }
     let bias = bias.map(|bias| address(OP, bias)).transpose()?;
-    let y = multiply_rows([x, w], dims.n, (out_dtype, Fp8Accumulation::Fast), bias)?;
+    let addends = Addends { bias, sum: None };
+    let y = multiply_rows([x, w], dims.n, (out_dtype, Fp8Accumulation::Fast), addends)?;
     y.narrow(0, 0, dims.t)
 }
 
-/// Returns dx = dy w [t, k], from the transposed w.
-pub(crate) fn grad_x(dy: &Fp8Matrix, w: &Fp8Matrix, dtype: DType, dims: Dims) -> Result<Tensor> {
-    multiply_rows([dy, w], dims.k, (dtype, Fp8Accumulation::Split), None)?.narrow(0, 0, dims.t)
+/// Returns true if [`grad_x`] can add to a sum. Padded rows have no sum, and no GPU has run sums with scales per block.
+pub(crate) fn adds_to_sum(dy: &Fp8Matrix, dims: Dims) -> bool {
+    dims.t.is_multiple_of(MULTIPLE) && dy.block == ScaleBlock::Tensor
+}
+
+/// Returns dx = dy w [t, k], from the transposed w, plus a `sum` of the same shape and dtype if [`adds_to_sum`].
+pub(crate) fn grad_x(dy: &Fp8Matrix, w: &Fp8Matrix, sum: Option<&Tensor>, dtype: DType, dims: Dims) -> Result<Tensor> {
+    let addends = Addends { bias: None, sum: sum.map(|sum| address(OP, sum)).transpose()? };
+    multiply_rows([dy, w], dims.k, (dtype, Fp8Accumulation::Split), addends)?.narrow(0, 0, dims.t)
 }
 
 /// Computes dw = [dw +] dy^T x, from the transposed dy and x.
@@ -61,18 +68,24 @@ pub(crate) fn grad_w(dy: &Fp8Matrix, x: &Fp8Matrix, (dw, accumulate): (&Tensor, 
     unsafe { gemm.run(gpu(OP, &dy.codes)?) }
 }
 
-/// Returns a [rows, width] = left right^T, plus a bias [width]. Rows are padded.
+/// Addresses of what is added to a matmul before it is rounded: a bias [width] and a matrix [rows, width].
+struct Addends {
+    bias: Option<DeviceAddress>,
+    sum: Option<DeviceAddress>,
+}
+
+/// Returns left right^T [rows, width] plus the addends. Rows are padded.
 fn multiply_rows(
     operands: [&Fp8Matrix; 2],
     width: usize,
     (dtype, accumulation): (DType, Fp8Accumulation),
-    bias: Option<u64>,
+    Addends { bias, sum }: Addends,
 ) -> Result<Tensor> {
     let on = gpu(OP, &operands[0].codes)?;
     let product = product(operands, accumulation)?;
     let out = Out::new(on, dtype, product.m * width)?;
-    let gemm = Gemm { c: out.address, c_dtype: dtype, bias, ..product };
-    // SAFETY: the operands are [m, k] and [width, k], the output [m, width], the bias [width].
+    let gemm = Gemm { c: out.address, c_dtype: dtype, bias, plus: sum, ..product };
+    // SAFETY: the operands are [m, k] and [width, k], output and sum [m, width], the bias [width].
     unsafe { gemm.run(on)? };
     Ok(out.into_tensor((gemm.m, width)))
 }
