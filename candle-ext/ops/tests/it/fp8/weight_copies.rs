@@ -1,4 +1,4 @@
-//! FP8 copies of weights in their buffers, whole and in parts.
+//! FP8 copies of weights in their buffers, of whole weights and of shards.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{FlatBuffer, Fp8Recipe, GradSink, OutputDtype, Weight, amax, linear};
