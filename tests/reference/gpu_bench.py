@@ -62,7 +62,7 @@ BASES = {"4B": (SHAPES["Qwen3-4B"], {}), "8B": (LLAMA_8B, BF16_STATE)}
 NAMED = {f"{name}-{precision}": (config, keys if precision == "bf16" else {**keys, "precision": {"recipe": precision}},
                                  None, None)
          for name, (config, keys) in BASES.items() for precision in ("bf16", *FP8_RECIPES)}
-NAMED |= {"MoE-dense-twin": (DENSE_TWIN, {}, None, None), "MoE": (QWEN_MOE, {}, None, None),
+NAMED |= {"MoE-dense-twin": (DENSE_TWIN, {}, None, None), "MoE": (QWEN_MOE, {"model": {"experts_implementation": "auto"}}, None, None),
           "MoE-fused": (QWEN_MOE, {"model": {"experts_implementation": "fused"}}, None, None),
           "MoE-delayed": (QWEN_MOE, {"precision": {"recipe": "delayed"}}, None, None)}
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

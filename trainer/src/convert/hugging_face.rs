@@ -14,7 +14,7 @@ const ONE_RATE: &str = "both factors of an adapter have one learning rate";
 pub(super) const KERNELS: &str = "fused kernels are always used";
 pub(super) const NO_DORA: &str = "DoRA is not supported; a plain LoRA adapter trains";
 pub(super) const NO_MODULES: &str = "training whole modules together with an adapter is not supported";
-pub(super) const PREPARED: &str = "data are tokenized once and read from the cache";
+pub(super) const PREPARED: &str = "data are tokenized once and read from the cache; data.streaming needs train_iters, and excludes held-out rows and a mixture";
 pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
 pub(super) const TEMPLATE: &str =
     "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
@@ -89,7 +89,7 @@ pub(super) const RULES: KeyRules = &[
     ("load_best_model_at_end", KeyRule::By(best_model)),
     ("metric_for_best_model", KeyRule::By(best_metric)),
     ("greater_is_better", KeyRule::Elsewhere),
-    ("early_stopping_patience", KeyRule::Unless("early stopping is not supported")),
+    ("early_stopping_patience", KeyRule::By(early_stopping)),
     ("report_to", KeyRule::Elsewhere),
     ("run_name", KeyRule::To("run_name")),
     ("push_to_hub", KeyRule::Unless(HUB)),
@@ -105,10 +105,36 @@ pub(super) const RULES: KeyRules = &[
     // Keys of both toolkits that transformers' arguments lack.
     ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
-    ("streaming", KeyRule::Unless(PREPARED)),
+    ("streaming", KeyRule::By(streaming)),
     ("loraplus_lr_ratio", KeyRule::Nothing(ONE_RATE)),
     ("loraplus_lr_embedding", KeyRule::Nothing(ONE_RATE)),
 ];
+
+/// Converts the patience of transformers' `EarlyStoppingCallback`, a number of evaluations.
+pub(super) fn early_stopping(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    match item.whole() {
+        None => converter.fail(item, "a number of evaluations"),
+        Some(0) => converter.built_in(item, "off"),
+        Some(patience) => converter.map(item, [("early_stopping.patience", patience.into())]),
+    }
+}
+
+/// Converts streaming, if the recipe may have it.
+fn streaming(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    let is_set = |key: &str| converter.get(key).and_then(|item| item.number()).is_some_and(|number| number > 0.0);
+    let is_mixed = converter.get("mix_strategy").is_some_and(|mix| mix.text() != Some("concat"));
+    match item.flag() {
+        None => converter.fail(item, "true or false"),
+        Some(false) => converter.built_in(item, "off"),
+        Some(true) if !is_set("max_steps") || is_set("val_size") || is_set("val_set_size") || is_mixed => {
+            converter.nothing(item, PREPARED);
+        }
+        Some(true) => {
+            let note = "rows are shuffled and packed within chunks of data.buffer_size rows";
+            converter.change(item, [("data.streaming", true.into())], note);
+        }
+    }
+}
 
 /// Converts the number of optimizer steps.
 fn max_steps(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

@@ -44,10 +44,10 @@ pub struct ModelSection {
     /// the case, else `fused`. Of transformers' names, `sdpa`, `flash_attention_2` and `flash_attention_3` are `auto` and
     /// `eager` is `reference`. Results differ by rounding only.
     pub attn_implementation: Option<AttnImplementation>,
-    /// The implementation of the experts' matmuls on a GPU: `auto` (default), `fused` (Candlewick's kernels), `cutlass`
+    /// The implementation of the experts' matmuls on a GPU: `fused` (default; Candlewick's kernels), `cutlass`
     /// (CUTLASS's grouped GEMM, in bf16 on Hopper, if the program was built with it) or `cublas` (cuBLASLt's grouped GEMM, in
     /// 16-bit dtypes: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer). `auto` is `cutlass` if it supports the
-    /// case, else `fused`. Results differ by rounding only.
+    /// case, else `fused`. Results differ by rounding only. `cutlass` has not run on a GPU yet.
     pub experts_implementation: Option<ExpertsImplementation>,
     /// `true` makes attention bit-reproducible. Default `false`. Only cuDNN's backward is nondeterministic: with `true`,
     /// `auto` selects `fused`, and `cudnn` needs memory quadratic in the sequence length on Hopper.
@@ -135,9 +135,9 @@ pub enum AttnImplementation {
 #[serde(rename_all = "snake_case")]
 pub enum ExpertsImplementation {
     /// CUTLASS if it supports the case, else Candlewick's kernels.
-    #[default]
     Auto,
     /// Candlewick's kernels.
+    #[default]
     Fused,
     /// cuBLASLt's grouped GEMM.
     Cublas,

@@ -178,6 +178,25 @@ fn values_in_the_forms_of_pythons_yaml_are_read() {
 }
 
 #[test]
+fn early_stopping_streams_and_mixtures_of_llama_factory_are_those_of_a_recipe() {
+    let head = "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset_dir: ONLINE\n";
+    let mixed = "dataset: c/d,e/f\nmix_strategy: interleave_over\ninterleave_probs: 0.75,0.25\nmask_history: true\nearly_stopping_steps: 4\n";
+    let found = recipe(&convert_text(&format!("{head}{mixed}"), None).unwrap());
+    assert_eq!(found["data"]["stopping_strategy"], "all_exhausted");
+    assert_eq!(found["data"]["masking_strategy"], "train_on_last");
+    assert_eq!(found["data"]["sources"][0]["weight"], 0.75);
+    assert_eq!(found["data"]["sources"][1]["weight"], 0.25);
+    assert_eq!(found["early_stopping"]["patience"], 4);
+    let error = convert_text(&format!("{head}{}", mixed.replace("0.75,0.25", "0.75")), None).unwrap_err().to_string();
+    assert!(error.contains("a number for each data set"), "{error}");
+    let stream = "dataset: c/d\nstreaming: true\n";
+    let limited = convert_text(&format!("{head}{stream}max_steps: 9\n"), None).unwrap();
+    assert_eq!(recipe(&limited)["data"]["streaming"], true);
+    let unlimited = convert_text(&format!("{head}{stream}"), None).unwrap();
+    assert!(unlimited.report.of(FindingKind::NoCounterpart).any(|finding| finding.key == "streaming"));
+}
+
+#[test]
 fn two_keys_with_different_values_for_one_setting_are_refused() {
     let text = format!("{AXOLOTL}dataset_processes: 2\ndataset_num_proc: 3\n");
     refused(&text, 6, &["dataset_num_proc and dataset_processes", "data.num_proc"]);

@@ -38,8 +38,12 @@ fn convert(converter: &mut Converter<'_>, item: &ForeignItem<'_>, path: &str) {
             },
             None => named(name, &folder, is_online, &mut notes),
         };
-        list.push(Json::Object(limited(source, limit)));
+        list.push(limited(source, limit));
     }
+    if path == "data.sources" {
+        add_weights(converter, &mut list);
+    }
+    let list = list.into_iter().map(Json::Object).collect();
     let settings = vec![(path, Json::Array(list))];
     match notes.is_empty() {
         true => converter.record(FindingKind::Mapped, item, settings.clone(), ""),
@@ -49,6 +53,28 @@ fn convert(converter: &mut Converter<'_>, item: &ForeignItem<'_>, path: &str) {
         if let Some(item) = converter.get(key) {
             let recipe = settings.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
             converter.note(FindingKind::Mapped, &item, recipe, "");
+        }
+    }
+}
+
+/// Adds the weights of interleaved sources, a number for each of them.
+fn add_weights(converter: &mut Converter<'_>, sources: &mut [Map<String, Json>]) {
+    let Some(item) = converter.get("interleave_probs") else { return };
+    if converter.get("mix_strategy").is_none_or(|mix| mix.text() == Some("concat")) {
+        return converter.built_in(&item, "without an interleaving mix_strategy it has no effect");
+    }
+    // LLaMA-Factory reads one text with commas.
+    let numbers: Option<Vec<f64>> = match item.text() {
+        Some(text) => text.split(',').map(|number| number.trim().parse().ok()).collect(),
+        None => item.items().iter().map(ForeignItem::number).collect(),
+    };
+    match numbers.filter(|numbers| numbers.len() == sources.len()) {
+        None => converter.fail(&item, "a number for each data set"),
+        Some(numbers) => {
+            for (source, weight) in sources.iter_mut().zip(&numbers) {
+                source.insert("weight".into(), json!(weight));
+            }
+            converter.note(FindingKind::Mapped, &item, vec![("data.sources.N.weight".to_owned(), json!(numbers))], "");
         }
     }
 }

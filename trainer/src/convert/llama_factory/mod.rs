@@ -77,14 +77,14 @@ const RULES: KeyRules = &[
     ("cutoff_len", KeyRule::To("data.max_length")),
     ("model_max_length", KeyRule::BuiltIn("data.max_length limits the rows")),
     ("train_on_prompt", KeyRule::By(hugging_face::train_on_prompts)),
-    ("mask_history", KeyRule::Unless("all answers are targets; `train: false` in a message masks it")),
+    ("mask_history", KeyRule::By(mask_history)),
     ("packing", KeyRule::By(packing)),
     ("neat_packing", KeyRule::By(neat_packing)),
     ("val_size", KeyRule::By(hugging_face::held_out_rows)),
     ("eval_on_each_dataset", KeyRule::Unless("the evaluation data have one loss together")),
     ("buffer_size", KeyRule::BuiltIn(PREPARED)),
     ("mix_strategy", KeyRule::By(mix)),
-    ("interleave_probs", KeyRule::Nothing("data.sources.N.sample_ratio or sample_count set the parts of sources")),
+    ("interleave_probs", KeyRule::Elsewhere),
     ("preprocessing_num_workers", KeyRule::To("data.num_proc")),
     ("preprocessing_batch_size", KeyRule::BuiltIn("rows are tokenized one by one, in parallel")),
     ("overwrite_cache", KeyRule::BuiltIn("the token cache detects changed data")),
@@ -102,7 +102,7 @@ const RULES: KeyRules = &[
     ("num_train_epochs", KeyRule::By(hugging_face::epochs)),
     ("optim", KeyRule::By(hugging_face::optimizer)),
     ("lr_scheduler_type", KeyRule::By(hugging_face::scheduler)),
-    ("early_stopping_steps", KeyRule::Unless("early stopping is not supported")),
+    ("early_stopping_steps", KeyRule::By(hugging_face::early_stopping)),
     ("plot_loss", KeyRule::BuiltIn("metrics.jsonl has every step, and report_to: tensorboard plots it")),
     ("compute_accuracy", KeyRule::Unless("evaluation computes the loss; eval.tasks evaluates tasks")),
     ("predict_with_generate", KeyRule::Unless("evaluation computes the loss; eval.tasks evaluates tasks")),
@@ -260,7 +260,18 @@ fn neat_packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 fn mix(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
         Some("concat") => converter.built_in(item, "rows of all sources are shuffled together"),
-        _ => converter.nothing(item, "data.sources.N.sample_ratio or sample_count set the parts of sources"),
+        Some("interleave_under") => converter.map(item, [("data.stopping_strategy", "first_exhausted".into())]),
+        Some("interleave_over") => converter.map(item, [("data.stopping_strategy", "all_exhausted".into())]),
+        _ => converter.fail(item, "concat, interleave_under or interleave_over"),
+    }
+}
+
+/// Converts the loss on the last answer alone.
+fn mask_history(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    match item.flag() {
+        None => converter.fail(item, "true or false"),
+        Some(false) => converter.built_in(item, "all answers are targets"),
+        Some(true) => converter.map(item, [("data.masking_strategy", "train_on_last".into())]),
     }
 }
 

@@ -342,7 +342,7 @@ fn experts(resolver: &mut Resolver, config: Option<&Config>, dtype: FloatDtype) 
         _ => None,
     };
     if let Some(why) = why {
-        resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: {name} {why}"), "use auto, the default");
+        resolver.report_with_advice(&[EXPERTS], format!("{EXPERTS}: {name} {why}"), "use fused, the default");
     }
     implementation
 }

@@ -320,7 +320,7 @@ fn experts_by_cublas_need_a_gpu_and_16_bits() {
         let error = here(Some("there is no driver"), device).unwrap_err();
         assert!(error.contains(&format!("argument `{cublas}`")), "{error}");
         assert!(error.contains("model.experts_implementation: cublas needs a GPU: there is no driver"), "{error}");
-        assert!(error.contains("use auto, the default"), "{error}");
+        assert!(error.contains("use fused, the default"), "{error}");
         here(None, device).unwrap();
     }
     here(Some("there is no driver"), &[]).unwrap();
@@ -338,7 +338,7 @@ fn experts_by_cutlass_need_a_gpu_and_bf16() {
         ("model.dtype=fp16", "cutlass supports bf16 only, but model.dtype is fp16"),
     ] {
         let error = refused(&[argument]);
-        assert!(error.contains(want) && error.contains("use auto, the default"), "{error}");
+        assert!(error.contains(want) && error.contains("use fused, the default"), "{error}");
     }
     let narrow = refused(&["model.dtype=bf16", "expert_tensor_parallel_size=8"]);
     assert!(narrow.contains("cutlass needs sizes of multiples of 8, but a rank's experts are 64 x 4"), "{narrow}");
@@ -351,9 +351,9 @@ fn the_implementation_of_experts_is_a_setting_of_models_with_experts() {
         table.lines().find(|line| line.contains("experts_implementation")).map(str::to_owned)
     };
     let row = |arguments: &[&str]| shown(of_experts(1, arguments).unwrap()).unwrap();
-    let auto = row(&[]);
-    assert!(auto.contains(" auto ") && auto.ends_with("default"), "{auto}");
-    for name in ["fused", "cublas", "cutlass"] {
+    let default = row(&[]);
+    assert!(default.contains(" fused ") && default.ends_with("default"), "{default}");
+    for name in ["auto", "cublas", "cutlass"] {
         let named = row(&[&format!("model.experts_implementation={name}")]);
         assert!(named.contains(&format!(" {name} ")) && named.ends_with("argument"), "{named}");
     }
