@@ -12,6 +12,9 @@ use crate::support::{Run, stderr};
 /// Label of a token without a loss.
 const IGNORED: i64 = -100;
 
+/// Token `<|im_end|>` of the quickstart's tokenizer.
+const END_OF_TURN: u32 = 2;
+
 fn run() -> Run {
     let run = Run::new();
     run.edit("  dtype: float32\n", "  dtype: float32\n  mtp_num_layers: 2\n");
@@ -113,12 +116,12 @@ fn mtp_layers_of_a_checkpoint_are_optional() {
     assert!(!names.iter().any(|name| name.starts_with("model.layers.2.")), "{names:?}");
 }
 
-/// Token ids and labels of a tokenized row. A third of the labels are ignored.
+/// Token ids and labels of a tokenized row, which ends its turn. A third of the other labels are ignored.
 fn tokenized(row: usize) -> Vec<(u32, i64)> {
     let n = [5, 11, 3, 8][row];
     let id = |i: usize| (7 + 131 * row + 37 * i * i) as u32 % 512;
     let label = |i: usize| if (row + i).is_multiple_of(3) { IGNORED } else { i64::from(id(i)) };
-    (0..n).map(|i| (id(i), label(i))).collect()
+    (0..n).map(|i| (id(i), label(i))).chain([(END_OF_TURN, i64::from(END_OF_TURN))]).collect()
 }
 
 /// Returns the means of the losses of the model and of each MTP layer over their targets.
