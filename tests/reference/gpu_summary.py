@@ -42,7 +42,7 @@ def main():
         if of[title]:
             print(f"\n{title}:")
             print_ops(of[title])
-    for kernels, filter in ((kernels, filter) for filter in ("quantize", "mlp") for kernels in ("tiles", "patches", "fused")):
+    for kernels, filter in ((kernels, filter) for filter in ("quantize", "mlp") for kernels in ("shared_memory", "registers", "fused")):
         for number in (1, 2):
             rows = read(out / f"fp8-{kernels}-{filter}-{number}.json")
             if rows:

@@ -7,7 +7,7 @@ use candlewick_comm::{CommBackend, HostBackend, Options, RankFailure, World};
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::exit::{ExitCode, classify};
-use candlewick_runtime::process_group::{ProcessGroup, end_together, fail};
+use candlewick_runtime::process_group::{ProcessGroup, exit_after_failed_rank, fail};
 use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 
 use crate::parallel_config::{InferenceGroup, ParallelConfig};
@@ -56,7 +56,7 @@ pub fn run_on_ranks<T>(
             world.leave().context("failed to end together with the other ranks")?;
             Ok(value)
         }
-        Err(error) if know_all => Err(end_together(world, (classify(&error), error))),
+        Err(error) if know_all => Err(exit_after_failed_rank(world, (classify(&error), error))),
         Err(error) => Err(fail(&world, "run", (classify(&error), error), ended_by)),
     }
 }

@@ -84,7 +84,7 @@ pub fn select_cpu_gemm_kernel() -> Result<()> {
 }
 
 /// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS, and selects those that quantize to FP8 by
-/// CANDLEWICK_FP8_KERNELS: `fused`, `patches` or `tiles`.
+/// CANDLEWICK_FP8_KERNELS: `fused`, `registers` or `shared_memory`.
 ///
 /// Call it before any computation.
 pub fn override_kernels() -> Result<()> {

@@ -187,7 +187,7 @@ fn elsewhere(rank: usize) -> Error {
 ///
 /// Ranks without an error of their own wait for the exit of those that have one. A launcher that stops all ranks at the
 /// first exit therefore gets the cause and its exit code.
-pub fn end_together(world: World, (code, error): (ExitCode, Error)) -> Error {
+pub fn exit_after_failed_rank(world: World, (code, error): (ExitCode, Error)) -> Error {
     match code {
         ExitCode::Peer => drop(world.await_failure(EXIT_WAIT)),
         // The connections close at the exit of this process, after it has printed the error.

@@ -54,7 +54,7 @@ pub use rows::PackingStats;
 pub(crate) use source::hub_repo;
 pub use source::{SourceUse, open};
 pub use steps::{EpochSize, TrainSteps};
-pub use stream::{ReaderRank, StreamedData};
+pub use stream::{ReaderShard, StreamedData};
 pub use stream_loader::PartExchange;
 pub use token_count::TokenCount;
 pub use token_stats::{DatasetCounts, TokenStats, TrainedCounts};

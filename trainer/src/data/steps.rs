@@ -13,7 +13,7 @@ use super::plan::{DataPlan, Horizon};
 use super::prefetch::Prefetcher;
 use super::prepare::PreparedData;
 use super::rows::tokens_of_steps;
-use super::stream::{ReaderRank, StreamedData};
+use super::stream::{ReaderShard, StreamedData};
 use super::stream_loader::{PartExchange, StreamLoader};
 
 /// The steps of a run. Its cursor is the position after the last returned step, whatever is prefetched.
@@ -56,7 +56,7 @@ impl TrainSteps {
         prepared: &PreparedData,
         plan: &DataPlan,
         cursor: Cursor,
-        reader: ReaderRank,
+        reader: ReaderShard,
     ) -> Result<Self, DataError> {
         match &prepared.streamed {
             Some(data) => Self::streamed(data.clone(), plan, cursor, reader),
@@ -83,7 +83,7 @@ impl TrainSteps {
         data: Arc<StreamedData>,
         plan: &DataPlan,
         cursor: Cursor,
-        reader: ReaderRank,
+        reader: ReaderShard,
     ) -> Result<Self, DataError> {
         let made_with = made_with(&data.identity, plan);
         check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;

@@ -46,7 +46,7 @@ pub(crate) struct StreamedSource {
 
 /// The ranks that share the tokenization of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReaderRank {
+pub struct ReaderShard {
     /// This rank.
     pub rank: usize,
     /// The number of ranks.
@@ -100,7 +100,7 @@ impl StreamedData {
     pub(crate) fn tokenize_part(
         &self,
         chunk: usize,
-        reader: ReaderRank,
+        reader: ReaderShard,
         is_stopped: &(dyn Fn() -> bool + Sync),
     ) -> Result<Vec<u8>, DataError> {
         let rows = self.chunk_rows(chunk);
@@ -216,7 +216,7 @@ impl std::fmt::Debug for StreamedData {
 /// Tokenizes a rank's part of the chunks of all epochs, in the order of training.
 pub(crate) struct ChunkReader {
     data: Arc<StreamedData>,
-    reader: ReaderRank,
+    reader: ReaderShard,
     pool: rayon::ThreadPool,
     epoch: usize,
     order: Vec<u32>,
@@ -227,7 +227,7 @@ impl ChunkReader {
     /// Starts at the `first`-th chunk of an epoch.
     pub(crate) fn new(
         data: Arc<StreamedData>,
-        reader: ReaderRank,
+        reader: ReaderShard,
         (epoch, first): (usize, usize),
     ) -> Result<Self, DataError> {
         let (pool, order) = (threads(&data.plan)?, data.chunk_order(epoch));

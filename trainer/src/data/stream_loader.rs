@@ -10,7 +10,7 @@ use super::batch::{Batch, DatasetRow, GlobalBatch, SampleNumbering, collate_rows
 use super::loader::Cursor;
 use super::plan::DataPlan;
 use super::prefetch::Prefetcher;
-use super::stream::{ChunkReader, ReaderRank, StreamChunk, StreamedData};
+use super::stream::{ChunkReader, ReaderShard, StreamChunk, StreamedData};
 
 /// Encoded samples of all ranks' parts of a chunk, by rank, from this rank's part.
 pub type PartExchange<'a, E> = &'a dyn Fn(Result<Vec<u8>, DataError>) -> Result<Vec<Vec<u8>>, E>;
@@ -50,7 +50,7 @@ impl ChunkParts {
 
 impl StreamLoader {
     /// Creates a loader that continues at `cursor`.
-    pub(crate) fn new(data: Arc<StreamedData>, reader: ReaderRank, cursor: &Cursor) -> Result<Self, DataError> {
+    pub(crate) fn new(data: Arc<StreamedData>, reader: ReaderShard, cursor: &Cursor) -> Result<Self, DataError> {
         let mut chunks = ChunkReader::new(data.clone(), reader, (cursor.epoch, cursor.chunk))?;
         let parts = match data.plan.dl_num_workers {
             0 => ChunkParts::Direct(chunks),

@@ -12,7 +12,7 @@ use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
 use super::rank_info::RankInfo;
-use crate::data::ReaderRank;
+use crate::data::ReaderShard;
 use crate::exit::{ExitCode, classify};
 use crate::plan::{CheckpointingMode, Plan, RanksPlan};
 use crate::profiling::Instruments;
@@ -69,8 +69,8 @@ impl<'w> RankContext<'w> {
     }
 
     /// Returns this rank among those that read a stream.
-    pub(super) fn reader(&self) -> ReaderRank {
-        ReaderRank { rank: self.process.rank(), n_ranks: self.world.size() }
+    pub(super) fn reader(&self) -> ReaderShard {
+        ReaderShard { rank: self.process.rank(), n_ranks: self.world.size() }
     }
 
     /// Returns true on one of the ranks that share a micro-batch. That rank counts its tokens.

@@ -80,7 +80,7 @@ fn experts_that_need_a_gpu_are_refused_before_a_run_without_one() {
         let output = folder.run_with(&[command, "r.yaml"], &no_gpu);
         let log = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{command}: {log}");
-        for part in ["r.yaml:2:", "experts_implementation: cublas needs a GPU: ", "use auto, the default"] {
+        for part in ["r.yaml:2:", "experts_implementation: cublas needs a GPU: ", "use fused, the default"] {
             assert!(log.contains(part), "{command}: no {part:?} in {log}");
         }
     }

@@ -180,7 +180,7 @@ fn values_in_the_forms_of_pythons_yaml_are_read() {
 #[test]
 fn early_stopping_streams_and_mixtures_of_llama_factory_are_those_of_a_recipe() {
     let head = "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset_dir: ONLINE\n";
-    let mixed = "dataset: c/d,e/f\nmix_strategy: interleave_over\ninterleave_probs: 0.75,0.25\nmask_history: true\nearly_stopping_steps: 4\n";
+    let mixed = "dataset: c/d,e/f\nmix_strategy: interleave_over\ninterleave_probs: 0.75,0.25\nmask_history: true\nearly_stopping_steps: 4\nval_size: 0.1\n";
     let found = recipe(&convert_text(&format!("{head}{mixed}"), None).unwrap());
     assert_eq!(found["data"]["stopping_strategy"], "all_exhausted");
     assert_eq!(found["data"]["masking_strategy"], "train_on_last");
@@ -194,6 +194,31 @@ fn early_stopping_streams_and_mixtures_of_llama_factory_are_those_of_a_recipe() 
     assert_eq!(recipe(&limited)["data"]["streaming"], true);
     let unlimited = convert_text(&format!("{head}{stream}"), None).unwrap();
     assert!(unlimited.report.of(FindingKind::NoCounterpart).any(|finding| finding.key == "streaming"));
+}
+
+#[test]
+fn settings_of_the_loss_keep_their_values() {
+    let axolotl = |sets: &str| {
+        let text = format!("base_model: a/b\nmicro_batch_size: 1\nloss_watchdog_threshold: 5.0\ndatasets:\n{sets}");
+        convert_text(&text, Some(ForeignFormat::Axolotl)).unwrap()
+    };
+    let set = |name: &str, roles: &str| {
+        format!("  - {{path: {name}, type: chat_template, roles_to_train: {roles}, train_on_eos: all}}\n")
+    };
+    let both = set("c/d", "[gpt, human]") + &set("e/f", "[gpt, human]");
+    let found = recipe(&axolotl(&both));
+    assert_eq!(found["data"]["roles_to_train"], json!(["assistant", "user"]));
+    assert_eq!(found["data"]["train_on_eos"], "all");
+    assert_eq!(found["loss_watchdog"], json!({"max_loss": 5.0, "action": "stop"}));
+    let unequal = axolotl(&(set("c/d", "[gpt, human]") + &set("e/f", "[assistant]")));
+    assert_eq!(recipe(&unequal)["data"].get("roles_to_train"), None);
+    assert!(unequal.report.of(FindingKind::NoCounterpart).any(|finding| finding.key.ends_with("roles_to_train")));
+    let torchtune = "model: {_component_: torchtune.models.qwen2_5.qwen2_5_0_5b}\ncheckpointer: {checkpoint_dir: /tmp/a}\n\
+        dataset: {_component_: torchtune.datasets.chat_dataset, source: a/b, conversation_column: messages, \
+        conversation_style: openai, masking_strategy: train_on_last}\nbatch_size: 1\n";
+    let found = recipe(&convert_text(torchtune, Some(ForeignFormat::Torchtune)).unwrap());
+    assert_eq!(found["data"]["masking_strategy"], "train_on_last");
+    assert_eq!(found["data"].get("mask_inputs"), None);
 }
 
 #[test]

@@ -134,7 +134,7 @@ fn main() -> Result<()> {
     let ceilings = ceilings(&device, effort, &args)?;
     let mut found = json!({
         "device": name_of(&device),
-        "fp8_kernels": format!("{:?}", Fp8Kernels::selected()).to_lowercase(),
+        "fp8_kernels": Fp8Kernels::selected().name(),
         "ceilings": ceilings,
         "rows": [],
         "failed": [],

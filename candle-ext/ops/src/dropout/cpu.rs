@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::mask::{Dropout, PER_WORD, random};
+use super::mask::{Dropout, ELEMENTS_PER_HASH, random};
 use super::rows::DropoutSpan;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
@@ -14,7 +14,7 @@ const BLOCK: usize = 1 << 12;
 pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &DropoutSpan) {
     let blocks = y.chunks(BLOCK).into_par_iter().enumerate();
     blocks.for_each_init(
-        || (Vec::new(), vec![0.0; BLOCK], vec![0; BLOCK / PER_WORD + 2]),
+        || (Vec::new(), vec![0.0; BLOCK], vec![0; BLOCK / ELEMENTS_PER_HASH + 2]),
         |(wide, out, words), (i, mut y)| {
             let start = i * BLOCK;
             let x = x.slice(start..start + y.len()).widened_here(wide);
@@ -35,8 +35,8 @@ pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &Dropou
 /// `words` is scratch memory for 16 bits an element, and two words more.
 fn mask(spec: Dropout, global_start: usize, words: &mut [u64], x: &[f32], y: &mut [f32]) {
     let (scale, threshold) = (spec.scale(), spec.threshold());
-    let (first_word, n_skipped) = ((global_start / PER_WORD) as u64, global_start % PER_WORD);
-    let words = &mut words[..(n_skipped + x.len()).div_ceil(PER_WORD)];
+    let (first_word, n_skipped) = ((global_start / ELEMENTS_PER_HASH) as u64, global_start % ELEMENTS_PER_HASH);
+    let words = &mut words[..(n_skipped + x.len()).div_ceil(ELEMENTS_PER_HASH)];
     let numbered = words.iter_mut().enumerate();
     vectorised!(numbered.for_each(|(i, word)| *word = random(spec.key, first_word + i as u64).to_le()));
     let bits: &[u16] = bytemuck::cast_slice(words);

@@ -3,10 +3,10 @@
 #include "random.cuh"
 
 // Elements that share 64 random bits, as in mask.rs.
-constexpr int PER_WORD = 4;
+constexpr int ELEMENTS_PER_HASH = 4;
 
 // y = x mask scale. The mask is 1 where an element's 16 random bits reach the threshold. A line holds whole packs.
-// A pack of more than one element begins at a multiple of PER_WORD in the whole tensor.
+// A pack of more than one element begins at a multiple of ELEMENTS_PER_HASH in the whole tensor.
 template <int W, typename T>
 __device__ void apply(const T* x, T* y, long long n, long long width, long long start, long long stride, uint64_t key,
                       int threshold, float scale) {
@@ -16,8 +16,8 @@ __device__ void apply(const T* x, T* y, long long n, long long width, long long 
         uint64_t word = 0;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-            if (j % PER_WORD == 0) word = random_bits(key, place / PER_WORD + j / PER_WORD);
-            const int shift = 16 * (W == 1 ? static_cast<int>(place % PER_WORD) : j % PER_WORD);
+            if (j % ELEMENTS_PER_HASH == 0) word = random_bits(key, place / ELEMENTS_PER_HASH + j / ELEMENTS_PER_HASH);
+            const int shift = 16 * (W == 1 ? static_cast<int>(place % ELEMENTS_PER_HASH) : j % ELEMENTS_PER_HASH);
             const bool keeps = static_cast<int>(word >> shift & 0xffff) >= threshold;
             pack.at[j] = narrow<T>(keeps ? widen(pack.at[j]) * scale : 0.0f);
         }
@@ -28,8 +28,8 @@ __device__ void apply(const T* x, T* y, long long n, long long width, long long 
 #define KERNELS(T, suffix)                                                                                       \
     KERNEL(256) apply_##suffix(const T* x, T* y, long long n, long long width, long long start, long long stride, \
             unsigned long long key, int threshold, float scale) {                                               \
-        static_assert(WIDE<T> % PER_WORD == 0, "a pack has whole words");                                        \
-        if (start % PER_WORD == 0 && stride % PER_WORD == 0 && is_wide<T>(width, x, y))                          \
+        static_assert(WIDE<T> % ELEMENTS_PER_HASH == 0, "a pack has whole words");                                        \
+        if (start % ELEMENTS_PER_HASH == 0 && stride % ELEMENTS_PER_HASH == 0 && is_wide<T>(width, x, y))                          \
             apply<WIDE<T>>(x, y, n, width, start, stride, key, threshold, scale);                                \
         else                                                                                                     \
             apply<1>(x, y, n, width, start, stride, key, threshold, scale);                                      \

@@ -24,8 +24,8 @@ impl Dropout {
 /// Number of values of 16 bits.
 const VALUES: f64 = 65_536.0;
 
-/// Elements that share 64 random bits. Each has 16 of them, from the lowest on.
-pub(super) const PER_WORD: usize = 4;
+/// Elements that share a hash of 64 bits. Each has 16 of them, from the lowest on.
+pub(super) const ELEMENTS_PER_HASH: usize = 4;
 
 /// Derives a key from another: a step's key from a seed, a micro-batch's key from the step's, and so on.
 pub fn derive_key(key: u64, part: u64) -> u64 {

@@ -62,7 +62,7 @@ impl Mlp {
         for step in 0..2 {
             // The first step of delayed scaling has no scales.
             let is_first = step == 0 && self.layers.amaxes().is_some();
-            let kernels = if is_first { Fp8Kernels::Patches } else { kernels };
+            let kernels = if is_first { Fp8Kernels::Registers } else { kernels };
             self.weights.iter().filter_map(Weight::sink).for_each(|sink| sink.reset());
             test_device.run(|| {
                 let _on = self.layers.enable(step).unwrap();
@@ -142,9 +142,9 @@ fn fused_and_separate_ops_have_the_same_bits(test_device: &TestDevice) {
         let (x, dy) = (bf16(test_device, (t, d), 4), bf16(test_device, (t, d), 5));
         let of =
             |kernels| Mlp::new(config, [d, f], is_trained, test_device).steps([&x, &dy], follows, kernels, test_device);
-        let want = of(Fp8Kernels::Tiles);
+        let want = of(Fp8Kernels::SharedMemory);
         assert!(want[2].iter().any(|bits| f64::from_bits(*bits) != 0.0));
-        for kernels in [Fp8Kernels::Patches, Fp8Kernels::Fused] {
+        for kernels in [Fp8Kernels::Registers, Fp8Kernels::Fused] {
             for (i, (got, want)) in of(kernels).iter().zip(&want).enumerate() {
                 assert!(got == want, "{config:?} {t} {d} {f} {is_trained:?} {kernels:?}: tensor {i}");
             }
@@ -186,8 +186,8 @@ fn a_norm_is_quantized_where_it_is_recomputed(test_device: &TestDevice) {
             }
             all
         };
-        let want = of(Fp8Kernels::Tiles);
-        for kernels in [Fp8Kernels::Patches, Fp8Kernels::Fused] {
+        let want = of(Fp8Kernels::SharedMemory);
+        for kernels in [Fp8Kernels::Registers, Fp8Kernels::Fused] {
             for (i, (got, want)) in of(kernels).iter().zip(&want).enumerate() {
                 assert!(got == want, "{recipe:?} {t} {d} {kernels:?}: tensor {i}");
             }
@@ -240,7 +240,7 @@ fn patches_and_tiles_have_the_bits_of_the_cpu(test_device: &TestDevice) {
                     (codes, matrix.scale_inv.to_vec1::<f32>().unwrap())
                 };
                 let want = of(&TestDevice::Cpu);
-                for kernels in [Fp8Kernels::Tiles, Fp8Kernels::Patches] {
+                for kernels in [Fp8Kernels::SharedMemory, Fp8Kernels::Registers] {
                     kernels.select();
                     assert!(of(test_device) == want, "{rows} {columns} {block:?} {format:?} {kernels:?}");
                 }

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::logging;
 use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, plan, recipe_hub};
 use crate::data::{
-    Batch, Cursor, DataError, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, ReaderRank, TrainSteps,
+    Batch, Cursor, DataError, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, ReaderShard, TrainSteps,
 };
 use crate::exit::ExitCode;
 use crate::plan::Plan;
@@ -110,7 +110,7 @@ impl ShownData {
 }
 
 fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainSteps> {
-    Ok(TrainSteps::new(prepared, &plan.data, Cursor::default(), ReaderRank { rank: 0, n_ranks: 1 })?)
+    Ok(TrainSteps::new(prepared, &plan.data, Cursor::default(), ReaderShard { rank: 0, n_ranks: 1 })?)
 }
 
 fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<Vec<GlobalBatch>> {

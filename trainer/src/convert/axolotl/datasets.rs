@@ -50,14 +50,20 @@ fn kind(set: &ForeignItem<'_>) -> RowsKind {
 
 /// Converts a list of data sets. Each set becomes a source, and each of its keys a finding.
 fn sources(converter: &mut Converter<'_>, item: &ForeignItem<'_>, path: &str, run: (&str, &str)) {
-    let mut list = Vec::new();
-    let mut findings = Vec::new();
+    let (mut list, mut findings, mut settings) = (Vec::new(), Vec::new(), Vec::new());
     for set in item.items() {
         let mut source = Source::default();
         match set.text() {
             Some(name) => source.add("name_or_path", name.into()),
             None => {
                 for entry in set.entries().into_iter().filter(|entry| !entry.is_null()) {
+                    if let Some(converted) = loss_setting(item, &entry) {
+                        let (kind, note, setting) = converted;
+                        let added = setting.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
+                        findings.push((entry, kind, note, added));
+                        settings.extend(setting);
+                        continue;
+                    }
                     let before = source.keys.clone();
                     let (kind, note) = key(&mut source, &set, &entry);
                     let added = source.keys.iter().filter(|(key, value)| before.get(*key) != Some(value));
@@ -73,7 +79,7 @@ fn sources(converter: &mut Converter<'_>, item: &ForeignItem<'_>, path: &str, ru
         list.push(Json::Object(source.ordered()));
     }
     let changes: Vec<&str> = findings.iter().filter(|f| f.1 == FindingKind::Changed).map(|f| f.2.as_str()).collect();
-    let settings = vec![(path, Json::Array(list)), (run.0, run.1.into())];
+    settings.extend([(path, Json::Array(list)), (run.0, run.1.into())]);
     let plain = item.items().iter().all(|set| set.text().is_some());
     match (changes.is_empty(), plain) {
         (false, _) => converter.record(FindingKind::Changed, item, settings, &changes.join("; ")),
@@ -100,6 +106,45 @@ impl Source {
         let name = self.keys.remove("name_or_path");
         name.map(|name| ("name_or_path".to_owned(), name)).into_iter().chain(self.keys).collect()
     }
+}
+
+/// A setting of the recipe, with its key.
+type Setting = (&'static str, Json);
+
+/// Converts a key about the tokens with loss. axolotl has it for each data set, a recipe for all of them.
+fn loss_setting(sets: &ForeignItem<'_>, entry: &ForeignItem<'_>) -> Option<(FindingKind, String, Option<Setting>)> {
+    let name = entry.name();
+    let mapped = |setting| Some((FindingKind::Mapped, String::new(), setting));
+    let nothing = |why: &str| Some((FindingKind::NoCounterpart, why.to_owned(), None));
+    let setting = match name {
+        "roles_to_train" => match roles_with_loss(entry) {
+            Some(roles) => (roles != ["assistant"]).then(|| ("data.roles_to_train", json!(roles))),
+            None => return nothing("the roles are system, user, assistant and tool"),
+        },
+        "train_on_eos" | "train_on_eot" => match entry.text() {
+            Some("turn") => None,
+            Some(tokens @ ("all" | "last" | "none")) => Some(("data.train_on_eos", tokens.into())),
+            _ => return nothing("the values are turn, all, last and none"),
+        },
+        _ => return None,
+    };
+    let is_equal = |set: &ForeignItem<'_>| set.get(name).is_some_and(|other| other.json() == entry.json());
+    if setting.is_some() && !sets.items().iter().all(is_equal) {
+        return nothing("the data sets have different values, and the recipe has one for all");
+    }
+    mapped(setting)
+}
+
+/// Returns the roles of `roles_to_train` with the names of a recipe; `None` for another role.
+fn roles_with_loss(entry: &ForeignItem<'_>) -> Option<Vec<&'static str>> {
+    let role = |name: &String| match name.as_str() {
+        "assistant" | "gpt" | "model" => Some("assistant"),
+        "user" | "human" => Some("user"),
+        "system" => Some("system"),
+        "tool" | "function" => Some("tool"),
+        _ => None,
+    };
+    entry.texts()?.iter().map(role).collect()
 }
 
 /// Converts a key of a data set.
@@ -141,14 +186,6 @@ fn message_key(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'
             roles(source, set);
             mapped("roles and contents of messages")
         }
-        "roles_to_train" => match entry.texts().as_deref() {
-            Some([one]) if one == "assistant" || one == "gpt" => mapped("the assistant's messages are the targets"),
-            _ => nothing("targets are the assistant's messages; `train: false` in a message masks it"),
-        },
-        "train_on_eos" | "train_on_eot" => match entry.text() {
-            Some("turn") => mapped("each answer's end of turn is a target"),
-            _ => changed("each answer's end of turn is a target"),
-        },
         "message_field_training" => match entry.text() {
             Some("train" | "weight") => mapped("`train: false` and `weight: 0` mask a message"),
             _ => nothing("rename the key in the rows to `train`"),

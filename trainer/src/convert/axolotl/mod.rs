@@ -147,8 +147,8 @@ const RULES: KeyRules = &[
     ("eval_max_new_tokens", KeyRule::BuiltIn("evaluation generates no text; generate.max_new_tokens is for samples")),
     ("do_bench_eval", KeyRule::Unless("eval.tasks evaluates tasks during training")),
     ("do_causal_lm_eval", KeyRule::Unless("eval.tasks evaluates tasks during training")),
-    ("loss_watchdog_threshold", KeyRule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
-    ("loss_watchdog_patience", KeyRule::Nothing("a run stops at a loss that is not finite; see on_nonfinite")),
+    ("loss_watchdog_threshold", KeyRule::By(loss_watchdog)),
+    ("loss_watchdog_patience", KeyRule::Nothing("the first loss above the limit counts")),
     ("gc_steps", KeyRule::BuiltIn("memory is freed at once")),
     ("gc_collect_steps", KeyRule::BuiltIn("memory is freed at once")),
     ("include_tokens_per_second", KeyRule::BuiltIn(TOKEN_RATE)),
@@ -175,6 +175,16 @@ const RULES: KeyRules = &[
     ("reward_model", KeyRule::By(preferences)),
     ("process_reward_model", KeyRule::By(preferences)),
 ];
+
+/// Converts the fixed limit of a loss.
+fn loss_watchdog(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
+    let settings = [("loss_watchdog.max_loss", item.scalar()), ("loss_watchdog.action", "stop".into())];
+    converter.change(
+        item,
+        settings,
+        "the first loss above it stops the run; a limit that follows the loss applies, too",
+    );
+}
 
 /// Converts a file.
 pub(super) fn convert(converter: &mut Converter<'_>) {

@@ -95,6 +95,9 @@ fn options(converter: &mut Converter<'_>, set: &ForeignItem<'_>, builder: &Build
         }
         return;
     }
+    if let Some(item) = set.get("masking_strategy") {
+        return converter.map(&item, [("data.masking_strategy", item.json())]);
+    }
     match set.get("train_on_input") {
         Some(item) => converter.map(&item, [("data.mask_inputs", (item.flag() != Some(true)).into())]),
         None => converter.default("dataset.train_on_input", "data.mask_inputs", (!builder.trains_on_input).into()),
@@ -141,6 +144,7 @@ fn source(converter: &mut Converter<'_>, set: &ForeignItem<'_>, builder: &Builde
             | "column"
             | "packed"
             | "train_on_input"
+            | "masking_strategy"
             | "column_map"
             | "conversation_column"
             | "conversation_style"

@@ -79,7 +79,9 @@ impl CastSource<'_> {
     /// Patches are rounded to nearest.
     pub(super) fn uses_patches(&self, rounding: Fp8Rounding) -> Result<bool> {
         match self {
-            Self::Matrix(_) if rounding != Fp8Rounding::Nearest || Fp8Kernels::selected() == Fp8Kernels::Tiles => {
+            Self::Matrix(_)
+                if rounding != Fp8Rounding::Nearest || Fp8Kernels::selected() == Fp8Kernels::SharedMemory =>
+            {
                 Ok(false)
             }
             Self::Matrix(_) => self.has_patches(),
