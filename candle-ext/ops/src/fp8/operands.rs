@@ -48,6 +48,7 @@ pub(super) struct Quantization {
     pub(super) rounding: Fp8Rounding,
     pub(super) orientation: Fp8Orientation,
     /// Use of the amax of a matrix with a delayed scale.
+    #[cfg_attr(not(any(feature = "cuda", feature = "emulate")), expect(dead_code, reason = "only CUDA reads it"))]
     pub(super) amax: AmaxUse,
 }
 
