@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::support::scripted::Scripted;
 
-/// Replies `12</think>34` to the first message, and `56` or `78` to the second. The reply to the second message tells
+/// Replies `12</think>34` to the first message, and `56` or `78` to the second. The reply to the second message shows
 /// whether the history has the reasoning outside of the content.
 const THINKING: Scripted<'_> = Scripted {
     chat_template: "{{ '</think>'[:0] }}{% if messages | length == 1 %}<think>\n\

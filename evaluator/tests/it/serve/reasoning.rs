@@ -51,7 +51,7 @@ fn thinking_that_the_prompt_opens_is_reasoning_content() {
     let server = start(&OPENED, &[]);
     check(&server, json!({}), (Some("12"), "34", "stop"));
     check(&server, json!({"max_tokens": 2}), (Some("12"), "", "length"));
-    check(&server, json!({"max_tokens": 3}), (Some("12</"), "", "length"));
+    check(&server, json!({"max_tokens": 4}), (Some("12</"), "", "length"));
     let completion = server.ok(COMPLETIONS, &json!({"prompt": "Hi<think>\n", "temperature": 0}));
     assert_eq!(completion["choices"][0]["text"], "12</think>34");
 }
