@@ -15,6 +15,7 @@ pub mod logits_check;
 pub mod messages;
 pub mod parallel_config;
 pub mod ranks;
+pub mod reasoning;
 pub mod request;
 pub mod sampler;
 pub mod serve;

@@ -1,6 +1,6 @@
 //! The command `chat`: a conversation on stdin and stdout.
 
-use std::io::{self, BufRead, IsTerminal, Write};
+use std::io::{self, BufRead, IsTerminal, Stdout};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,11 +17,13 @@ use signal_hook::flag;
 
 use super::model::{ComputeOptions, QuantizationOption, TemplateOptions};
 use super::parallel::{ParallelArgs, check_single_replica};
+use super::reply_printer::{ReplyPrinter, ThinkingStyle};
 use super::sampling::SamplingOptions;
-use crate::chat_session::{ChatReply, ChatSession};
+use crate::chat_session::{ChatReply, ChatSession, OnReply};
 use crate::generate::FinishReason;
-use crate::lm::{Lm, OnText};
+use crate::lm::Lm;
 use crate::ranks::{EvalRanks, run_on_ranks};
+use crate::reasoning::ReplyText;
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::run_id::RunId;
 
@@ -35,6 +37,9 @@ pub struct ChatOptions {
     /// The system message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
+    /// Do not print the model's thinking
+    #[arg(long, alias = "hidethinking")]
+    hide_thinking: bool,
     #[command(flatten)]
     template: TemplateOptions,
     #[command(flatten)]
@@ -63,11 +68,19 @@ pub fn chat(model: &str, options: &ChatOptions, env: &RankEnv, hub: &Hub) -> Res
         let mut loader = ChatModelLoader { model, options, hub, ranks, device, clock, base: None };
         let lm = loader.load(options.compute.adapter.as_deref())?;
         let session = ranks.process.all_ok_once(options.session(lm))?;
-        Chat { session, loader, interrupt: Interrupt::watch(ranks.process.size())? }.run()
+        let printer = ReplyPrinter::new(io::stdout(), options.thinking_style());
+        Chat { session, loader, printer, interrupt: Interrupt::watch(ranks.process.size())? }.run()
     })
 }
 
 impl ChatOptions {
+    fn thinking_style(&self) -> ThinkingStyle {
+        match self.hide_thinking {
+            true => ThinkingStyle::Hidden,
+            false => ThinkingStyle::of_stdout(),
+        }
+    }
+
     fn session(&self, lm: Lm) -> Result<ChatSession> {
         let generation = self.sampling.options(&lm, MAX_NEW_TOKENS)?;
         let mut session = ChatSession::new(lm, generation)?;
@@ -119,6 +132,7 @@ impl ChatModelLoader<'_> {
 struct Chat<'c> {
     session: ChatSession,
     loader: ChatModelLoader<'c>,
+    printer: ReplyPrinter<Stdout>,
     interrupt: Interrupt,
 }
 
@@ -136,7 +150,7 @@ impl Chat<'_> {
                     }
                 }
                 None if line.trim().is_empty() => {}
-                None => self.reply(|session, on_text| session.reply(line.trim(), on_text).map(Some))?,
+                None => self.reply(|session, on_reply| session.reply(line.trim(), on_reply).map(Some))?,
             }
         }
         Ok(())
@@ -173,8 +187,8 @@ impl Chat<'_> {
             "quit" | "exit" => return Ok(ControlFlow::Break(())),
             "retry" => self.reply(ChatSession::retry)?,
             "edit" if rest.is_empty() => self.note("note: /edit needs the new text"),
-            "edit" => self.reply(|session, on_text| match session.undo() {
-                Some(_) => session.reply(rest, on_text).map(Some),
+            "edit" => self.reply(|session, on_reply| match session.undo() {
+                Some(_) => session.reply(rest, on_reply).map(Some),
                 None => Ok(None),
             })?,
             "undo" => {
@@ -213,21 +227,24 @@ impl Chat<'_> {
     /// Generates a reply. If a message exceeds the context, prints a note; other errors end the chat.
     fn reply(
         &mut self,
-        generate: impl FnOnce(&mut ChatSession, &mut OnText) -> Result<Option<ChatReply>>,
+        generate: impl FnOnce(&mut ChatSession, &mut OnReply) -> Result<Option<ChatReply>>,
     ) -> Result<()> {
         let is_first = self.is_first();
-        let Self { session, interrupt, .. } = self;
+        let Self { session, printer, interrupt, .. } = self;
         interrupt.begin();
-        let mut on_text = |text: &str| {
+        let mut on_reply = |text: &ReplyText| {
             if is_first {
-                write_text(text)?;
+                printer.print(text).context(NOT_PRINTED)?;
             }
             Ok(if interrupt.is_asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         };
-        let replied = generate(session, &mut on_text);
+        let replied = generate(session, &mut on_reply);
         interrupt.end();
         match replied {
-            Ok(Some(reply)) if is_first => print_end(&reply)?,
+            Ok(Some(reply)) if is_first => {
+                printer.end().context(NOT_PRINTED)?;
+                print_notes(&reply);
+            }
             Ok(Some(_)) => {}
             Ok(None) => self.note(NO_TURN),
             Err(error) if classify(&error) == ExitCode::Data => self.note(&format!("note: {error:#}")),
@@ -237,14 +254,8 @@ impl Chat<'_> {
     }
 }
 
-fn write_text(text: &str) -> Result<()> {
-    let mut out = io::stdout().lock();
-    write!(out, "{text}").and_then(|()| out.flush()).context("failed to write to stdout")
-}
-
-/// Ends the line of a reply, and prints notes about it and its speed.
-fn print_end(ChatReply { answer, n_dropped }: &ChatReply) -> Result<()> {
-    write_text("\n")?;
+/// Prints notes about a reply, and its speed.
+fn print_notes(ChatReply { answer, n_dropped, .. }: &ChatReply) {
     if *n_dropped > 0 {
         eprintln!("note: the context is full: the oldest {n_dropped} messages were dropped");
     }
@@ -254,8 +265,9 @@ fn print_end(ChatReply { answer, n_dropped }: &ChatReply) -> Result<()> {
         FinishReason::Stop | FinishReason::Interrupted => {}
     }
     eprintln!("{}", answer.timings);
-    Ok(())
 }
+
+const NOT_PRINTED: &str = "failed to write to stdout";
 
 const NO_TURN: &str = "note: the conversation has no message yet";
 

@@ -6,6 +6,7 @@ mod model;
 mod parallel;
 mod portable_folder;
 mod prefetch;
+mod reply_printer;
 mod sampling;
 mod serve;
 

@@ -9,6 +9,7 @@ use clap::Args;
 
 use super::model::{ComputeOptions, QuantizationOption, TemplateOptions, not_found};
 use crate::lm::Lm;
+use crate::reasoning::ReasoningFormat;
 use crate::serve::{self, ServeSettings};
 use candlewick_runtime::exit::ExitCode;
 
@@ -45,6 +46,9 @@ pub struct ServeOptions {
     /// Maximum number of waiting sequences; a request that exceeds it gets status 429
     #[arg(long, value_name = "N", default_value = "256")]
     max_queue: NonZeroUsize,
+    /// Format of the model's thinking in chats
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = ReasoningFormat::Auto)]
+    reasoning_format: ReasoningFormat,
     #[command(flatten)]
     template: TemplateOptions,
 }
@@ -113,6 +117,7 @@ pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
         max_num_seqs: options.max_num_seqs.map(NonZeroUsize::get),
         max_total_tokens: options.max_total_tokens.map(NonZeroUsize::get),
         max_queue: options.max_queue.get(),
+        reasoning_format: options.reasoning_format,
     };
     let address = listener.local_addr().context("failed to read the server's address")?;
     if !address.ip().is_loopback() && settings.api_key.is_none() {

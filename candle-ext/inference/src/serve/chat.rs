@@ -14,6 +14,7 @@ use super::job::LogprobOptions;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
 use super::server_state::{ServedModel, ServerState};
 use crate::lm::with_variables;
+use crate::reasoning::{ReasoningFormat, ReasoningParser};
 
 /// Parses a request and renders its prompt.
 pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedRequest, ApiError> {
@@ -30,11 +31,16 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     if ids.is_empty() {
         return Err(ApiError::field("messages", "the chat template renders the messages as an empty prompt"));
     }
+    let reasoning = match state.reasoning_format {
+        ReasoningFormat::Auto => ReasoningParser::for_prompt(&model.tokenizer, &template, &ids)
+            .map_err(|error| ApiError::internal(&error.into()))?,
+        ReasoningFormat::None => ReasoningParser::default(),
+    };
     let (n_prompt, n_max) = (ids.len(), state.n_max(ids.len(), max_tokens)?);
     let prompts = vec![TokenizedPrompt { ids, n_max }];
     let (jobs, events) = generation.jobs(prompts, logprobs, &model.chat_stop_ids, state);
     let format = ResponseFormat::new(ResponseKind::Chat, &model.name, logprobs.is_some());
-    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new() })
+    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new(), reasoning })
 }
 
 /// Returns the chat template with the request's variables.

@@ -9,6 +9,7 @@ use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top};
 use super::job::LogprobOptions;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
 use super::server_state::{ServedModel, ServerState};
+use crate::reasoning::ReasoningParser;
 
 /// OpenAI's default of `max_tokens`.
 const MAX_TOKENS: usize = 16;
@@ -39,7 +40,8 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let n_prompt = prompts.iter().map(|prompt| prompt.ids.len()).sum();
     let (jobs, events) = generation.jobs(prompts, logprobs, &model.stop_ids, state);
     let format = ResponseFormat::new(ResponseKind::Completion, &model.name, logprobs.is_some());
-    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes })
+    let reasoning = ReasoningParser::default();
+    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes, reasoning })
 }
 
 /// A prompt as the request has it.

@@ -13,6 +13,7 @@ use super::api_error::ApiError;
 use super::generation_fields::StreamOptions;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob, TokenLogprobs};
 use super::server_state::{ServerState, seconds_since_1970};
+use crate::reasoning::{ReasoningParser, ReplyText};
 
 /// A request with its jobs.
 pub(super) struct ParsedRequest {
@@ -24,6 +25,8 @@ pub(super) struct ParsedRequest {
     pub(super) n_prompt: usize,
     /// Text that precedes each choice, if the request has `echo`.
     pub(super) echoes: Vec<String>,
+    /// Parser of each choice.
+    pub(super) reasoning: ReasoningParser,
 }
 
 /// Endpoint of a response.
@@ -47,7 +50,9 @@ pub(super) struct ResponseFormat {
 /// A choice, or the newest part of one.
 #[derive(Default)]
 struct Choice {
-    text: String,
+    /// All of a completion is content.
+    text: ReplyText,
+    parser: ReasoningParser,
     logprobs: Vec<TokenLogprobs>,
     end: Option<GenerationEnd>,
     n_tokens: usize,
@@ -90,10 +95,13 @@ impl ResponseFormat {
         };
         let choice = |(index, choice): (usize, &Choice)| match self.kind {
             ResponseKind::Chat => {
-                let message = json!({"role": "assistant", "content": choice.text, "refusal": null});
+                let mut message = json!({"role": "assistant", "content": choice.text.content, "refusal": null});
+                if !choice.text.reasoning.is_empty() {
+                    message["reasoning_content"] = json!(choice.text.reasoning);
+                }
                 self.choice(index, ("message", message), choice)
             }
-            ResponseKind::Completion => self.choice(index, ("text", json!(choice.text)), choice),
+            ResponseKind::Completion => self.choice(index, ("text", json!(choice.text.content)), choice),
         };
         self.response(object, choices.iter().enumerate().map(choice).collect(), Some(usage))
     }
@@ -110,10 +118,13 @@ impl ResponseFormat {
     fn part(&self, index: usize, part: &Choice) -> Json {
         match self.kind {
             ResponseKind::Chat => {
-                let delta = if part.text.is_empty() { json!({}) } else { json!({"content": part.text}) };
-                self.choice(index, ("delta", delta), part)
+                let ReplyText { reasoning, content } = &part.text;
+                let fields = [("reasoning_content", reasoning), ("content", content)].into_iter();
+                let fields = fields.filter(|(_, text)| !text.is_empty());
+                let delta: Map<String, Json> = fields.map(|(key, text)| (key.to_owned(), json!(text))).collect();
+                self.choice(index, ("delta", Json::Object(delta)), part)
             }
-            ResponseKind::Completion => self.choice(index, ("text", json!(part.text)), part),
+            ResponseKind::Completion => self.choice(index, ("text", json!(part.text.content)), part),
         }
     }
 
@@ -174,12 +185,13 @@ impl Choice {
         match event {
             GenerationEvent::Prompt(logprobs) => self.logprobs.extend(logprobs),
             GenerationEvent::Token { text, logprobs } => {
-                self.text += &text;
+                self.text.append(&self.parser.push(&text));
                 self.logprobs.extend(logprobs);
                 self.n_tokens += 1;
             }
             GenerationEvent::End { text, reason } => {
-                self.text += &text;
+                self.text.append(&self.parser.push(&text));
+                self.text.append(&self.parser.finish());
                 self.end = Some(reason);
             }
             GenerationEvent::Failed(error) => return Err(error),
@@ -190,8 +202,9 @@ impl Choice {
 
 impl ParsedRequest {
     fn choices(&mut self) -> Vec<Choice> {
-        let mut choices: Vec<Choice> = self.jobs.iter().map(|_| Choice::default()).collect();
-        choices.iter_mut().zip(self.echoes.drain(..)).for_each(|(choice, echo)| choice.text = echo);
+        let choice = |_| Choice { parser: self.reasoning.clone(), ..Choice::default() };
+        let mut choices: Vec<Choice> = self.jobs.iter().map(choice).collect();
+        choices.iter_mut().zip(self.echoes.drain(..)).for_each(|(choice, echo)| choice.text.content = echo);
         choices
     }
 
@@ -281,7 +294,8 @@ impl ResponseStream {
         }
         self.n_open -= usize::from(part.end.is_some());
         let n_chars = part.logprobs.iter().map(|logprobs| logprobs.token.text.chars().count()).sum::<usize>();
-        let next = Choice { n_chars_before: part.n_chars_before + n_chars, ..Choice::default() };
+        let n_chars_before = part.n_chars_before + n_chars;
+        let next = Choice { n_chars_before, parser: std::mem::take(&mut part.parser), ..Choice::default() };
         let part = std::mem::replace(part, next);
         let chunk = self.format.chunk(vec![self.format.part(index, &part)], None);
         self.send(&chunk);

@@ -16,6 +16,7 @@ use super::settings::ServeSettings;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
 use crate::lm::{Lm, end_of_turn};
+use crate::reasoning::ReasoningFormat;
 
 /// State of the server.
 pub(super) struct ServerState {
@@ -23,6 +24,8 @@ pub(super) struct ServerState {
     pub(super) models: Vec<ServedModel>,
     pub(super) api_key: Option<String>,
     pub(super) max_model_len: usize,
+    /// Format of the thinking in chats.
+    pub(super) reasoning_format: ReasoningFormat,
     /// Start of the server, in seconds since 1970.
     pub(super) created: u64,
     queue: mpsc::Sender<GenerationJob>,
@@ -77,6 +80,7 @@ impl ServerState {
             models: models.iter().zip(names).enumerate().map(model).collect(),
             api_key: settings.api_key.clone(),
             max_model_len,
+            reasoning_format: settings.reasoning_format,
             created: seconds_since_1970(),
             queue,
         }

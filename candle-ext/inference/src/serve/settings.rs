@@ -1,5 +1,7 @@
 //! Settings of the server.
 
+use crate::reasoning::ReasoningFormat;
+
 /// Settings of the server.
 #[derive(Clone, Debug)]
 pub struct ServeSettings {
@@ -15,4 +17,6 @@ pub struct ServeSettings {
     pub max_total_tokens: Option<usize>,
     /// Maximum number of waiting sequences. A request that exceeds it is refused.
     pub max_queue: usize,
+    /// Format of the thinking in chats.
+    pub reasoning_format: ReasoningFormat,
 }

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod completions;
+mod reasoning;
 mod requests;
 mod scheduling;
 
@@ -36,6 +37,10 @@ impl Server {
         let folder = tempfile::tempdir().unwrap();
         let model = support::export(folder.path(), 1);
         change(&model);
+        Self::start_model(options, folder, model)
+    }
+
+    fn start_model(options: &[&str], folder: tempfile::TempDir, model: PathBuf) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
         command.arg("serve").arg(&model).args(["--served-model-name", "tiny", "--device", "cpu", "--port", "0"]);
         command.args(options).env("RAYON_NUM_THREADS", "2").env_remove("CANDLEWICK_API_KEY").stderr(Stdio::piped());

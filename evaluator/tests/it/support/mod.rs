@@ -1,6 +1,7 @@
 //! Tiny model with random weights, in a Hugging Face folder.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
+pub mod scripted;
 pub mod workspace;
 
 use std::path::{Path, PathBuf};
@@ -28,6 +29,15 @@ pub fn export_experts(folder: &Path, seed: u64) -> PathBuf {
 }
 
 fn export_with(folder: &Path, seed: u64, keys: Value) -> PathBuf {
+    let random = |spec: &ParamSpec| {
+        let mut values = vec![0.0; spec.numel()];
+        spec.initialise(seed, &mut values);
+        values
+    };
+    export_values(folder, keys, random)
+}
+
+fn export_values(folder: &Path, keys: Value, values: impl Fn(&ParamSpec) -> Vec<f32>) -> PathBuf {
     let folder = folder.join("model");
     let mut config = json!({
         "vocab_size": 600, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -46,12 +56,8 @@ fn export_with(folder: &Path, seed: u64, keys: Value) -> PathBuf {
         shard_bytes,
         expert_tensors: ExpertTensors::Separate,
     };
-    let random = |spec: &ParamSpec| {
-        let mut values = vec![0.0; spec.numel()];
-        spec.initialise(seed, &mut values);
-        Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
-    };
-    export.save(model.base_params(), random).unwrap();
+    let tensor = |spec: &ParamSpec| Tensor::from_vec(values(spec), spec.shape.as_slice(), &Device::Cpu);
+    export.save(model.base_params(), tensor).unwrap();
     folder
 }
 
