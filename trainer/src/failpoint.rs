@@ -1,16 +1,23 @@
-//! Points at which a test kills the process, to resume the run from there. Release builds have none.
+//! Points at which a test ends the process with a signal, to resume the run from there. Release builds have none.
 
-use signal_hook::consts::SIGKILL;
+use signal_hook::consts::{SIGKILL, SIGTERM};
 use signal_hook::low_level::raise;
 
-/// `NAME:STEP` of the failpoint that kills the process.
-const VARIABLE: &str = "CANDLEWICK_TEST_KILL_AT";
-
-/// Kills the process if the environment names this failpoint and step.
+/// Variables with the `NAME:STEP` of the failpoint at which the process gets a signal.
 ///
-/// `SIGKILL` runs no destructor and flushes no buffer. A failpoint before the first step is one of step 0.
+/// `SIGKILL` runs no destructor and flushes no buffer. `SIGTERM` requests a stop.
+const VARIABLES: [(&str, i32); 2] = [("CANDLEWICK_TEST_KILL_AT", SIGKILL), ("CANDLEWICK_TEST_TERMINATE_AT", SIGTERM)];
+
+/// Sends the process a signal if the environment names this failpoint and step.
+///
+/// A failpoint of a run before the first step has step 0. One of a chunk of rows has the index of the chunk.
 pub(crate) fn failpoint(name: &str, step: usize) {
-    if cfg!(debug_assertions) && std::env::var(VARIABLE).is_ok_and(|chosen| chosen == format!("{name}:{step}")) {
-        raise(SIGKILL).expect("a process may kill itself");
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    for (variable, signal) in VARIABLES {
+        if std::env::var(variable).is_ok_and(|chosen| chosen == format!("{name}:{step}")) {
+            raise(signal).expect("a process may send itself a signal");
+        }
     }
 }

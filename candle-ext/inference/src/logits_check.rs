@@ -27,15 +27,27 @@ use serde::Serialize;
 use crate::parallel_config::ParallelConfig;
 
 /// Texts whose logits are compared: prose, code, numbers, other scripts.
-const TEXTS: [&str; 4] = [
+const TEXTS: [&str; 16] = [
     "The quick brown fox jumps over the lazy dog because it was late for dinner.",
     "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
     "In 1969, 600 million people (1/6 of 3.6e9) watched Apollo 11: 12345 * 6789 = ",
     "Grüße aus Zürich! Привет, мир. 你好，世界。 🚀",
+    "Question: Which planet is the largest?\nAnswer:",
+    "The capital of France is Paris, and the capital of Japan is",
+    "1. Wash the rice.\n2. Boil the water.\n3.",
+    "SELECT name, COUNT(*) FROM users WHERE age > 21 GROUP BY",
+    "{\"id\": 7, \"tags\": [\"red\", \"blue\"], \"price\":",
+    "<html>\n  <body>\n    <h1>Welcome</h1>\n",
+    "Dear Sir or Madam,\n\nI am writing about",
+    "If all roses are flowers and some flowers fade, then",
+    "Il était une fois une petite fille qui habitait",
+    "El agua hierve a cien grados y se congela a",
+    "let total: u64 = (1..=100).filter(|n| n % 3 == 0).sum();",
+    "\\int_0^1 x^2 \\, dx = \\frac{1}{3}",
 ];
 
 /// Maximum number of tokens of a prompt.
-const MAX_TOKENS: usize = 24;
+const MAX_TOKENS: usize = 12;
 
 /// Logits of a model for some prompts.
 pub struct PromptLogits {

@@ -44,7 +44,7 @@ pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice};
 pub use error::ModelError;
 pub use experts::{ExpertCall, ExpertPadding, Experts};
 pub use experts_cost::ExpertExchange;
-pub use export::{AdapterMerge, MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
+pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
 pub use family::{Family, QkNorm};
 pub use fp8_scales::{FP8_SCALES, fp8_scales_to_json, read_fp8_scales};
 pub use gguf::{GgufExport, GgufModel, GgufType, QuantizedModel};

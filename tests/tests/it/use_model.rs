@@ -185,7 +185,11 @@ fn a_path_without_a_model_is_an_error_before_any_hub_request() {
 fn a_merged_model_scores_as_its_adapter() {
     let runs = TrainedRuns::shared();
     let output = ok(runs.run("trainer", &["merge", "lora", "--output", "merged"], ""));
-    assert!(text(&output.stdout).contains("14 matrices changed"), "{}", text(&output.stdout));
+    let said = text(&output.stdout);
+    assert!(said.contains("14 matrices changed"), "{said}");
+    assert!(said.contains("checked by this program: largest logit difference 0.00e0"), "{said}");
+    let unchecked = ok(runs.run("trainer", &["merge", "lora", "--output", "unchecked", "--skip-check"], ""));
+    assert!(text(&unchecked.stdout).contains("logits are not compared"), "{}", text(&unchecked.stdout));
     let lm = |folder: &str, adapter: Option<&str>| {
         let adapter = adapter.map(|adapter| runs.path(adapter));
         Lm::load(&runs.path(folder), adapter.as_deref(), DType::F32, Device::Cpu).unwrap()

@@ -22,7 +22,7 @@ Examples:
   trainer export runs/my-run/checkpoints/epoch_1_global_step_40 --format safetensors,gguf-q8_0 --output my-model
   trainer export runs/my-run --output my-model --push-to-hub me/my-model
 
-Every format is read back, and its logits are compared with those of the source on a few prompts. The output folder
+Every format is read back, and its logits are compared with those of the source on 16 short prompts and a chat. The output folder
 appears after that. Files whose logits differ too much are kept in DIR.failed.";
 
 #[derive(Debug, Args)]
@@ -149,7 +149,8 @@ fn push(repo: &RepoId, args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode
     ui.print(&format!("pushed to {url}"))
 }
 
-fn describe(report: &FormatReport) -> String {
+/// Describes a written format and its check.
+pub(super) fn describe(report: &FormatReport) -> String {
     let mut text = format!("{}: {}, {}", report.path.display(), report.format, megabytes(report.n_bytes));
     if let Some(merge) = &report.merge {
         text += &format!(" in {}, {} parameters", merge.dtype.as_str(), merge.n_params);

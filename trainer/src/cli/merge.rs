@@ -2,16 +2,18 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candlewick_inference::command::DtypeOption;
-use candlewick_model::{AdapterMerge, MergeReport};
+use candlewick_model::checkpoint::ExpertTensors;
+use candlewick_ops::DeviceChoice;
 use candlewick_text::hub::Hub;
 use clap::Args;
 
 use super::Ui;
-use super::options::{not_found, shard_bytes};
+use super::export::describe;
+use super::options::shard_bytes;
 use crate::exit::ExitCode;
-use crate::export::{find_base, progress};
+use crate::export::{Export, ExportFormat, ExportSource};
 
 #[derive(Debug, Args)]
 pub(super) struct MergeArgs {
@@ -30,37 +32,28 @@ pub(super) struct MergeArgs {
     /// Maximum size of a weights file, such as 5GB or 500MiB
     #[arg(long, value_name = "BYTES", default_value = "5GB", value_parser = shard_bytes)]
     max_shard_size: u64,
+    /// Device that computes the logits: auto (the first GPU, if there is one), cpu, cuda or cuda:N
+    #[arg(long, default_value_t = DeviceChoice::Cpu)]
+    device: DeviceChoice,
+    /// Do not compare logits. The comparison needs memory for the model in f32
+    #[arg(long, conflicts_with = "device")]
+    skip_check: bool,
 }
 
 pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
-    let (adapter, note) = hub.adapter(&args.adapter).map_err(not_found)?;
-    note.iter().for_each(|note| ui.note(note));
-    let (base, note) = find_base(&adapter, args.base.as_deref(), hub)?;
-    ui.note(&note);
-    let merge = AdapterMerge {
-        base: &base,
-        adapter: &adapter,
+    let device = args.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    let source = ExportSource::open_adapter(&args.adapter, args.base.as_deref(), hub)?;
+    source.notes.iter().for_each(|note| ui.note(note));
+    let export = Export {
+        source: &source,
         output: &args.output,
+        formats: &[ExportFormat::Safetensors],
         dtype: args.dtype.named(),
         shard_bytes: args.max_shard_size,
+        expert_tensors: ExpertTensors::default(),
+        check_on: (!args.skip_check).then_some(device),
+        card: None,
     };
-    let merged = merge.run(&progress("merge")).with_context(|| format!("failed to merge {}", adapter.display()))?;
-    ui.print(&describe(&merged, args))
-}
-
-fn describe(merged: &MergeReport, args: &MergeArgs) -> String {
-    let MergeReport { dtype, n_matrices, n_params, rounding } = *merged;
-    let mut text = format!(
-        "{}: {n_params} parameters in {}, {n_matrices} matrices changed by the adapter; verified after writing",
-        args.output.display(),
-        dtype.as_str()
-    );
-    if rounding > 0.0 {
-        text += &format!(
-            "\nrounding to {} loses {:.1}% of the adapter's update; --dtype f32 loses nothing",
-            dtype.as_str(),
-            100.0 * rounding
-        );
-    }
-    text
+    let reports = export.run().with_context(|| format!("failed to merge {}", source.folder.display()))?;
+    ui.print(&reports.iter().map(describe).collect::<Vec<_>>().join("\n"))
 }

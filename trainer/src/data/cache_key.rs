@@ -13,6 +13,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::failpoint::failpoint;
+
 /// The version of the rendering. It is raised when the same rows give other tokens.
 const RENDERING: &str = "4";
 
@@ -89,7 +91,9 @@ pub(crate) fn hash_rows(
     let progress = WorkProgress::start("read", ProgressUnit::Count("rows"), chosen.len());
     let chunks: Result<Vec<String>, SourceError> = chosen
         .par_chunks(ROWS)
-        .map(|chunk| {
+        .enumerate()
+        .map(|(chunk_idx, chunk)| {
+            failpoint("rows_read", chunk_idx);
             let mut hash = FieldHasher::default();
             let chunk = if is_stopped() { &chunk[..0] } else { chunk };
             for &row in chunk {

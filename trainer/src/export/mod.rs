@@ -20,7 +20,7 @@ use crate::exit::ExitCode;
 
 pub use card::model_card;
 pub use format::ExportFormat;
-pub use source::{ExportSource, find_base};
+pub use source::ExportSource;
 
 /// An export to write.
 pub struct Export<'a> {
@@ -69,7 +69,7 @@ impl Export<'_> {
             GgufExport::check(model)?;
         }
         require_space(self.output, self.n_bytes())?;
-        let files = TokenizerFiles::copy(self.source)?;
+        let files = TokenizerFiles::copy(self.source, self.output)?;
         let vocabulary = files.vocabulary(self)?;
         let source_logits = self.check_on.as_ref().map(|device| {
             PromptLogits::of(model, files.tokenizer.as_ref(), device).context("failed to compute the source's logits")
@@ -175,8 +175,13 @@ struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    fn copy(source: &ExportSource) -> Result<Self> {
-        let folder = tempfile::tempdir().context("failed to create a temporary folder")?;
+    /// Copies the files into a temporary folder next to `output`. A container may have no `/tmp`.
+    fn copy(source: &ExportSource, output: &Path) -> Result<Self> {
+        let output = std::path::absolute(output).context("failed to find the current folder")?;
+        let parent = output.parent().unwrap_or(&output);
+        let folder = std::fs::create_dir_all(parent)
+            .and_then(|()| tempfile::Builder::new().prefix(".export-").tempdir_in(parent))
+            .with_context(|| format!("failed to create a temporary folder in {}", parent.display()))?;
         let folders: Vec<&Path> = source.model.folders().iter().map(PathBuf::as_path).collect();
         let files = AuxiliaryFiles { folders: &folders, chat_template: source.chat_template.as_deref(), files: &[] };
         files.copy_into(folder.path())?;

@@ -36,32 +36,44 @@ impl ExportSource {
             return Self::of_checkpoint(&checkpoint, base, hub);
         }
         let found = hub.find_model(name, None, ModelFiles::All).map_err(not_found)?;
-        let mut notes = found.note("model");
-        let (base_folder, adapter) = match found.contents {
-            LocalModelKind::Adapter { .. } => {
-                let (folder, note) = find_base(&found.folder, base, hub)?;
-                notes.push(note);
-                (folder, Some(found.folder.as_path()))
-            }
-            LocalModelKind::Model => {
-                refuse_base(base, "has no adapter")?;
-                (found.folder.clone(), None)
-            }
-        };
+        let notes = found.note("model");
+        if let LocalModelKind::Adapter { .. } = found.contents {
+            return Self::of_adapter(found.folder, base, hub, notes);
+        }
+        refuse_base(base, "has no adapter")?;
         let run = RunRecord::find(&found.folder);
         let trained_from = run.as_ref().and_then(|run| run.text("/plan/model/name_or_path"));
-        let base_model = match adapter {
-            Some(adapter) => LoraConfig::read(adapter)?.base_model().map(str::to_owned),
-            None => trained_from.map(str::to_owned),
-        };
         Ok(Self {
-            model: MergedModel::open(&base_folder, adapter).context("failed to open the model")?,
-            is_adapted: adapter.is_some(),
+            model: MergedModel::open(&found.folder, None).context("failed to open the model")?,
+            is_adapted: false,
+            base_model: trained_from.map(str::to_owned),
             folder: found.folder,
-            base_model,
             chat_template: None,
             notes,
             run,
+        })
+    }
+
+    /// Opens the adapter `name` on its base model. `base` replaces the base model that the adapter names.
+    ///
+    /// # Errors
+    /// If `name` is a model.
+    pub fn open_adapter(name: &str, base: Option<&str>, hub: &Hub) -> Result<Self> {
+        let (folder, note) = hub.adapter(name).map_err(not_found)?;
+        Self::of_adapter(folder, base, hub, note.into_iter().collect())
+    }
+
+    fn of_adapter(adapter: PathBuf, base: Option<&str>, hub: &Hub, mut notes: Vec<String>) -> Result<Self> {
+        let (base, note) = find_base(&adapter, base, hub)?;
+        notes.push(note);
+        Ok(Self {
+            model: MergedModel::open(&base, Some(&adapter)).context("failed to open the model")?,
+            is_adapted: true,
+            base_model: LoraConfig::read(&adapter)?.base_model().map(str::to_owned),
+            chat_template: None,
+            notes,
+            run: RunRecord::find(&adapter),
+            folder: adapter,
         })
     }
 
@@ -136,7 +148,7 @@ fn sharded(path: &Path) -> Result<Option<PathBuf>> {
 }
 
 /// Returns the folder of an adapter's base model, with a log line. `base` replaces the model that the adapter names.
-pub fn find_base(adapter: &Path, base: Option<&str>, hub: &Hub) -> Result<(PathBuf, String)> {
+fn find_base(adapter: &Path, base: Option<&str>, hub: &Hub) -> Result<(PathBuf, String)> {
     let folder = match base {
         Some(base) => hub.find_model(base, None, ModelFiles::All).map_err(not_found)?.folder,
         None => {

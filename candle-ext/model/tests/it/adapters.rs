@@ -4,11 +4,12 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, AdapterMerge, BASE_MODEL_RECORD, BaseModelRecord, Config, LoraConfig, Model,
+    AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, Config, LoraConfig, Model,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use serde_json::{Value, json};
 
+use crate::merging::merge;
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
 
 fn adapted() -> (Tiny, Reference) {
@@ -48,10 +49,6 @@ fn an_adapter_folder_survives_a_round_trip() {
     assert_eq!(logits(&again), logits(&tiny));
 }
 
-fn merge<'a>(output: &'a Path, base: &'a Path, adapter: &'a Path) -> AdapterMerge<'a> {
-    AdapterMerge { base, adapter, output, dtype: Some(DType::F32), shard_bytes: 4000 }
-}
-
 fn load(folder: &Path) -> Tiny {
     let checkpoint = Checkpoint::open(folder).unwrap();
     let plain = Model::new(Config::read(folder).unwrap(), None).unwrap();
@@ -65,7 +62,7 @@ fn a_merged_model_gives_the_outputs_of_its_adapter() {
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("merged");
-    let merged = merge(&target, &base, &adapter).run(&|_, _| ()).unwrap();
+    let merged = merge(&target, &base, &adapter, Some(DType::F32)).unwrap();
     assert_eq!((merged.dtype, merged.n_matrices), (DType::F32, 5));
     let logits = load(&target).logits(&reference.ids, &reference.lengths);
     assert_close("merged logits", &logits, reference.get("logits"));
@@ -78,10 +75,10 @@ fn a_merge_in_16_bits_rounds_each_value_once() {
     let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("f32");
-    merge(&whole, &base, &adapter).run(&|_, _| ()).unwrap();
+    merge(&whole, &base, &adapter, Some(DType::F32)).unwrap();
     for dtype in [DType::BF16, DType::F16] {
         let target = folder.path().join(format!("{dtype:?}"));
-        let merged = AdapterMerge { dtype: Some(dtype), ..merge(&target, &base, &adapter) }.run(&|_, _| ()).unwrap();
+        let merged = merge(&target, &base, &adapter, Some(dtype)).unwrap();
         assert!(merged.rounding > 0.0 && merged.rounding < 0.5, "{merged:?}");
         let (exact, rounded) = (Checkpoint::open(&whole).unwrap(), Checkpoint::open(&target).unwrap());
         let model = Model::new(Config::read(&whole).unwrap(), None).unwrap();
@@ -121,26 +118,14 @@ fn an_adapter_records_its_base_weights() {
         .save(plain.base_params(), |param| Ok(source.tensor(&param.name, &param.shape, dtype, &Device::Cpu).unwrap()))
         .unwrap();
     assert!(split.join("model.safetensors.index.json").exists());
-    AdapterMerge { dtype: None, ..merge(&merged, &split, &adapter) }.run(&|_, _| ()).unwrap();
-    let error = merge(&again, &merged, &adapter).run(&|_, _| ()).unwrap_err().to_string();
+    merge(&merged, &split, &adapter, None).unwrap();
+    let error = merge(&again, &merged, &adapter, Some(DType::F32)).unwrap_err().to_string();
     for word in ["on other weights", "me/qwen2", merged.to_str().unwrap(), BASE_MODEL_RECORD] {
         assert!(error.contains(word), "{word} is not in {error}");
     }
     assert!(!again.exists());
     std::fs::remove_file(adapter.join(BASE_MODEL_RECORD)).unwrap();
-    merge(&again, &merged, &adapter).run(&|_, _| ()).unwrap();
-}
-
-#[test]
-fn a_merge_never_overwrites_a_folder() {
-    let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("config.json"), "{}").unwrap();
-    let refused = |output: &Path| merge(output, &base, &adapter).run(&|_, _| ()).unwrap_err().to_string();
-    assert!(refused(folder.path()).contains("is not empty"));
-    assert!(refused(&base).contains("is not empty"));
-    assert!(refused(&folder.path().join("config.json")).contains("it is a file"));
-    assert_eq!(std::fs::read_to_string(folder.path().join("config.json")).unwrap(), "{}");
+    merge(&again, &merged, &adapter, Some(DType::F32)).unwrap();
 }
 
 #[test]
@@ -173,7 +158,7 @@ fn a_merged_model_has_the_tokenizer_of_its_adapter() {
         std::fs::write(path.join(name), text).unwrap();
     }
     let target = folder.path().join("merged");
-    merge(&target, &base, adapter.path()).run(&|_, _| ()).unwrap();
+    merge(&target, &base, adapter.path(), Some(DType::F32)).unwrap();
     let read = |name: &str| std::fs::read_to_string(target.join(name)).ok();
     assert_eq!(read("tokenizer.json").as_deref(), Some("adapter"));
     assert_eq!(read("chat_template.jinja"), None, "the template of another tokenizer");

@@ -5,11 +5,12 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, AdapterMerge, Config, LoraConfig, Model, ParamGroupKind, ParamSpec, RouterDtype,
+    AdapterFolder, Config, LoraConfig, Model, ParamGroupKind, ParamSpec, RouterDtype,
     checkpoint::{AuxiliaryFiles, Checkpoint},
 };
 use serde_json::{Value, json};
 
+use crate::merging::merge;
 use crate::tiny::{Reference, Tiny, assert_close, fixture, relative_error};
 
 /// Writes a value of each factor as an adapter folder.
@@ -55,9 +56,8 @@ fn check(base: &str, adapter: &str, n_merged: usize) {
     assert_eq!(logits(&reread).to_vec2::<f32>().unwrap(), logits(&tiny).to_vec2::<f32>().unwrap());
 
     let (base, adapter) = (fixture(base), fixture(adapter));
-    let merge =
-        AdapterMerge { base: &base, adapter: &adapter, output: &merged, dtype: Some(DType::F32), shard_bytes: 4000 };
-    assert_eq!(merge.run(&|_, _| ()).unwrap().n_matrices, n_merged);
+    let report = merge(&merged, &base, &adapter, Some(DType::F32)).unwrap();
+    assert_eq!(report.n_matrices, n_merged);
     let checkpoint = Checkpoint::open(&merged).unwrap();
     let model = Model::new(Config::read(&merged).unwrap(), None).unwrap();
     let whole = Tiny::with_weights(model, |param| checkpoint.param(param, DType::F32, &Device::Cpu).unwrap());

@@ -8,6 +8,7 @@ mod checkpoints;
 mod expert_adapters;
 mod expert_weighting;
 mod gguf;
+mod merging;
 mod parity;
 mod rope;
 mod tiny;

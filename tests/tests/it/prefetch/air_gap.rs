@@ -1,19 +1,25 @@
-//! The air gap: an empty root file system without network and compiler, which holds one folder of `trainer prefetch` and both
-//! programs with their shared libraries.
+//! The air gap: an empty root file system without network and compiler. One archive is unpacked into it, with the folder of
+//! `trainer prefetch`, both programs and their shared libraries.
 //!
 //! The test needs the right to create namespaces and to change the root. Otherwise it is skipped.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
-use suite::program;
+use suite::{program, read};
 
 use super::{MODEL, PrefetchFolder, succeeds};
 
-const PROGRAMS: [&str; 2] = ["trainer", "evaluator"];
+/// The commands of docs/offline.md that pack the folder with the shared libraries.
+const PACK: [&str; 2] =
+    ["cp --parents $(ldd carry/trainer | grep -o '/[^ ]*\\.so[^ ]*') carry", "tar cf carry.tar carry"];
 
-/// An empty root file system, without a network.
+/// The command of docs/offline.md that unpacks the archive as a root file system.
+const UNPACK: &str = "tar xf carry.tar --directory ROOT --strip-components 1";
+
+/// A root file system without a network.
 struct AirGap {
     root: PathBuf,
     /// The command that enters a network namespace.
@@ -21,14 +27,15 @@ struct AirGap {
 }
 
 impl AirGap {
-    /// Creates the root file system from a folder. The error is the reason why this machine does not support it.
+    /// Creates an empty root file system. The error is the reason why this machine does not support it.
     fn new(root: PathBuf) -> Result<Self, String> {
         const WAYS: [&[&str]; 2] = [&["unshare", "--map-root-user", "--net"], &["unshare", "--net"]];
+        fs::create_dir(&root).unwrap();
         let mut why = String::new();
         for unshare in WAYS {
             let probe = Command::new(unshare[0]).args(&unshare[1..]).args(["chroot", "/", "true"]).output();
             match probe.map_err(|error| error.to_string()) {
-                Ok(output) if output.status.success() => return Self { root, unshare }.with_programs(),
+                Ok(output) if output.status.success() => return Ok(Self { root, unshare }),
                 Ok(output) => why = String::from_utf8_lossy(&output.stderr).into_owned(),
                 Err(error) => why = error,
             }
@@ -36,60 +43,82 @@ impl AirGap {
         Err(format!("{}: {why}", WAYS[0].join(" ")))
     }
 
-    /// Links both programs and the shared libraries that they name into the root.
-    fn with_programs(self) -> Result<Self, String> {
-        for name in PROGRAMS {
-            let program = program(name);
-            place(&program, &self.root.join("bin").join(name));
-            let output = Command::new("ldd").arg(&program).output().map_err(|error| format!("ldd: {error}"))?;
-            let listed = String::from_utf8_lossy(&output.stdout).into_owned();
-            let libraries = listed.split_whitespace().filter(|word| word.starts_with('/'));
-            libraries.for_each(|library| place(Path::new(library), &self.root.join(&library[1..])));
-        }
-        fs::create_dir_all(self.root.join("tmp")).unwrap();
-        Ok(self)
+    /// Runs a command line in the root. Words have no spaces.
+    fn run(&self, line: &str) -> Output {
+        self.run_with_input(line, "")
     }
 
-    /// Runs a command line in the root, in the folder of the recipe. Words have no spaces.
-    fn run(&self, line: &str) -> Output {
+    /// Runs a command line in the root with a text on stdin.
+    fn run_with_input(&self, line: &str, input: &str) -> Output {
         let words: Vec<&str> = line.split(' ').collect();
         let mut command = Command::new(self.unshare[0]);
-        command.args(&self.unshare[1..]).arg("chroot").arg(&self.root).arg(format!("/bin/{}", words[0]));
+        command.args(&self.unshare[1..]).arg("chroot").arg(&self.root).arg(format!("/{}", words[0]));
         command.args(&words[1..]).env_clear().env("PATH", std::env::var("PATH").unwrap_or_default());
         // The Hub's public address, which cannot be reached here.
         command.env("HF_HOME", "hf-home").env("HF_HUB_OFFLINE", "1").env("HOME", "/tmp").env("RAYON_NUM_THREADS", "2");
-        command.output().unwrap()
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        // Only a chat reads its input.
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+        child.wait_with_output().unwrap()
     }
 
     /// Returns the names in the root.
     fn names(&self) -> Vec<String> {
-        let entries = fs::read_dir(&self.root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let mut names: Vec<String> = entries.collect();
-        names.sort();
-        names
+        names(&self.root)
     }
 }
 
-/// Links or copies a file, with what its links lead to.
-fn place(from: &Path, to: &Path) {
-    let from = fs::canonicalize(from).unwrap();
-    fs::create_dir_all(to.parent().unwrap()).unwrap();
-    if !to.exists() && fs::hard_link(&from, to).is_err() {
-        fs::copy(&from, to).unwrap();
+/// Returns the sorted names in a folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = entries.collect();
+    names.sort();
+    names
+}
+
+/// Runs a command line in the shell, in the folder of the recipe.
+#[track_caller]
+fn shell(here: &PrefetchFolder, line: &str) {
+    let output = Command::new("sh").args(["-ec", line]).current_dir(here.folder.path()).output().unwrap();
+    succeeds(line, &output);
+}
+
+/// Packs the folder, both programs and their shared libraries into one archive, as docs/offline.md does.
+fn pack(here: &PrefetchFolder) {
+    let page = read("docs/offline.md");
+    PACK.iter().for_each(|line| assert!(page.contains(&format!("$ {line}\n")), "{line}"));
+    assert!(page.contains(UNPACK), "{UNPACK}");
+    succeeds("prefetch", &here.run("trainer prefetch recipe.yaml --output carry"));
+    for name in ["trainer", "evaluator"] {
+        fs::hard_link(fs::canonicalize(program(name)).unwrap(), here.path("carry").join(name)).unwrap();
     }
+    PACK.iter().for_each(|line| shell(here, line));
+}
+
+/// Unpacks the archive into the empty root. The commands find nothing else there.
+fn unpack(here: &PrefetchFolder, gap: &AirGap) {
+    assert!(gap.names().is_empty());
+    shell(here, &UNPACK.replace("ROOT", gap.root.to_str().unwrap()));
+    assert_eq!(gap.names(), names(&here.path("carry")));
+    for name in gap.names() {
+        let is_system =
+            ["bin", "dev", "etc", "home", "proc", "run", "sys", "tmp", "usr", "var"].contains(&name.as_str());
+        assert!(!is_system, "{name}");
+    }
+    fs::remove_dir_all(here.path("carry")).unwrap();
+    fs::remove_file(here.path("carry.tar")).unwrap();
 }
 
 #[test]
 fn everything_runs_in_an_empty_root_without_network() {
     let here = PrefetchFolder::new();
-    succeeds("prefetch", &here.run("trainer prefetch recipe.yaml --output carry"));
-    let gap = match AirGap::new(here.path("carry")) {
+    let gap = match AirGap::new(here.path("root")) {
         Ok(gap) => gap,
         Err(why) => return eprintln!("skipped: this machine cannot create an air gap: {why}"),
     };
-    let names = gap.names();
-    let is_system = |name: &String| ["dev", "etc", "home", "proc", "run", "sys", "var"].contains(&name.as_str());
-    assert!(!names.iter().any(is_system), "{names:?}");
+    pack(&here);
+    unpack(&here, &gap);
 
     let said = succeeds("check", &gap.run("trainer prefetch recipe.yaml --check"));
     assert!(said.contains("are whole, in hf-home/hub"), "{said}");
@@ -107,6 +136,9 @@ fn everything_runs_in_an_empty_root_without_network() {
     assert!(said.contains("checked by"), "{said}");
     let said = succeeds("generate", &gap.run("trainer generate merged --prompt Why? --max-new-tokens 4"));
     assert!(!said.is_empty());
+    let chat = gap.run_with_input("trainer chat merged --max-new-tokens 4", "Why?\nWho?\n/quit\n");
+    let said = succeeds("chat", &chat);
+    assert_eq!(said.matches(" tokens/s (prompt: ").count(), 2, "{said}");
     // A repository that the folder does not have is an error at once, without a wait for the network.
     let output = gap.run("trainer train recipe.yaml model.name_or_path=tiny/other");
     super::refused(&output, 2, &["recipe.yaml.lock has no entry for the model tiny/other"]);

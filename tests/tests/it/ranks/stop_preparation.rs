@@ -33,6 +33,14 @@ fn write_rows(path: &Path, n_rows: usize) {
     fs::write(path, (0..n_rows).map(row).collect::<String>()).unwrap();
 }
 
+/// Returns the sorted checksums of the finished entries of a cache.
+fn checksums(cache: &Path) -> Vec<String> {
+    let entries = entries(cache, "").into_iter().map(|entry| entry.join("checksum"));
+    let mut checksums: Vec<String> = entries.filter_map(|path| fs::read_to_string(path).ok()).collect();
+    checksums.sort();
+    checksums
+}
+
 /// Checks that a signal to `rank` while the data are tokenized ends all ranks, and that the next run continues.
 #[track_caller]
 fn check(n_ranks: usize, rank: usize) {
@@ -66,14 +74,90 @@ fn check(n_ranks: usize, rank: usize) {
     // The entry equals that of a run that was not stopped.
     let other = TrainerRun::new(&folder.path().join("other"), 1, &arguments);
     other.finish();
-    let checksums = |cache: &Path| {
-        let entries = entries(cache, "").into_iter().map(|entry| entry.join("checksum"));
-        let mut checksums: Vec<String> = entries.filter_map(|path| fs::read_to_string(path).ok()).collect();
-        checksums.sort();
-        checksums
-    };
     assert_eq!(checksums(&cache).len(), 2, "the training data and the evaluation data");
     assert_eq!(checksums(&cache), checksums(&other.folder.join("cache")));
+}
+
+/// Returns the rows of two sources as a recipe's `data.sources`. Only the second source has a third chunk of 1,024 rows.
+#[cfg(debug_assertions)]
+fn write_two_sources(folder: &Path) -> String {
+    let (first, second) = (folder.join("first.jsonl"), folder.join("second.jsonl"));
+    write_rows(&first, 100);
+    write_rows(&second, 3_000);
+    format!("data.sources=[{},{}]", first.display(), second.display())
+}
+
+/// The failpoint of the third chunk that is read for a source's hash.
+#[cfg(debug_assertions)]
+const TERMINATE_AT: (&str, &str) = ("CANDLEWICK_TEST_TERMINATE_AT", "rows_read:2");
+
+/// Checks that the first source is cached, and nothing of the second.
+#[cfg(debug_assertions)]
+#[track_caller]
+fn has_only_the_first_source(cache: &Path) {
+    assert_eq!(checksums(cache).len(), 1);
+    assert_eq!(entries(cache, ".partial").len() + entries(cache, ".incomplete").len(), 0);
+}
+
+/// Checks that SIGTERM while the second source is read keeps the tokens of the first one.
+#[cfg(debug_assertions)]
+#[track_caller]
+fn check_read(n_ranks: usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let sources = write_two_sources(folder.path());
+    let arguments = [sources.as_str(), "data.max_length=256", "eval_interval=0"];
+    let run = TrainerRun::new(&folder.path().join("run"), n_ranks, &arguments);
+    let cache = run.folder.join("cache");
+    let store = candlewick_comm::store::Server::bind("127.0.0.1:0").unwrap();
+    let ranks = (0..n_ranks).map(|rank| {
+        let mut command = run.rank(rank, store.port(), true);
+        command.env(TERMINATE_AT.0, TERMINATE_AT.1);
+        command
+    });
+    for (status, stderr) in TrainerProcesses::of(ranks).wait_within(Duration::from_secs(60)) {
+        assert_eq!(status.code(), Some(75), "{stderr}");
+    }
+    has_only_the_first_source(&cache);
+    let report = fs::read_to_string(run.folder.join("run.json")).unwrap();
+    assert!(report.contains("stopped by SIGTERM while the data were prepared"), "{report}");
+
+    run.finish();
+    let report = fs::read_to_string(run.folder.join("run.json")).unwrap();
+    assert!(report.contains("first.jsonl: tokens from the cache"), "{report}");
+    assert!(!report.contains("second.jsonl: tokens from the cache"), "{report}");
+    let other = TrainerRun::new(&folder.path().join("other"), 1, &arguments);
+    other.finish();
+    assert_eq!(checksums(&cache).len(), 3, "the training data and the evaluation data");
+    assert_eq!(checksums(&cache), checksums(&other.folder.join("cache")));
+}
+
+/// Release builds have no failpoints.
+#[cfg(debug_assertions)]
+#[test]
+fn a_signal_while_rows_are_read_keeps_the_tokens_of_finished_sources() {
+    check_read(1);
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_signal_to_a_rank_that_reads_rows_ends_all_ranks_with_the_code_of_preemption() {
+    check_read(2);
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_signal_to_preprocess_while_rows_are_read_keeps_the_tokens_of_finished_sources() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = folder.path().join("cache");
+    let mut command = Command::new(program("trainer"));
+    command.args(["preprocess", "tests/golden/llama.yaml", "data.max_length=256"]);
+    command.arg(write_two_sources(folder.path())).arg(format!("data.cache_dir={}", cache.display()));
+    command.current_dir(root()).env(TERMINATE_AT.0, TERMINATE_AT.1).stdout(Stdio::null()).stderr(Stdio::piped());
+    for (status, stderr) in TrainerProcesses::of([command]).wait_within(Duration::from_secs(60)) {
+        assert_eq!(status.code(), Some(75), "{stderr}");
+        assert!(stderr.contains("the tokens of finished sources are cached"), "{stderr}");
+    }
+    has_only_the_first_source(&cache);
 }
 
 #[test]

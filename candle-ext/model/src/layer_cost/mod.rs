@@ -3,16 +3,16 @@
 //! Dimensions: t tokens, d hidden size, s bytes of an element. Under sequence parallelism, o < t tokens are in the
 //! residual stream, else o = t. q, kv and f are this rank's widths of queries, KV heads and the MLP.
 
+mod moe;
+
 use candle_core::DType;
 use candlewick_ops::{
     AttentionCost, AttentionHeads, AttentionImpl, DeviceKind, GemmSize, LinearCost, LinearInput, TiledCost,
-    dropout_backward_cost, expert_capacity, linear_f64_bytes, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
+    dropout_backward_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
 };
 
-use crate::expert_adapters_cost::ExpertAdaptersCost;
-use crate::experts::ExpertTile;
-use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes, TileOfExperts};
-use crate::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, MoeSpec, QkNorm, RouterDtype, SelfAttentionSpec, TiledMlp};
+use crate::experts_cost::{ExpertExchange, ExpertsCost, SharedExpertBytes};
+use crate::{LayerSpec, LinearSpec, MixerSpec, QkNorm, RouterDtype, SelfAttentionSpec, TiledMlp};
 
 /// Sizes of a decoder layer on one rank, from which activation memory is estimated.
 #[derive(Clone, Copy, Debug)]
@@ -170,23 +170,6 @@ impl LayerCost<'_> {
         worst + self.sublayer_bytes() + self.rounded_grad_bytes()
     }
 
-    /// Returns the peak bytes of the routed experts' backward with the saved activations; zero for a dense layer.
-    ///
-    /// On one rank the backward of a shared expert is first. Its saved activations are then free, and the gradient of the input
-    /// exists. The permuted rows are recomputed from the norm's output, which is recomputed, too.
-    fn experts_backward(&self) -> u64 {
-        let (Some(experts), Some(adapters)) = (self.experts(), self.expert_adapters()) else { return 0 };
-        let bytes = self.saved_bytes() + experts.backward_bytes() + adapters.backward_bytes();
-        if self.experts != ExpertExchange::None {
-            return bytes;
-        }
-        let shared = self.layer.mlp.swiglu().map_or(0, |_| self.output_bytes());
-        let is_shared_with_tiles = experts.tile.is_some_and(|tile| tile.shares_input);
-        let of_shared = if is_shared_with_tiles { 0 } else { self.dense_saved() };
-        let freed = of_shared + self.ungated_bytes();
-        bytes - freed + shared + self.output_bytes()
-    }
-
     /// Returns the peak bytes of the backward of the projections to q, k and v, after that of attention: the layer's output,
     /// the gradient of the sum, the recomputed norm, the gradients of q and k, those of their inputs, and the sum of these.
     fn projections_backward(&self) -> u64 {
@@ -208,85 +191,6 @@ impl LayerCost<'_> {
     fn attention_spec(&self) -> &SelfAttentionSpec {
         let MixerSpec::Attention(attention) = &self.layer.mixer;
         attention
-    }
-
-    /// Returns the cost of the routed experts; `None` for a dense layer.
-    fn experts(&self) -> Option<ExpertsCost> {
-        let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
-        let (n_tokens, top_k) = (self.n_residual_tokens, moe.router.top_k);
-        let capacity = |factor| expert_capacity(n_tokens as usize, top_k, moe.n_experts, factor);
-        Some(ExpertsCost {
-            n_tokens,
-            n_rows: match self.padded_capacity_factor {
-                Some(factor) => (moe.n_experts * capacity(factor)) as u64,
-                None => n_tokens * top_k as u64,
-            },
-            n_experts: moe.n_experts as u64,
-            d: self.layer.hidden_size as u64,
-            f: moe.expert_size as u64,
-            n_bytes: self.n_bytes(),
-            fp8_weights: [&moe.gate_up, &moe.down].map(|matrix| match matrix.fp8 {
-                true => (matrix.n_weights() / self.n_expert_ranks) as u64,
-                false => 0,
-            }),
-            exchange: self.experts,
-            tile: (self.tiled_mlp == TiledMlp::On).then(|| self.tile_of_experts(moe)),
-        })
-    }
-
-    /// Returns the sizes of a tile of the routed experts.
-    fn tile_of_experts(&self, moe: &MoeSpec) -> TileOfExperts {
-        let (n_own, top_k) = (self.n_residual_tokens as usize, moe.router.top_k);
-        let tile = ExpertTile { hidden_size: self.layer.hidden_size, top_k };
-        let (n_tokens, k) = match self.experts {
-            ExpertExchange::None => (n_own, top_k),
-            ExpertExchange::Rows { n_shards } => (n_own * top_k * n_shards as usize, 1),
-            ExpertExchange::Tokens { n_ranks, .. } => (n_own * n_ranks as usize, top_k),
-        };
-        let n_tokens = tile.rows(n_tokens, k);
-        let shares_input = self.layer.mlp.swiglu().is_some();
-        TileOfExperts { n_tokens: n_tokens as u64, n_rows: (n_tokens * k) as u64, shares_input }
-    }
-
-    /// Returns the bytes of a shared expert's output before its gate; zero without a gate.
-    fn ungated_bytes(&self) -> u64 {
-        self.layer.shared_expert_gate().map_or(0, |_| self.output_bytes())
-    }
-
-    /// Returns the peak bytes of a router's forward in f64: the copies, and the rounded logits.
-    fn router_forward(&self) -> u64 {
-        self.router_copies() + self.router_logits()
-    }
-
-    /// Returns the peak bytes of a router's backward in f64, after that of the experts.
-    fn router_backward(&self) -> u64 {
-        if self.router_copies() == 0 {
-            return 0;
-        }
-        // The residual sum, and the gradients of the MLP's input by the experts and by the router.
-        let rows = self.activation_bytes() + 2 * self.output_bytes();
-        self.saved_until_attention() + rows + 2 * self.router_logits() + self.router_copies()
-    }
-
-    /// Returns the bytes of a router's logits in f32; zero for a dense layer.
-    fn router_logits(&self) -> u64 {
-        self.experts().map_or(0, |experts| experts.logits_bytes())
-    }
-
-    /// Returns the bytes of the copies that a router in f64 makes; zero otherwise.
-    fn router_copies(&self) -> u64 {
-        match (&self.layer.mlp, self.router) {
-            (MlpSpec::Moe(moe), RouterDtype::F64) => {
-                linear_f64_bytes(self.n_residual_tokens, self.layer.hidden_size as u64, moe.n_experts as u64)
-            }
-            _ => 0,
-        }
-    }
-
-    /// Returns the cost of the adapters of experts and router; `None` for a dense layer.
-    fn expert_adapters(&self) -> Option<ExpertAdaptersCost> {
-        let MlpSpec::Moe(moe) = &self.layer.mlp else { return None };
-        Some(ExpertAdaptersCost::of(moe, &self.experts()?))
     }
 
     fn widths(&self) -> Widths {
@@ -397,7 +301,7 @@ impl LayerCost<'_> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::{AdapterSpec, Config};
+    use crate::{AdapterSpec, Config, MlpSpec};
 
     #[track_caller]
     fn check_linear(dropout: f64, want: u64) {
