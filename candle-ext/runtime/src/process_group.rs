@@ -94,12 +94,7 @@ impl ProcessGroup {
 
     /// Returns this rank's value after all ranks have succeeded. If a rank passes an error, all ranks fail with it.
     pub fn all_ok<T>(&self, own: Result<T>) -> Result<T> {
-        let (value, own) = match own {
-            Ok(value) => (Some(value), Ok(Vec::new())),
-            Err(error) => (None, Err(error)),
-        };
-        self.exchange(own)?;
-        value.context("failed to report an error")
+        keep_value(own, |own| self.exchange(own))
     }
 
     /// Gathers the bytes of all ranks like [`ProcessGroup::exchange`], for programs that print an error once.
@@ -128,12 +123,7 @@ impl ProcessGroup {
 
     /// Returns this rank's value after all ranks have succeeded. Errors are those of [`ProcessGroup::exchange_once`].
     pub fn all_ok_once<T>(&self, own: Result<T>) -> Result<T> {
-        let (value, own) = match own {
-            Ok(value) => (Some(value), Ok(Vec::new())),
-            Err(error) => (None, Err(error)),
-        };
-        self.exchange_once(own)?;
-        value.context("failed to report an error")
+        keep_value(own, |own| self.exchange_once(own))
     }
 
     /// Runs `f` on rank 0 while the other ranks wait, and returns its bytes on all ranks.
@@ -176,6 +166,16 @@ impl ProcessGroup {
             None => self.all_ok(self.keep_alive().during(f)),
         }
     }
+}
+
+/// Returns this rank's value after `exchange` of its success or error.
+fn keep_value<T>(own: Result<T>, exchange: impl FnOnce(Result<Vec<u8>>) -> Result<Vec<Vec<u8>>>) -> Result<T> {
+    let (value, own) = match own {
+        Ok(value) => (Some(value), Ok(Vec::new())),
+        Err(error) => (None, Err(error)),
+    };
+    exchange(own)?;
+    value.context("failed to report an error")
 }
 
 /// Returns the error of a rank that ends because of an error that rank `rank` prints.

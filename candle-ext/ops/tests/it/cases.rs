@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
-use candlewick_ops::{GradSink, Tape, Weight};
+use candlewick_ops::{GradSink, Tape, Weight, record_exchange};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -47,6 +47,15 @@ pub(crate) fn randn(shape: impl Into<Shape>, seed: u64) -> Tensor {
 /// Returns all elements as f64.
 pub(crate) fn values(x: &Tensor) -> Vec<f64> {
     x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Records an exchange that returns x, and whose backward returns the gradient later.
+pub(crate) fn identity_exchange(x: &Tensor) -> candle_core::Result<Tensor> {
+    let backward = |dy: &Tensor| {
+        let dy = dy.clone();
+        Ok(Box::new(move || Ok(dy)) as _)
+    };
+    record_exchange("exchange", x, |x| x.affine(1.0, 0.0), backward)
 }
 
 /// Returns the bits of all elements, for exact comparisons.

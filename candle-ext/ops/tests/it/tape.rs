@@ -8,7 +8,8 @@ use candlewick_ops::{
 };
 
 use crate::cases::{
-    OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, identity_exchange, randn, tape,
+    trainable,
 };
 
 fn tensor(values: &[f32]) -> Tensor {
@@ -110,15 +111,7 @@ fn an_accumulated_gradient_that_is_not_returned_is_an_error() {
 fn a_tape_inside_anothers_backward_defers_by_itself() {
     let x = tensor(&[1.0]);
     let tape = Tape::record(&[&x], || {
-        let y = record_exchange(
-            "exchange",
-            &x,
-            |x| x.affine(1.0, 0.0),
-            |dy| {
-                let dy = dy.clone();
-                Ok(Box::new(move || Ok(dy)))
-            },
-        )?;
+        let y = identity_exchange(&x)?;
         Ok(record("outer", [(&y).into()], tensor(&[1.0]), |dy, context| {
             assert!(context.defers());
             let deferred = Rc::new(Cell::new(false));

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     Contraction, Fp8Config, Fp8Formats, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink,
-    OutputDtype, ScaleBlock, Weight, fp8_quantize_current, linear, record_exchange,
+    OutputDtype, ScaleBlock, Weight, fp8_quantize_current, linear,
 };
 
 use super::{DELAYED, SUMS, config, devices, devices_for, layers, recipes, rule, sums};
-use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{
+    TestDevice, assert_close, assert_error, bits, check_each, grad_of, identity_exchange, randn, tape, trainable,
+};
 
 /// Quantizes and dequantizes as the recipe does in its first step, by the ops that the reference has proven.
 fn rounded(recipe: Fp8Recipe, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
@@ -234,15 +236,7 @@ fn a_deferred_weight_gradient_is_the_plain_one() {
                 let op = || {
                     let y = match exchanges {
                         false => x.clone(),
-                        true => record_exchange(
-                            "exchange",
-                            &x,
-                            |x| x.affine(1.0, 0.0),
-                            |dy| {
-                                let dy = dy.clone();
-                                Ok(Box::new(move || Ok(dy)))
-                            },
-                        )?,
+                        true => identity_exchange(&x)?,
                     };
                     linear(&y, &w, None, OutputDtype::SameAsInput)
                 };
