@@ -72,7 +72,7 @@ pub struct StepNumbers {
 
 /// Trains `check.steps` steps of `plan`, then as many with a stop and a resume, and compares both on rank 0.
 ///
-/// Both runs write their checkpoints below `check.folder`, which remains. All ranks of `world` call this.
+/// Both runs write their checkpoints below `check.folder`, which remains unless a run fails. All ranks of `world` call this.
 pub fn verify_resume(
     plan: &Plan,
     hub: &Hub,
@@ -89,10 +89,15 @@ pub fn verify_resume(
             code => Err(anyhow!("failed to compare: the run was stopped").context(code)),
         }
     };
-    run_to(UNINTERRUPTED, check.steps)?;
-    run_to(RESUMED, check.stop_after)?;
-    run_to(RESUMED, check.steps)?;
-    process.on_first_rank(|| compare(world.size(), check))
+    let done = run_to(UNINTERRUPTED, check.steps)
+        .and_then(|()| run_to(RESUMED, check.stop_after))
+        .and_then(|()| run_to(RESUMED, check.steps))
+        .and_then(|()| process.on_first_rank(|| compare(world.size(), check)));
+    if done.is_err() && process.is_first() {
+        // The same command can start again after the correction.
+        let _ = fs::remove_dir_all(check.folder);
+    }
+    done
 }
 
 /// The folders of the two runs.
@@ -224,7 +229,7 @@ impl ResumeReport {
 /// Formats a line for each step, and the result.
 impl fmt::Display for ResumeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { n_ranks, stopped_after, resumed_from, n_files, .. } = self;
+        let Self { n_ranks, stopped_after, resumed_from, .. } = self;
         let ranks = if *n_ranks == 1 { "1 rank".to_owned() } else { format!("{n_ranks} ranks") };
         let n_steps = self.steps.len();
         writeln!(
@@ -243,7 +248,7 @@ impl fmt::Display for ResumeReport {
         }
         match (self.first_difference(), self.different_files.as_slice()) {
             (None, []) => {
-                write!(f, "equal to the bit: losses, gradient norms, and {n_files} files of weights and optimizer state")
+                write!(f, "equal to the bit: losses, gradient norms, weights and optimizer state")
             }
             (Some(step), _) if step <= *stopped_after => {
                 write!(f, "not equal from step {step}, before the stop: training is not deterministic on this device")
@@ -279,7 +284,7 @@ mod tests {
     fn one_bit_of_a_loss_or_a_file_is_a_difference() {
         let next = 1.0 + f64::EPSILON;
         for (losses, files, passes, said) in [
-            ([1.0; 4], &[][..], true, "equal to the bit: losses, gradient norms, and 3 files"),
+            ([1.0; 4], &[][..], true, "equal to the bit: losses, gradient norms, weights"),
             ([1.0, 1.0, next, 1.0], &[], false, "not equal from step 3"),
             ([1.0, next, 1.0, 1.0], &[], false, "not equal from step 2, before the stop"),
             ([1.0; 4], &["shard_00001_00000.safetensors"], false, "differ: shard_00001_00000.safetensors"),

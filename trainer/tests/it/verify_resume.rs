@@ -21,7 +21,7 @@ fn a_resumed_run_equals_an_uninterrupted_one_to_the_bit() {
     ] {
         let (code, text) = verify(&run, arguments);
         assert_eq!(code, Some(0), "{text}");
-        for part in lines.iter().chain(&["equal to the bit", "files of weights and optimizer state"]) {
+        for part in lines.iter().chain(&["equal to the bit: losses, gradient norms, weights and optimizer state"]) {
             assert!(text.contains(part), "no {part:?} in {text}");
         }
         assert!(!run.path().join("verify-resume").exists(), "the folder is removed");
@@ -54,4 +54,5 @@ fn wrong_steps_and_an_existing_folder_are_refused() {
     }
     let (code, text) = verify(&run, &["train_iters=3"]);
     assert!(code == Some(1) && text.contains("the run has 3; lower --steps"), "{text}");
+    assert!(!run.path().join("verify-resume").exists(), "the same command can start again");
 }
