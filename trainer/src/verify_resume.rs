@@ -174,7 +174,9 @@ fn compare(n_ranks: usize, check: ResumeCheck) -> Result<ResumeReport> {
         n_ranks,
         stopped_after: check.stop_after,
         resumed_from,
-        steps: pairs.map(|((step, uninterrupted), (_, resumed))| StepComparison { step, uninterrupted, resumed }).collect(),
+        steps: pairs
+            .map(|((step, uninterrupted), (_, resumed))| StepComparison { step, uninterrupted, resumed })
+            .collect(),
         n_files: files.len(),
         different_files: different.collect(),
     })

@@ -64,8 +64,7 @@ impl VerifyResumeArgs {
             ui.note(&format!("the checkpoints and metrics of both runs are in {}", self.output.display()));
             return Ok(ExitCode::Failed);
         }
-        std::fs::remove_dir_all(&self.output)
-            .with_context(|| format!("failed to remove {}", self.output.display()))?;
+        std::fs::remove_dir_all(&self.output).with_context(|| format!("failed to remove {}", self.output.display()))?;
         Ok(ExitCode::Ok)
     }
 }

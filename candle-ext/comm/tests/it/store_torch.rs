@@ -107,6 +107,10 @@ fn python_with_torch() -> Option<PathBuf> {
     if has_torch.is_ok_and(|status| status.success()) {
         return Some(python);
     }
-    let _ = writeln!(io::stderr(), "skipped: {} is no Python with torch; CANDLEWICK_PYTHON names another", python.display());
+    let _ = writeln!(
+        io::stderr(),
+        "skipped: {} is no Python with torch; CANDLEWICK_PYTHON names another",
+        python.display()
+    );
     None
 }
