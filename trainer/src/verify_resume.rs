@@ -228,6 +228,14 @@ impl ResumeReport {
     }
 }
 
+/// Formats the numbers with all digits.
+impl fmt::Display for StepNumbers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { loss, grad_norm, lr, tokens } = self;
+        write!(f, "loss {loss}, grad norm {grad_norm}, lr {lr}, {tokens} tokens")
+    }
+}
+
 /// Formats a line for each step, and the result.
 impl fmt::Display for ResumeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -245,7 +253,7 @@ impl fmt::Display for ResumeReport {
             write!(f, "  {:>4}  {loss:>12.6}  {grad_norm:>12.6}", step.step)?;
             match step.is_equal() {
                 true => writeln!(f)?,
-                false => writeln!(f, "  DIFFERENT: {:?}", step.uninterrupted)?,
+                false => writeln!(f, "  DIFFERENT: {}; without a stop: {}", step.resumed, step.uninterrupted)?,
             }
         }
         match (self.first_difference(), self.different_files.as_slice()) {
@@ -288,6 +296,7 @@ mod tests {
         for (losses, files, passes, said) in [
             ([1.0; 4], &[][..], true, "equal to the bit: losses, gradient norms, weights"),
             ([1.0, 1.0, next, 1.0], &[], false, "not equal from step 3"),
+            ([1.0, 1.0, next, 1.0], &[], false, "DIFFERENT: loss 1.0000000000000002, grad norm 1, lr 0.001, 8 tokens;"),
             ([1.0, next, 1.0, 1.0], &[], false, "not equal from step 2, before the stop"),
             ([1.0; 4], &["shard_00001_00000.safetensors"], false, "differ: shard_00001_00000.safetensors"),
         ] {
