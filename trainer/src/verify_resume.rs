@@ -240,11 +240,10 @@ impl fmt::Display for StepNumbers {
 impl fmt::Display for ResumeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { n_ranks, stopped_after, resumed_from, .. } = self;
-        let ranks = if *n_ranks == 1 { "1 rank".to_owned() } else { format!("{n_ranks} ranks") };
         let n_steps = self.steps.len();
         writeln!(
             f,
-            "{ranks}: {n_steps} steps with a stop after step {stopped_after} and a resume from the checkpoint of step \
+            "world size {n_ranks}: {n_steps} steps with a stop after step {stopped_after} and a resume from the checkpoint of step \
              {resumed_from}, compared with {n_steps} uninterrupted steps"
         )?;
         writeln!(f, "  step          loss     grad norm")?;

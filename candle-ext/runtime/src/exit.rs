@@ -17,7 +17,7 @@ use candlewick_text::template::TemplateError;
 use candlewick_text::template::limits::ThreadSpawnError;
 use candlewick_text::tokenizer::TokenizerError;
 
-use crate::process_group::PeerError;
+use crate::peer_error::PeerError;
 
 /// Exit code of a program. The numbers are stable.
 ///

@@ -1,7 +1,5 @@
 //! Process group of a program, for synchronization and small exchanges on the host.
 
-use std::error::Error as StdError;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +7,7 @@ use anyhow::{Context, Error, Result};
 use candlewick_comm::{Cause, Collective, KeepAlive, RankFailure, World, exchange_bytes, is_first_on_node};
 
 use crate::exit::ExitCode;
+use crate::peer_error::PeerError;
 
 /// Payload of one rank in an exchange, or its error message.
 pub type Payload = Result<Vec<u8>, String>;
@@ -23,18 +22,6 @@ pub struct ProcessGroup {
     keep_alive: KeepAlive,
     is_first_of_node: bool,
 }
-
-/// Error of another rank, which prints it. This rank prints a reference to that rank.
-#[derive(Debug)]
-pub struct PeerError {
-    /// The rank with the error.
-    pub rank: usize,
-    cause: RemoteError,
-}
-
-/// Text of another rank's error.
-#[derive(Debug)]
-struct RemoteError(String);
 
 impl ProcessGroup {
     /// Creates the process group of `world`.
@@ -152,33 +139,6 @@ impl ProcessGroup {
         }
     }
 }
-
-impl PeerError {
-    fn new(rank: usize, text: &str) -> Self {
-        Self { rank, cause: RemoteError(text.to_owned()) }
-    }
-}
-
-impl fmt::Display for PeerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rank = self.rank;
-        write!(f, "failed to continue: rank {rank} failed; see the log of rank {rank}")
-    }
-}
-
-impl StdError for PeerError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        Some(&self.cause)
-    }
-}
-
-impl fmt::Display for RemoteError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl StdError for RemoteError {}
 
 /// Prepares the exit of this rank because of `error`.
 ///
