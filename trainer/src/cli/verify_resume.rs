@@ -38,7 +38,7 @@ Examples:
   trainer verify-resume recipe.yaml
   trainer verify-resume recipe.yaml --steps 20 --stop-after 7 --output /scratch/verify
   launch --standalone --nproc-per-node 2 -- trainer verify-resume recipe.yaml
-The disk needs room for two checkpoints. The exit code is 1 if the runs differ in one bit.";
+The disk needs space for two checkpoints. The exit code is 1 if the runs differ in one bit.";
 
 fn at_least_two(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 1).ok_or_else(|| "expected a number of steps, at least 2".into())

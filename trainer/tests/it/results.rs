@@ -204,7 +204,7 @@ fn a_failed_write_of_metrics_has_the_exit_code_of_a_full_disk() {
 
 /// The disk is a tmpfs in a mount namespace of the run.
 #[test]
-fn a_disk_without_room_for_the_checkpoints_is_refused_before_the_first_step() {
+fn a_disk_without_space_for_the_checkpoints_is_refused_before_the_first_step() {
     let run = Run::new();
     fs::create_dir(run.path().join("disk")).unwrap();
     let train = run.command("train", &["train_iters=2", "checkpoint.0.output_dir=disk/saves"]);
