@@ -1,5 +1,6 @@
 //! Tests of the whole system. This library finds files and waits for events; the tests are in `tests/`.
 
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -33,6 +34,11 @@ pub fn program(name: &str) -> PathBuf {
     let path = folder.join(name);
     assert!(path.is_file(), "failed to find {}: test the whole workspace, or build {name} first", path.display());
     path
+}
+
+/// Prints that a test is skipped because this machine lacks a program or a right. The test harness does not capture it.
+pub fn report_skip(why: &str) {
+    let _ = writeln!(io::stderr(), "skipped: {why}");
 }
 
 /// Reads a text file by its path from the root.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::{later_wins, program, root, wait_for_exit, wait_for_files};
+use suite::{later_wins, program, report_skip, root, wait_for_exit, wait_for_files};
 
 /// Timeout of a rank in seconds.
 const TIMEOUT: u64 = 6;
@@ -159,7 +159,7 @@ fn finish(run: &mut Command) -> Output {
 fn check(start: Start, subnet: u8, backend: &str) {
     let hosts = match Hosts::new(subnet) {
         Ok(hosts) => hosts,
-        Err(why) => return eprintln!("skipped: {why}"),
+        Err(why) => return report_skip(&why),
     };
     let folder = |name: &str| hosts.folder.path().join(name);
     let (both, one) = (folder("both"), folder("one"));
@@ -211,7 +211,7 @@ fn said_by(mut child: Child, files: &[PathBuf]) -> String {
 fn a_cut_cable_ends_both_hosts_and_the_run_resumes_later() {
     let hosts = match Hosts::new(3) {
         Ok(hosts) => hosts,
-        Err(why) => return eprintln!("skipped: {why}"),
+        Err(why) => return report_skip(&why),
     };
     let folder = hosts.folder.path().join("run");
     let save =

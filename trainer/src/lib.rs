@@ -20,4 +20,5 @@ pub mod run_report;
 pub mod schedule;
 pub mod signals;
 pub mod verify_parallel;
+pub mod verify_resume;
 pub mod watch;

@@ -81,9 +81,17 @@ impl<S> FailureMonitor<S> {
 
     /// Waits until `done` returns true, the world has failed, or the deadline has passed.
     pub(crate) fn wait_until(&self, deadline: Instant, done: impl Fn(&S) -> bool) -> MutexGuard<'_, Monitored<S>> {
+        self.wait_while(deadline, |monitored| monitored.failure.is_none() && !done(&monitored.state))
+    }
+
+    /// Waits until `done` returns true or the deadline has passed, also after a failure of the world.
+    pub(crate) fn wait_for_state(&self, deadline: Instant, done: impl Fn(&S) -> bool) {
+        drop(self.wait_while(deadline, |monitored| !done(&monitored.state)));
+    }
+
+    fn wait_while(&self, deadline: Instant, waits: impl Fn(&Monitored<S>) -> bool) -> MutexGuard<'_, Monitored<S>> {
         let left = deadline.saturating_duration_since(Instant::now());
-        let waits = |monitored: &mut Monitored<S>| monitored.failure.is_none() && !done(&monitored.state);
-        ignore_poison(self.changed.wait_timeout_while(self.lock(), left, waits)).0
+        ignore_poison(self.changed.wait_timeout_while(self.lock(), left, |monitored| waits(monitored))).0
     }
 
     /// Waits until `is_there` returns true and returns the value of `take`, or `None` at the deadline.

@@ -23,6 +23,16 @@ pub(crate) trait FailureChannel: Send + Sync {
     /// Waits up to `within` for a failure of the world, and returns it.
     fn await_failure(&self, within: Duration) -> Option<RankFailure>;
 
+    /// Waits up to `within` for the exit of `rank`. Without [`Self::detects_exits`], waits for a failure of the world instead.
+    fn await_exit(&self, _rank: usize, within: Duration) {
+        self.await_failure(within);
+    }
+
+    /// Returns true if all ranks detect the exit of a process.
+    fn detects_exits(&self) -> bool {
+        false
+    }
+
     /// Sends a heartbeat to all ranks. Ranks that wait for this one, directly or transitively, continue to wait.
     fn beat(&self);
 }

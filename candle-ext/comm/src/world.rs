@@ -130,6 +130,18 @@ impl World {
         self.channel.await_failure(within)
     }
 
+    /// Waits up to `within` for the exit of `rank`, or for a failure of the world if the backend does not detect exits.
+    pub fn await_exit(&self, rank: usize, within: Duration) {
+        self.channel.await_exit(rank, within);
+    }
+
+    /// Leaves the world at the exit of this process, or now if the backend does not detect exits.
+    pub fn leave_at_exit(self) {
+        if self.channel.detects_exits() {
+            std::mem::forget(self);
+        }
+    }
+
     /// Runs `part` and leaves the world. If `part` fails, aborts the world before waiting for started operations.
     ///
     /// Returns the world's first failure if it has failed.

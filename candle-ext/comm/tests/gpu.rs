@@ -6,6 +6,7 @@ mod gpus;
 #[path = "cases/mapped.rs"]
 mod mapped;
 
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ const PATIENT: Options = Options { timeout: Duration::from_secs(30), record: tru
 /// Opens the first GPU, if there is one.
 fn gpu() -> Option<Device> {
     if n_gpus() == 0 {
-        eprintln!("skipped: there is no GPU here");
+        let _ = writeln!(io::stderr(), "skipped: there is no GPU here");
         return None;
     }
     Some(open(0))

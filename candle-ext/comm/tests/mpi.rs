@@ -6,6 +6,7 @@
 mod cases;
 
 use std::fs;
+use std::io::{self, Write};
 use std::panic::catch_unwind;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -139,7 +140,7 @@ struct Ends {
 fn run(scenario: &str, size: usize, timeout: Duration, variables: &[(&str, &str)]) -> Option<Ends> {
     let mpirun = std::env::var("MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
     if Command::new(&mpirun).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
-        eprintln!("skipped: there is no {mpirun} here");
+        let _ = writeln!(io::stderr(), "skipped: there is no {mpirun} here");
         return None;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -149,6 +150,8 @@ fn run(scenario: &str, size: usize, timeout: Duration, variables: &[(&str, &str)
     command.args(["-n", &size.to_string(), "env", "--ignore-signal=TERM"]).arg(std::env::current_exe().unwrap());
     command.args(["rank", "--exact", "--nocapture", "--test-threads=1"]);
     command.env(VARIABLE, format!("{scenario} {} {}", timeout.as_millis(), folder.path().display()));
+    // Open MPI keeps the files of its sessions here. Programs that end at the same time remove a shared folder.
+    command.env("TMPDIR", folder.path());
     // By default Open MPI does not run as root, nor more ranks than cores.
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     command.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_btl_vader_single_copy_mechanism", "none")]);

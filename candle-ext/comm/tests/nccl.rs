@@ -13,6 +13,7 @@ mod send_recv;
 #[path = "gpus/stand_in.rs"]
 mod stand_in;
 
+use std::io::{self, Write};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -37,7 +38,7 @@ fn run<T: Send>(
     rank: impl Fn(&World, &Device) -> Result<T> + Sync,
 ) -> Option<Vec<Result<T>>> {
     if n_gpus() < size {
-        eprintln!("skipped: there are fewer than {size} GPUs here");
+        let _ = writeln!(io::stderr(), "skipped: there are fewer than {size} GPUs here");
         return None;
     }
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,6 @@
 //! A headless Chromium for tests, if one is installed.
 
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -38,13 +39,13 @@ const FLAGS: [&str; 13] = [
 ];
 
 impl Browser {
-    /// Finds a browser in the PATH, and prints a note if there is none.
+    /// Finds a browser in the PATH. If there is none, prints a note that the test harness does not capture.
     pub fn find() -> Option<Self> {
         let folders: Vec<PathBuf> = std::env::split_paths(&std::env::var_os("PATH")?).collect();
         let programs = NAMES.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
         let found = programs.into_iter().find(|path| path.is_file());
         if found.is_none() {
-            eprintln!("skipped: none of {} is in the PATH", NAMES.join(", "));
+            let _ = writeln!(io::stderr(), "skipped: none of {} is in the PATH", NAMES.join(", "));
         }
         Some(Self { program: found?, profile: tempfile::tempdir().ok()? })
     }

@@ -7,7 +7,7 @@ use candlewick_comm::{CommBackend, HostBackend, Options, RankFailure, World};
 use candlewick_ops::{DeviceChoice, gpu_unavailable_reason};
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::exit::{ExitCode, classify};
-use candlewick_runtime::process_group::{ProcessGroup, exit_after_failed_rank, fail};
+use candlewick_runtime::process_group::{ProcessGroup, exit_after_peer, fail};
 use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 
 use crate::parallel_config::{InferenceGroup, ParallelConfig};
@@ -44,20 +44,18 @@ pub fn run_on_ranks<T>(
         false => CommBackend::Nccl(device.clone()),
     };
     let world = World::join(env, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
-    let mut know_all = false;
-    let done = EvalRanks::new(&world, parallel_config).and_then(|ranks| {
-        let done = part(&ranks, device);
-        know_all = ranks.process.has_failed_together();
-        done
-    });
+    let done = EvalRanks::new(&world, parallel_config).and_then(|ranks| part(&ranks, device));
     let ended_by = |failure: &RankFailure| anyhow!("failed to {failure}").context(ExitCode::Peer);
     match done {
         Ok(value) => {
             world.leave().context("failed to end together with the other ranks")?;
             Ok(value)
         }
-        Err(error) if know_all => Err(exit_after_failed_rank(world, (classify(&error), error))),
-        Err(error) => Err(fail(&world, "run", (classify(&error), error), ended_by)),
+        Err(error) => {
+            let error = fail(&world, "run", (classify(&error), error), ended_by);
+            exit_after_peer(world, &error);
+            Err(error)
+        }
     }
 }
 

@@ -17,6 +17,8 @@ use candlewick_text::template::TemplateError;
 use candlewick_text::template::limits::ThreadSpawnError;
 use candlewick_text::tokenizer::TokenizerError;
 
+use crate::peer_error::PeerError;
+
 /// Exit code of a program. The numbers are stable.
 ///
 /// It is also an error, so that a failure can carry its code: `error.context(ExitCode::NonFinite)`. A second signal during a
@@ -61,6 +63,9 @@ pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'sta
 pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if let Some(code) = error.downcast_ref::<ExitCode>() {
         return Some(*code);
+    }
+    if error.is::<PeerError>() {
+        return Some(ExitCode::Peer);
     }
     if candlewick_ops::is_out_of_memory(error) || is_without_stack(error) {
         return Some(ExitCode::OutOfMemory);
@@ -123,18 +128,23 @@ pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item =
 }
 
 /// Formats an error and its causes, each once. Escapes control characters.
+///
+/// Leaves out the cause of a [`PeerError`], which another rank prints.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");
     // Skip an exit code that the error carries.
     let carried = usize::from(error.downcast_ref::<ExitCode>().is_some());
     let n_skipped = carried.min(error.chain().count() - 1);
     for (depth, cause) in error.chain().skip(n_skipped).enumerate() {
-        let cause = cause.to_string();
+        let (is_peer, cause) = (cause.is::<PeerError>(), cause.to_string());
         if depth == 0 {
             text += &cause;
         } else if !text.contains(&cause) {
             // Many messages contain their cause already.
             let _ = write!(text, "\n  because: {}", cause.replace('\n', "\n  "));
+        }
+        if is_peer {
+            break;
         }
     }
     text.push('\n');

@@ -7,6 +7,7 @@ pub mod allocator;
 pub mod cores;
 pub mod error_file;
 pub mod exit;
+pub mod peer_error;
 pub mod process_group;
 pub mod process_memory;
 pub mod progress;

@@ -212,6 +212,10 @@ fn a_merged_model_scores_as_its_adapter() {
     }
     let again = runs.run("trainer", &["merge", "lora", "--output", "merged"], "");
     runs.refuses(&again, 6, &["is not empty"]);
+    fs::write(runs.path("merged.txt"), "notes").unwrap();
+    let on_file = runs.run("trainer", &["merge", "lora", "--output", "merged.txt"], "");
+    runs.refuses(&on_file, 6, &["merged.txt", "it is a file; name a new folder"]);
+    assert_eq!(fs::read_to_string(runs.path("merged.txt")).unwrap(), "notes");
     let wrong = runs.run("trainer", &["merge", "full", "--output", "m2"], "");
     runs.refuses(&wrong, 3, &["it is no adapter"]);
 }

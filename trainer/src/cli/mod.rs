@@ -24,6 +24,7 @@ mod train;
 mod ui;
 mod upcycle;
 mod verify_parallel;
+mod verify_resume;
 mod watch;
 
 use std::io::Write;
@@ -104,6 +105,9 @@ enum Command {
     /// Compare two training steps on the recipe's device mesh with one rank, on a tiny model
     #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
     VerifyParallel(verify_parallel::VerifyParallelArgs),
+    /// Compare a run that stops and resumes from its checkpoint with an uninterrupted run, to the bit
+    #[command(after_long_help = verify_resume::EXAMPLES)]
+    VerifyResume(verify_resume::VerifyResumeArgs),
     /// Measure which linear layers are faster in FP8 on this device
     #[command(after_long_help = fp8_advise::EXAMPLES)]
     Fp8Advise(fp8_advise::Fp8AdviseArgs),
@@ -247,6 +251,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Mesh(args) => mesh::run(args, cli.verbosity, &ui),
         Command::Fp8Advise(args) => fp8_advise::run(args, cli.verbosity, &ui),
         Command::VerifyParallel(args) => verify_parallel::run(args, cli.verbosity, &ui),
+        Command::VerifyResume(args) => verify_resume::run(args, cli.verbosity, &ui),
         Command::Watch(args) => watch::run(args, &ui),
         Command::Report(args) => report::run(args, &ui),
         Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
@@ -298,7 +303,7 @@ mod tests {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, replay::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES, prefetch::EXAMPLES];
-        let runs = [watch::EXAMPLES, report::EXAMPLES].join("\n");
+        let runs = [watch::EXAMPLES, report::EXAMPLES, verify_resume::EXAMPLES].join("\n");
         let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), runs, config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {

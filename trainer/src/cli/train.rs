@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
+use candlewick_runtime::process_group::exit_after_peer;
 use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::hub::{HubLock, LockContext, LockedRepo};
@@ -66,6 +67,9 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     let trained = crate::run::train_measured(&plan, &hub, &world, &measured);
     // The profile of a failed run shows the memory before the failure.
     let written = instruments.finish().context("failed to write the memory profile");
+    if let Err(error) = &trained {
+        exit_after_peer(world, error);
+    }
     let code = trained?;
     for line in written?.iter().filter(|_| env.rank == 0) {
         ui.note(line);

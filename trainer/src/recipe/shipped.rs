@@ -39,6 +39,7 @@ const FOLDER: &str = "<shipped>";
 pub static SHIPPED: &[ShippedRecipe] = &shipped![
     "quickstart"
     "smollm2-135m-sft"
+    "smollm2-135m-lora"
     "smollm2-135m-pretrain"
     "llama-3.2-1b-sft"
     "llama-3.2-1b-lora"
@@ -59,7 +60,9 @@ pub static SHIPPED: &[ShippedRecipe] = &shipped![
     "qwen3-0.6b-sft"
     "qwen3-0.6b-lora"
     "qwen3-1.7b-sft"
+    "qwen3-1.7b-lora"
     "qwen3-4b-sft"
+    "qwen3-4b-lora"
     "qwen3-8b-sft"
     "qwen3-8b-lora"
     "qwen3-14b-sft"

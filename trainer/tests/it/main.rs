@@ -38,4 +38,5 @@ mod snowflake;
 mod support;
 mod tracking;
 mod tracking_server;
+mod verify_resume;
 mod watch;

@@ -40,6 +40,8 @@ pub(super) struct LocalRank {
 #[derive(Default)]
 pub(super) struct LocalState {
     left: Vec<bool>,
+    /// True for ranks whose control stream has closed, also after a failure.
+    exited: Vec<bool>,
     /// Accepted streams by group and rank, until a thread takes them.
     arrived: HashMap<(String, usize), UnixStream>,
     /// True for ranks that have connected to this one. Their streams in `control` may have closed since.
@@ -55,6 +57,7 @@ impl LocalRank {
         let n = peers.len();
         let state = LocalState {
             left: vec![false; n],
+            exited: vec![false; n],
             connected: vec![false; n],
             control: vec![None; n],
             ..LocalState::default()
@@ -215,9 +218,16 @@ impl LocalRank {
         self.monitor.notify();
     }
 
+    /// Waits up to `within` until a rank has left or its control stream has closed.
+    pub(super) fn await_exit(&self, rank: usize, within: Duration) {
+        self.monitor.wait_for_state(deadline(within), |state| state.left[rank] || state.exited[rank]);
+    }
+
     /// Aborts the world because the control stream of `rank` has closed, unless the rank has left.
     pub(super) fn closed(&self, rank: usize) {
-        let state = self.monitor.lock();
+        let mut state = self.monitor.lock();
+        state.exited[rank] = true;
+        self.monitor.notify();
         if state.left[rank] || state.failure().is_some() || state.stopping {
             return;
         }

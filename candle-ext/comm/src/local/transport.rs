@@ -133,6 +133,14 @@ impl FailureChannel for UnixSocketTransport {
         self.shared.monitor.await_failure(within)
     }
 
+    fn await_exit(&self, rank: usize, within: Duration) {
+        self.shared.await_exit(rank, within);
+    }
+
+    fn detects_exits(&self) -> bool {
+        true
+    }
+
     fn beat(&self) {
         self.shared.beat();
     }

@@ -1,7 +1,7 @@
 //! Our store's client and server against those of torch. Skipped with a note if no Python with torch is found, which
 //! `CANDLEWICK_PYTHON` selects. `tests/store.rs` replays recorded bytes instead.
 
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -107,6 +107,10 @@ fn python_with_torch() -> Option<PathBuf> {
     if has_torch.is_ok_and(|status| status.success()) {
         return Some(python);
     }
-    println!("skipped: {} is no Python with torch; CANDLEWICK_PYTHON names another", python.display());
+    let _ = writeln!(
+        io::stderr(),
+        "skipped: {} is no Python with torch; CANDLEWICK_PYTHON names another",
+        python.display()
+    );
     None
 }

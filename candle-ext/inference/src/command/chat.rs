@@ -63,11 +63,11 @@ Ctrl-C ends an answer; with several ranks it ends the chat. A line that begins w
 /// `env` has the ranks that share the model. Rank 0 reads and prints, and the other ranks compute with it.
 pub fn chat(model: &str, options: &ChatOptions, env: &RankEnv, hub: &Hub) -> Result<()> {
     run_on_ranks(env, options.parallel.config(), options.compute.device, |ranks, device| {
-        ranks.process.all_ok_once(check_single_replica(ranks))?;
+        ranks.process.all_ok(check_single_replica(ranks))?;
         let clock = RunId::agree(&ranks.process, Ok(RunId::now()))?.clock();
         let mut loader = ChatModelLoader { model, options, hub, ranks, device, clock, base: None };
         let lm = loader.load(options.compute.adapter.as_deref())?;
-        let session = ranks.process.all_ok_once(options.session(lm))?;
+        let session = ranks.process.all_ok(options.session(lm))?;
         let printer = ReplyPrinter::new(io::stdout(), options.thinking_style());
         Chat { session, loader, printer, interrupt: Interrupt::watch(ranks.process.size())? }.run()
     })
@@ -113,7 +113,7 @@ impl ChatModelLoader<'_> {
             QuantizationOption::Fp8 => compute.load_folders_on(&folders, self.ranks, self.device.clone())?,
         };
         let lm = self.options.template.apply(lm).map(|lm| lm.with_clock(self.clock));
-        self.ranks.process.all_ok_once(lm)
+        self.ranks.process.all_ok(lm)
     }
 
     /// Loads an adapter, or none, on the weights of the base model.
@@ -124,7 +124,7 @@ impl ChatModelLoader<'_> {
             self.base = Some(compute.load_folders_on(&base, self.ranks, self.device.clone())?);
         }
         let base = self.base.as_ref().context("failed to load the base model")?;
-        self.ranks.process.all_ok_once(base.with_adapter(adapter.as_deref()))
+        self.ranks.process.all_ok(base.with_adapter(adapter.as_deref()))
     }
 }
 

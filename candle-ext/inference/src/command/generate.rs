@@ -82,9 +82,9 @@ pub fn generate(model: &str, args: &GenerateArgs, env: &RankEnv, hub: &Hub) -> R
         let EvalRanks { process, .. } = ranks;
         let clock = RunId::agree(process, Ok(RunId::now()))?.clock();
         let texts = process.broadcast_from_first(|| Ok(serde_json::to_vec(&args.read_texts()?)?))?;
-        let prompts = process.all_ok_once(args.prompts(&serde_json::from_slice(&texts)?))?;
+        let prompts = process.all_ok(args.prompts(&serde_json::from_slice(&texts)?))?;
         let lm = args.compute.load_on(model, hub, ranks, device)?;
-        let (lm, options) = process.all_ok_once(args.prepare(lm, clock))?;
+        let (lm, options) = process.all_ok(args.prepare(lm, clock))?;
         let group = ranks.inference_group();
         for round in prompts.chunks(group.n_independent_replicas()) {
             if process.is_first() {
@@ -95,7 +95,7 @@ pub fn generate(model: &str, args: &GenerateArgs, env: &RankEnv, hub: &Hub) -> R
             if process.is_first() {
                 answers.iter().try_for_each(|(i, said)| args.show(prompts.len(), round[*i].last(), said))?;
             }
-            process.all_ok_once(done)?;
+            process.all_ok(done)?;
         }
         Ok(())
     })

@@ -161,7 +161,7 @@ impl ComputeOptions {
     /// Finds the folders of model and adapter on each rank; one rank downloads missing ones first. Collective.
     pub(super) fn find_on(&self, name: &str, hub: &Hub, ranks: &EvalRanks) -> Result<ModelAndAdapter> {
         let process = &ranks.process;
-        let folders = process.one_rank_per_node_first_once(|| self.find(name, hub))?;
+        let folders = process.one_rank_per_node_first(|| self.find(name, hub))?;
         if process.is_first() {
             folders.notes.iter().for_each(|note| eprintln!("{note}"));
         }
@@ -172,10 +172,10 @@ impl ComputeOptions {
     pub(super) fn load_folders_on(&self, folders: &ModelAndAdapter, ranks: &EvalRanks, device: Device) -> Result<Lm> {
         let EvalRanks { process, parallel_config, groups } = ranks;
         let config = Config::read(&folders.model).map_err(Into::into);
-        process.all_ok_once(config.and_then(|config| parallel_config.check_can_split(&config)))?;
+        process.all_ok(config.and_then(|config| parallel_config.check_can_split(&config)))?;
         let load = || self.load_from(folders, device, (*parallel_config, groups));
         // Ranks of a sharded model create process groups while loading, and wait for each other.
-        process.all_ok_once(match parallel_config.is_single_rank() {
+        process.all_ok(match parallel_config.is_single_rank() {
             true => process.keep_alive().during(load),
             false => load(),
         })

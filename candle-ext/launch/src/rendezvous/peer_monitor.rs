@@ -99,6 +99,9 @@ fn poll_peers(
     heartbeats: &mut PeerHeartbeats,
 ) -> Result<Option<PeerEvent>, Error> {
     let silence = heartbeats.poll(store)?;
+    // Read this first: a node that failed publishes the failure before it begins a newer generation. Otherwise a poll between
+    // the two would miss the failure, and this node would not count the restart.
+    let is_joining = max_nodes.map_or(Ok(false), |max_nodes| needs_rerendezvous(store, node, max_nodes))?;
     for (name, peer) in [
         ("failed", PeerEvent::Failed as fn(String) -> PeerEvent),
         ("stopped", PeerEvent::Stopped),
@@ -108,10 +111,7 @@ fn poll_peers(
             return Ok(Some(peer(text)));
         }
     }
-    match max_nodes {
-        Some(max_nodes) if needs_rerendezvous(store, node, max_nodes)? => Ok(Some(PeerEvent::Joins)),
-        _ => Ok(silence),
-    }
+    Ok(if is_joining { Some(PeerEvent::Joins) } else { silence })
 }
 
 /// Returns whether a node waits to join, or a newer generation exists. After the first success no node is admitted.

@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -201,12 +202,23 @@ pub(crate) fn is_alive(pid: &str) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }
 
-/// Returns a free port below the ephemeral range. Each test process starts at another port.
+/// Returns a free port below the ephemeral range. No other test process returns it.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
-    let base = 16000 + (std::process::id() % 64) as u16 * 256;
+    static BLOCK: LazyLock<(u16, File)> = LazyLock::new(lock_ports);
+    let base = 16000 + BLOCK.0 * 256;
     let mut ports = (0..256).map(|_| base + NEXT.fetch_add(1, Ordering::Relaxed) % 256);
     ports.find(|port| TcpListener::bind(("0.0.0.0", *port)).is_ok()).unwrap()
+}
+
+/// Returns the first block of 256 ports that no running test process has, and the file that locks it.
+fn lock_ports() -> (u16, File) {
+    let lock = |block: u16| {
+        let file = File::create(std::env::temp_dir().join(format!("candlewick-test-ports-{block}"))).ok()?;
+        file.try_lock().ok()?;
+        Some((block, file))
+    };
+    (0..64).find_map(lock).unwrap()
 }
 
 /// Returns a temporary directory and its path.

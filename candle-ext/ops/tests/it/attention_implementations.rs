@@ -1,5 +1,8 @@
 //! Attention implementations compared with each other.
 
+#[cfg(feature = "cuda")]
+use std::io::{self, Write};
+
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, CuSeqlens, attention,
@@ -153,7 +156,7 @@ mod cudnn {
             }
             Err(why) => {
                 assert!(std::env::var_os("CANDLEWICK_WANT_CUDNN").is_none(), "no cuDNN: {why}");
-                println!("skipped: {why}");
+                let _ = writeln!(io::stderr(), "skipped: {why}");
                 None
             }
         }

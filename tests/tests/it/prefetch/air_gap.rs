@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use suite::{program, read};
+use suite::{program, read, report_skip};
 
 use super::{MODEL, PrefetchFolder, succeeds};
 
@@ -115,7 +115,7 @@ fn everything_runs_in_an_empty_root_without_network() {
     let here = PrefetchFolder::new();
     let gap = match AirGap::new(here.path("root")) {
         Ok(gap) => gap,
-        Err(why) => return eprintln!("skipped: this machine cannot create an air gap: {why}"),
+        Err(why) => return report_skip(&format!("this machine cannot create an air gap: {why}")),
     };
     pack(&here);
     unpack(&here, &gap);

@@ -134,6 +134,18 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
     check_resumes(&run);
 }
 
+#[test]
+fn an_error_of_all_ranks_is_printed_by_the_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let stop = folder.path().join("stop");
+    fs::write(&stop, "").unwrap();
+    let run = endless(folder.path(), 2, &[&format!("kill_switch_path={}", stop.display())]);
+    let ended = run.start().wait_within(SOON);
+    check_end(&ended[0], 1, &["the stop file", "already exists"]);
+    check_end(&ended[1], 7, &["failed to continue: rank 0 failed; see the log of rank 0"]);
+    assert!(!ended[1].1.contains("already exists"), "{}", ended[1].1);
+}
+
 /// A file size limit emulates a full disk for rank 1 alone.
 #[test]
 fn a_failed_checkpoint_of_one_rank_ends_all_ranks_and_keeps_earlier_ones() {
@@ -145,7 +157,8 @@ fn a_failed_checkpoint_of_one_rank_ends_all_ranks_and_keeps_earlier_ones() {
         let nothing = Rlimit { current: Some(4096), maximum: Some(4096) };
         prlimit(Some(ranks.pid(1)), Resource::Fsize, nothing).unwrap();
         let ended = ranks.wait_within(SOON);
-        check_end(&ended[0], 7, &["rank 1", "shard_00001_00001.safetensors"]);
+        check_end(&ended[0], 7, &["failed to continue: rank 1 failed", "see the log of rank 1"]);
+        assert!(run.exit_reason().contains("shard_00001_00001.safetensors"), "{}", run.exit_reason());
         check_end(&ended[1], 6, &["shard_00001_00001.safetensors", "File too large"]);
         let left: Vec<_> =
             fs::read_dir(folder.path().join("saves")).unwrap().map(|it| it.unwrap().file_name()).collect();
@@ -303,7 +316,7 @@ fn ranks_that_do_not_share_a_checkpoint_folder_are_refused() {
     };
     let [here, there] = &folders;
     let ended = start([here, there]);
-    check_end(&ended[0], 7, &["rank 1", "the same folder"]);
+    check_end(&ended[0], 7, &["failed to continue: rank 1 failed", "see the log of rank 1"]);
     check_end(&ended[1], 6, &["saves", "the same folder"]);
     start([here, here]).iter().for_each(|end| check_end(end, 0, &[]));
     for end in start([here, there]) {

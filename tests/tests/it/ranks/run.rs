@@ -101,6 +101,12 @@ impl TrainerRun {
         lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
+    /// Returns the reason for the end that `run.json` has.
+    pub(crate) fn exit_reason(&self) -> String {
+        let run: Value = serde_json::from_slice(&fs::read(self.folder.join("run.json")).unwrap()).unwrap();
+        run["exit"]["reason"].as_str().unwrap().to_owned()
+    }
+
     /// Returns losses and gradient norms by step, and eval losses.
     pub(crate) fn curve(&self) -> Vec<(u64, [f64; 2])> {
         let numbers = self.records().into_iter().filter_map(|record| {

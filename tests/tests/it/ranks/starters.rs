@@ -4,6 +4,8 @@
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use suite::report_skip;
+
 use super::run::{TrainerProcesses, TrainerRun};
 use super::same_curve;
 
@@ -23,7 +25,7 @@ fn check(starter: Command) {
 fn torchrun_starts_ranks() {
     let python = std::env::var_os("CANDLEWICK_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
     if !works(Command::new(&python).args(["-c", "import torch.distributed.run"])) {
-        println!("skipped: {} is no Python with torch; CANDLEWICK_PYTHON names another", python.display());
+        report_skip(&format!("{} is no Python with torch; CANDLEWICK_PYTHON names another", python.display()));
         return;
     }
     let mut torchrun = Command::new(python);
@@ -36,7 +38,7 @@ fn torchrun_starts_ranks() {
 fn mpirun_starts_ranks() {
     let mpirun = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from("mpirun"), PathBuf::from);
     if !works(Command::new(&mpirun).arg("--version")) {
-        println!("skipped: there is no {} here; MPIRUN names another", mpirun.display());
+        report_skip(&format!("there is no {} here; MPIRUN names another", mpirun.display()));
         return;
     }
     let mut starter = Command::new(mpirun);
