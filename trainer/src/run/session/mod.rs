@@ -51,8 +51,8 @@ pub(super) struct Session<'a> {
     /// The last sample generations.
     pub(super) last_samples: Option<SamplesRecord>,
     monitor: Option<GpuMonitor>,
-    /// Peak FLOPs per second of the device, if known.
-    peak: Option<f64>,
+    /// Peak rate of the device's matmuls, if known.
+    peak: Option<PeakRate>,
     started: Instant,
 }
 
