@@ -22,7 +22,7 @@ static CONFIG: Config = Config {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// Adds the products of a row and 64 columns at a distance to the sums, 32 terms per step.
+/// Adds the dot products of a row with 64 columns to the sums, 32 terms per step. Columns are a stride apart.
 type AddProducts = unsafe fn(&mut [f32; COLUMNS], *const bf16, *const bf16, usize, usize);
 
 impl RowKernel for AmxBf16 {
@@ -61,7 +61,7 @@ pub(super) fn sums(add_products: AddProducts, a: &[bf16], b: Mat<'_, bf16>) -> [
     sums
 }
 
-/// Adds the products of a row and 64 columns to `sums`, 32 terms per step.
+/// Adds the dot products of a row with 64 columns to `sums`, 32 terms per step.
 ///
 /// # Safety
 ///

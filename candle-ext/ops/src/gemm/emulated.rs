@@ -207,18 +207,18 @@ fn pack_tiles<T: Copy>(
     }
 }
 
-/// Multiplies packed tiles, two by two. `products` are the parts of a and b that are multiplied, in this order.
+/// Multiplies packed tiles, two by two. `part_pairs` lists the parts of a and b that are multiplied, in this order.
 fn multiply_tiles(
     kc: usize,
     n_parts: usize,
-    products: &[(usize, usize)],
+    part_pairs: &[(usize, usize)],
     a: &[CacheLine],
     b: &[CacheLine],
 ) -> Vec<f32> {
     const SIDE: usize = 2 * PAIRS;
     let mut sums = vec![0.0; SIDE * SIDE];
     for step in 0..kc.div_ceil(SIDE) {
-        for (part_a, part_b) in products {
+        for (part_a, part_b) in part_pairs {
             for (at, sum) in sums.iter_mut().enumerate() {
                 let (i, j) = (at / SIDE, at % SIDE);
                 let row = ((step * n_parts + part_a) * 2 + i / PAIRS) * PAIRS + i % PAIRS;

@@ -81,7 +81,8 @@ pub(super) unsafe fn load_terms(from: *const bf16, n: usize) -> __m512 {
 
 /// Returns the sums of a row with up to [`COLUMNS`] columns of b, in the order of their terms.
 ///
-/// `add` adds the products of two terms of the row, in the halves of a number, and two terms of 16 columns.
+/// `add` multiplies two terms of the row, the halves of a number, with those of 16 columns, and adds to 16 sums. Its last argument
+/// is the number of terms.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
 pub(super) fn row_sums(

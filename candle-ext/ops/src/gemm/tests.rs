@@ -122,7 +122,7 @@ fn sums_of_bf16_are_exact_and_a_row_has_the_same_bits_among_any_others() {
     }
 }
 
-/// Computes the first `m` rows of a product in a pool of threads. Returns its f32 sums, and bf16 sums added to others.
+/// Computes the first `m` rows of a matmul in a pool of threads. Returns its f32 sums, and bf16 sums added to others.
 fn bits_of_rows(kernel: GemmKernel, m: usize, a: Mat<'_, bf16>, b: Mat<'_, bf16>, n_threads: usize) -> [Vec<u32>; 2] {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().expect("a pool");
     let a = Mat { rows: m, ..a };

@@ -110,7 +110,7 @@ fn sums(a: &[bf16], b: Mat<'_, bf16>) -> [f32; COLUMNS] {
     )
 }
 
-/// Adds the products of two terms, or of the first only.
+/// Multiplies two terms, or the first only, and adds to the sums.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn add_pair(sum: __m512, factor: u32, columns: __m512, n: usize) -> __m512 {
