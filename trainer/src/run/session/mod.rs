@@ -17,7 +17,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainSteps};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    Fp8Record, GpuMonitor, Reporter, ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord, TrackerFailure,
+    Fp8Record, GpuMonitor, PeakRate, Reporter, ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord,
+    TrackerFailure,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
