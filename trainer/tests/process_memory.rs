@@ -34,7 +34,7 @@ fn a_process_takes_what_the_estimate_says() {
     }
 }
 
-/// Of the peak of a LoRA run, all but a tenth is in use after its steps. A second copy of the weights while they load would
+/// Compares the peak of a LoRA run with its memory after the last step. A second copy of the weights while they load would
 /// be 0.6 of it: f32 or bf16 copies, or mapped pages of the checkpoint.
 #[test]
 fn loading_weights_needs_no_more_memory_than_training() {
