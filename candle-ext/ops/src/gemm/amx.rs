@@ -50,7 +50,7 @@ impl Amx {
     }
 
     /// Configures the tiles of the calling thread.
-    pub(super) fn configure(self, config: &'static TileConfig) {
+    pub(super) fn configure(self, config: &'static AmxConfig) {
         // SAFETY: the processor has AMX, and the configuration is valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *config, options(nostack, preserves_flags)) };
     }
@@ -72,7 +72,7 @@ fn permitted() -> bool {
 
 /// Configuration of the tiles, in the layout of LDTILECFG.
 #[repr(C, align(64))]
-pub(super) struct TileConfig {
+pub(super) struct AmxConfig {
     pub(super) palette: u8,
     pub(super) start_row: u8,
     pub(super) reserved: [u8; 14],
@@ -81,7 +81,7 @@ pub(super) struct TileConfig {
 }
 
 /// All eight tiles have 16 rows of 64 bytes.
-static CONFIG: TileConfig = TileConfig {
+static CONFIG: AmxConfig = AmxConfig {
     palette: 1,
     start_row: 0,
     reserved: [0; 14],

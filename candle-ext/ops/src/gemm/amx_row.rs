@@ -6,7 +6,7 @@ use std::arch::asm;
 
 use half::bf16;
 
-use super::amx::TileConfig;
+use super::amx::AmxConfig;
 use super::amx_bf16::AmxBf16;
 use super::blocks::Kernel;
 use super::matrix::Mat;
@@ -14,7 +14,7 @@ use super::pairs::DEPTH;
 use super::row_bf16::{COLUMNS, RowKernel};
 
 /// Tiles 0 to 3 are sums of 16 columns, tile 4 is 32 terms of the row, tiles 5 to 7 are 32 terms of 16 columns.
-static CONFIG: TileConfig = TileConfig {
+static CONFIG: AmxConfig = AmxConfig {
     palette: 1,
     start_row: 0,
     reserved: [0; 14],
