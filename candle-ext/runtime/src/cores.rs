@@ -69,7 +69,7 @@ fn module_loading(n_ranks: usize, of_user: Option<OsString>) -> Option<&'static 
 
 /// Selects the CPU kernel of matmuls that CANDLEWICK_CPU_GEMM names, to reproduce the bits of another processor.
 ///
-/// Call it before any computation. CANDLEWICK_CPU_GEMM, the variable's former name, is still read.
+/// Call it before any computation. CANDLEWICK_CPU_PRODUCT, the variable's former name, is still read.
 pub fn select_cpu_gemm_kernel() -> Result<()> {
     const VARIABLE: &str = "CANDLEWICK_CPU_GEMM";
     const FORMER: &str = "CANDLEWICK_CPU_PRODUCT";

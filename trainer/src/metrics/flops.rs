@@ -136,15 +136,6 @@ fn count(factors: FlopFactors, n_weights: u64, weighted_pairs: f64, lengths: &[u
     (factors.linear * n_weights) as f64 * n_tokens as f64 + factors.attention as f64 * weighted_pairs
 }
 
-/// Returns the model FLOPs utilization: useful FLOPs over time and peak. `flops` must not include recomputation.
-///
-/// A step that is faster than the peak raises it: a measured peak may be too low.
-pub fn model_flops_utilization(flops: f64, seconds: f64, peak_flops_per_second: &mut f64) -> f64 {
-    let rate = flops / seconds;
-    *peak_flops_per_second = peak_flops_per_second.max(rate);
-    rate / *peak_flops_per_second
-}
-
 /// Returns the dense bf16 peak of a GPU by its name, in FLOPs per second, from NVIDIA's data sheets.
 pub fn gpu_peak(name: &str) -> Option<f64> {
     const PEAKS: [(&str, f64); 7] = [
@@ -277,13 +268,5 @@ mod tests {
         assert_eq!(gpu_peak("NVIDIA H100 PCIe"), Some(756e12));
         assert_eq!(gpu_peak("NVIDIA H100 80GB HBM3"), Some(989.5e12));
         assert_eq!(gpu_peak("NVIDIA GeForce RTX 4090"), None);
-    }
-
-    #[test]
-    fn mfu_is_flops_over_time_over_peak_and_never_above_one() {
-        let mut peak = 6e12;
-        assert_eq!(model_flops_utilization(3e12, 2.0, &mut peak), 0.25);
-        assert_eq!(model_flops_utilization(12e12, 1.0, &mut peak), 1.0);
-        assert_eq!(model_flops_utilization(6e12, 1.0, &mut peak), 0.5);
     }
 }

@@ -11,6 +11,7 @@ mod gpu;
 mod host;
 mod jsonl;
 mod memory;
+mod peak_rate;
 mod plan;
 mod record;
 mod reporter;
@@ -23,14 +24,12 @@ mod wall_clock;
 pub use console::{Terminal, eval_line, step_line, tasks_line};
 pub use description::RunDescription;
 pub use experts::{ExpertLoad, LayerLoad};
-pub use flops::{
-    AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, model_flops_utilization,
-    recomputed_flops,
-};
+pub use flops::{AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, recomputed_flops};
 pub use format::{clock, duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
 pub use host::{HostInfo, Versions};
 pub use memory::Memory;
+pub use peak_rate::PeakRate;
 pub use plan::{Console, LogPlan};
 pub use record::{
     CheckpointRecord, EvalRecord, Fp8Record, Fp8TensorRecord, LossSpikeEvent, LossSpikeRecord, ResumeRecord,

@@ -56,7 +56,7 @@ pub struct StepRecord {
     /// `tokens` over `step_time`.
     pub tokens_per_second: f64,
     /// Model FLOPs utilization, between 0 and 1, if the device's peak is known. A GPU's peak comes from its name, a
-    /// CPU's from a matmul measured at the start of the run.
+    /// CPU's from matmuls in the training dtype at the start of the run, and again after a step that is faster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
     /// Memory after the step, if the system reports it.

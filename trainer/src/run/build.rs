@@ -10,7 +10,7 @@ use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDt
 
 use crate::exit::ExitCode;
 use crate::fp8_advice::advise;
-use crate::metrics::gpu_peak;
+use crate::metrics::{PeakRate, gpu_peak};
 use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, WeightInit, checkpointing, dtype};
 
 use super::{Assets, RankContext};
@@ -20,8 +20,8 @@ pub(super) struct Built {
     pub(super) engine: Engine,
     /// Notes for the user.
     pub(super) notes: Vec<String>,
-    /// Peak FLOPs per second of the device, if known.
-    pub(super) peak: Option<f64>,
+    /// Peak rate of the device's matmuls, if known.
+    pub(super) peak: Option<PeakRate>,
 }
 
 /// Builds the model and sets its weights.
@@ -139,9 +139,12 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
 }
 
 /// Returns the peak rate of matmuls: of a GPU in bf16, by its name; of the CPU in `dtype`, as measured now.
-fn peak(device: &Device, dtype: DType) -> Option<f64> {
-    match device.location() {
-        DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)),
-        _ => Some(measure_cpu_gemm_rate(dtype)),
+fn peak(device: &Device, dtype: DType) -> Option<PeakRate> {
+    match (device.location(), dtype) {
+        (DeviceLocation::Cuda { gpu_id }, _) => {
+            gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)).map(PeakRate::rated)
+        }
+        (_, DType::BF16) => Some(PeakRate::measured(|| measure_cpu_gemm_rate(DType::BF16))),
+        _ => Some(PeakRate::measured(|| measure_cpu_gemm_rate(DType::F32))),
     }
 }

@@ -8,6 +8,7 @@ use candlewick_runtime::run_id::RunId;
 
 use crate::checkpoint::{EarlyStoppingState, LossHistory, RunState, Scores};
 use crate::data::PreparedData;
+use crate::metrics::PeakRate;
 use crate::plan::Plan;
 use crate::signals::{StopRequest, StopSignals};
 
@@ -23,8 +24,8 @@ pub(super) struct TrainingRun<'a> {
     pub(super) engine: &'a Engine,
     /// Notes about the engine for the user.
     pub(super) notes: &'a [String],
-    /// Peak FLOPs per second of the device at the start, if known.
-    pub(super) peak: Option<f64>,
+    /// Peak rate of the device's matmuls at the start, if known.
+    pub(super) peak: Option<PeakRate>,
     pub(super) prepared: &'a PreparedData,
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// The metric that selects the best checkpoint, without values.

@@ -221,6 +221,10 @@ fn help_version_and_schema_exit_with_0() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("CANDLEWICK_KERNELS") && said.contains("/no/such/folder is no folder"), "{said}");
     assert_eq!(output.status.code(), Some(2), "{said}");
+    let output = folder.run_with(&["version"], &[("CANDLEWICK_CPU_GEMM", "avx1024")]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("CANDLEWICK_CPU_GEMM") && said.contains("this processor has"), "{said}");
+    assert_eq!(output.status.code(), Some(2), "{said}");
     let output = folder.check(&["schema"], 0, "additionalProperties");
     serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
 }

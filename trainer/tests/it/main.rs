@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod bad_input;
+mod bf16_training;
 mod callbacks;
 mod cli;
 mod config;

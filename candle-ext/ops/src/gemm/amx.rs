@@ -26,7 +26,7 @@ pub(super) const SIDE: usize = 32;
 /// Terms of one AMX multiplication.
 const DEPTH: usize = 32;
 /// bf16 summands of an f32.
-const PARTS: usize = packed::AMX_PARTS;
+pub(super) const PARTS: usize = packed::AMX_PARTS;
 /// Cache lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
 const STEP: usize = PARTS * 2 * 16;
 
@@ -48,6 +48,12 @@ impl Amx {
         });
         IS_HERE.then_some(Self(()))
     }
+
+    /// Configures the tiles of the calling thread.
+    pub(super) fn configure(self, config: &'static AmxConfig) {
+        // SAFETY: the processor has AMX, and the configuration is valid.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *config, options(nostack, preserves_flags)) };
+    }
 }
 
 /// Requests the AMX tile registers from Linux, for all threads of the process.
@@ -64,17 +70,18 @@ fn permitted() -> bool {
     false
 }
 
-/// Configuration of all eight tiles, 16 rows of 64 bytes, in the layout of LDTILECFG.
+/// Configuration of the tiles, in the layout of LDTILECFG.
 #[repr(C, align(64))]
-struct Config {
-    palette: u8,
-    start_row: u8,
-    reserved: [u8; 14],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
+pub(super) struct AmxConfig {
+    pub(super) palette: u8,
+    pub(super) start_row: u8,
+    pub(super) reserved: [u8; 14],
+    pub(super) row_bytes: [u16; 16],
+    pub(super) rows: [u8; 16],
 }
 
-static CONFIG: Config = Config {
+/// All eight tiles have 16 rows of 64 bytes.
+static CONFIG: AmxConfig = AmxConfig {
     palette: 1,
     start_row: 0,
     reserved: [0; 14],
@@ -126,8 +133,7 @@ impl Kernel for Amx {
     }
 
     fn begin(self) {
-        // SAFETY: the processor has AMX, and the configuration is valid.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, preserves_flags)) };
+        self.configure(&CONFIG);
     }
 
     fn end(self) {

@@ -71,7 +71,12 @@ impl Kernel for Avx2 {
         accumulate: Accumulate,
     ) {
         // SAFETY: the processor has AVX2 and FMA; the rest is the caller's contract.
-        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
+        unsafe {
+            match tile.n_rows {
+                1 => multiply::<1>(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate),
+                _ => multiply::<MR>(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate),
+            }
+        }
     }
 }
 
@@ -197,8 +202,15 @@ fn transpose(rows: [__m256; LANES]) -> [__m256; LANES] {
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx2,fma")]
-unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
-    let mut sums = [[_mm256_setzero_ps(); 2]; MR];
+unsafe fn multiply<const ROWS: usize>(
+    kc: usize,
+    a: *const f32,
+    b: *const f32,
+    tile: Tile,
+    scale: f32,
+    accumulate: Accumulate,
+) {
+    let mut sums = [[_mm256_setzero_ps(); 2]; ROWS];
     tile.prefetch();
     // SAFETY: the caller's contract.
     unsafe {
@@ -236,7 +248,7 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
 ///
 /// The tile's rows and columns must be valid and owned by this thread.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_part(sums: [[__m256; 2]; MR], tile: Tile, scale: f32, accumulate: Accumulate) {
+unsafe fn add_part<const ROWS: usize>(sums: [[__m256; 2]; ROWS], tile: Tile, scale: f32, accumulate: Accumulate) {
     for (i, halves) in sums.into_iter().enumerate().take(tile.n_rows) {
         let mut values = [0.0f32; NR];
         // SAFETY: `values` holds a tile's row; the rest is the caller's contract.

@@ -18,13 +18,16 @@ pub(super) const NR: usize = 32;
 /// Floats per register.
 pub(super) const LANES: usize = 16;
 
-/// Proof that the processor has AVX-512.
+/// Proof that the processor has AVX-512: its foundation, and the instructions for 16-bit elements, which only Xeon Phi lacks.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(());
 
 impl Avx512 {
     pub(super) fn detect() -> Option<Self> {
-        is_x86_feature_detected!("avx512f").then_some(Self(()))
+        let has_all = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl");
+        has_all.then_some(Self(()))
     }
 }
 
@@ -64,7 +67,12 @@ impl Kernel for Avx512 {
         accumulate: Accumulate,
     ) {
         // SAFETY: the processor has AVX-512; the rest is the caller's contract.
-        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
+        unsafe {
+            match tile.n_rows {
+                1 => multiply::<1>(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate),
+                _ => multiply::<MR>(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate),
+            }
+        }
     }
 }
 
@@ -146,8 +154,15 @@ pub(super) fn mask(n: usize) -> u16 {
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx512f")]
-unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
-    let mut sums = [[_mm512_setzero_ps(); 2]; MR];
+unsafe fn multiply<const ROWS: usize>(
+    kc: usize,
+    a: *const f32,
+    b: *const f32,
+    tile: Tile,
+    scale: f32,
+    accumulate: Accumulate,
+) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
     tile.prefetch();
     // SAFETY: the caller's contract.
     unsafe {

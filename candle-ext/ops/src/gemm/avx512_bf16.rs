@@ -3,7 +3,7 @@
 //! Subnormal numbers count as zero.
 
 use std::arch::x86_64::{
-    __cpuid, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_mask_storeu_ps, _mm512_set1_epi32,
+    __cpuid, __m512, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_mask_storeu_ps, _mm512_set1_epi32,
     _mm512_setzero_ps,
 };
 
@@ -14,7 +14,8 @@ use super::avx512::{Avx512, LANES, MR, NR, mask, write_lanes};
 use super::blocks::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::packed;
-use super::pairs::pairs;
+use super::pairs::{pairs, row_sums};
+use super::row_bf16::{COLUMNS, RowKernel};
 
 /// Proof that the processor has AVX512_BF16.
 #[derive(Clone, Copy)]
@@ -81,7 +82,12 @@ impl Kernel for Avx512Bf16 {
         accumulate: Accumulate,
     ) {
         // SAFETY: the processor has AVX512_BF16; the rest is the caller's contract.
-        unsafe { multiply(kc.div_ceil(2), a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
+        unsafe {
+            match tile.n_rows {
+                1 => multiply::<1>(kc.div_ceil(2), a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate),
+                _ => multiply::<MR>(kc.div_ceil(2), a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate),
+            }
+        }
     }
 }
 
@@ -109,8 +115,15 @@ fn pack<const W: usize>(block: Mat<'_, bf16>, to: &mut [CacheLine]) {
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn multiply(n_pairs: usize, a: *const i32, b: *const i32, tile: Tile, scale: f32, accumulate: Accumulate) {
-    let mut sums = [[_mm512_setzero_ps(); 2]; MR];
+unsafe fn multiply<const ROWS: usize>(
+    n_pairs: usize,
+    a: *const i32,
+    b: *const i32,
+    tile: Tile,
+    scale: f32,
+    accumulate: Accumulate,
+) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
     tile.prefetch();
     // SAFETY: the caller's contract. Any bits are bf16.
     unsafe {
@@ -133,4 +146,27 @@ unsafe fn multiply(n_pairs: usize, a: *const i32, b: *const i32, tile: Tile, sca
             }
         }
     }
+}
+
+impl RowKernel for Avx512Bf16 {
+    fn row_sums(self, a: &[bf16], b: Mat<'_, bf16>) -> [f32; COLUMNS] {
+        // SAFETY: the processor has AVX512_BF16.
+        unsafe { sums(a, b) }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn sums(a: &[bf16], b: Mat<'_, bf16>) -> [f32; COLUMNS] {
+    row_sums(
+        a,
+        b,
+        #[inline(always)]
+        |sum, factor, columns, _| {
+            // SAFETY: the processor has AVX512_BF16. Any bits are bf16.
+            unsafe {
+                let factor = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(factor as i32));
+                _mm512_dpbf16_ps(sum, factor, std::mem::transmute::<__m512, __m512bh>(columns))
+            }
+        },
+    )
 }

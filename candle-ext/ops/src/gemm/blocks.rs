@@ -74,7 +74,7 @@ pub(super) trait Kernel: Copy + Send + Sync {
 /// Cache line of packed numbers.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct CacheLine([u8; CACHE_LINE_BYTES]);
+pub(super) struct CacheLine(pub(super) [u8; CACHE_LINE_BYTES]);
 
 /// Address and valid size of a tile in the output.
 #[derive(Clone, Copy)]
@@ -120,12 +120,17 @@ pub(super) fn gemm<K: Kernel>(
 ) {
     let is_parallel = threads == Threads::All && a.rows * b.cols * a.cols >= PARALLEL_FROM;
     let n_threads = if is_parallel { rayon::current_num_threads() } else { 1 };
-    let kc = even_parts(a.cols, K::KC).next_multiple_of(K::DEPTH);
+    let kc = terms_per_part::<K>(a.cols);
     let product = BlockedGemm { kernel, out: out.into(), a, b, kc, scale, accumulate };
     // Taken out of the thread-local: while it waits for other threads, this one may run another GEMM.
     let mut shared = SHARED.take();
     product.run(&mut shared, n_threads);
     SHARED.set(shared);
+}
+
+/// Returns the terms of each partial sum but the last, of `k` terms in all.
+pub(super) fn terms_per_part<K: Kernel>(k: usize) -> usize {
+    even_parts(k, K::KC).next_multiple_of(K::DEPTH)
 }
 
 /// Splits `whole` into ranges of at most `size`.

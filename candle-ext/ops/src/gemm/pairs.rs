@@ -2,13 +2,14 @@
 
 use std::arch::x86_64::{
     __m512, _mm256_maskz_loadu_epi16, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_maskz_loadu_epi16,
-    _mm512_or_si512, _mm512_setzero_ps, _mm512_slli_epi32,
+    _mm512_or_si512, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
 };
 
 use half::bf16;
 
 use super::avx512::LANES;
 use super::matrix::Mat;
+use super::row_bf16::COLUMNS;
 use super::transpose::transpose;
 use crate::simd::prefetch;
 
@@ -76,4 +77,43 @@ pub(super) unsafe fn load_terms(from: *const bf16, n: usize) -> __m512 {
     let lanes = ((1u64 << n.min(DEPTH)) - 1) as u32;
     // SAFETY: the mask excludes elements from `n` on.
     unsafe { _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(lanes, from.cast())) }
+}
+
+/// Returns the sums of a row with up to [`COLUMNS`] columns of b, in the order of their terms.
+///
+/// `add` multiplies two terms of the row, the halves of a number, with those of 16 columns, and adds to 16 sums. Its last argument
+/// is the number of terms.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+#[inline]
+pub(super) fn row_sums(
+    a: &[bf16],
+    b: Mat<'_, bf16>,
+    add: impl Fn(__m512, u32, __m512, usize) -> __m512,
+) -> [f32; COLUMNS] {
+    const GROUPS: usize = COLUMNS / LANES;
+    let mut sums = [_mm512_setzero_ps(); GROUPS];
+    for first in (0..a.len()).step_by(DEPTH) {
+        let terms = &a[first..(first + DEPTH).min(a.len())];
+        // The next columns: those of a step are as many rows in memory, which hardware prefetchers miss.
+        for j in COLUMNS..2 * COLUMNS {
+            prefetch(b.data.as_ptr().wrapping_add(j * b.col_stride + first), 1);
+        }
+        for (group, sum) in sums.iter_mut().enumerate() {
+            let columns = pairs(b, first, group * LANES);
+            let (whole, last) = terms.as_chunks::<2>();
+            for ([even, odd], columns) in whole.iter().zip(&columns) {
+                let factor = u32::from(even.to_bits()) | u32::from(odd.to_bits()) << 16;
+                *sum = add(*sum, factor, *columns, 2);
+            }
+            if let [last] = last {
+                *sum = add(*sum, u32::from(last.to_bits()), columns[whole.len()], 1);
+            }
+        }
+    }
+    let mut out = [0.0; COLUMNS];
+    for (out, sum) in out.chunks_exact_mut(LANES).zip(sums) {
+        // SAFETY: the chunk is as long as a register.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sum) };
+    }
+    out
 }

@@ -1,12 +1,19 @@
 //! bf16 matmul on processors without bf16 instructions: a kernel of f32, whose packing widens the elements.
 
+use std::arch::x86_64::{
+    __m512, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_set1_epi32,
+    _mm512_set1_ps, _mm512_slli_epi32,
+};
 use std::cell::RefCell;
 
 use half::bf16;
 
 use super::accumulate::Accumulate;
+use super::avx512::Avx512;
 use super::blocks::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
+use super::pairs::row_sums;
+use super::row_bf16::{COLUMNS, RowKernel};
 use crate::floats::{first_of, wide_bf16, widen_bf16};
 
 thread_local! {
@@ -84,4 +91,36 @@ fn with_widened(block: Mat<'_, bf16>, pack: impl FnOnce(Mat<'_>)) {
         }
         pack(Mat::new(wide, rows, cols));
     });
+}
+
+impl RowKernel for Widened<Avx512> {
+    fn row_sums(self, a: &[bf16], b: Mat<'_, bf16>) -> [f32; COLUMNS] {
+        // SAFETY: the processor has AVX-512.
+        unsafe { sums(a, b) }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn sums(a: &[bf16], b: Mat<'_, bf16>) -> [f32; COLUMNS] {
+    row_sums(
+        a,
+        b,
+        #[inline(always)]
+        |sum, factor, columns, n| add_pair(sum, factor, columns, n),
+    )
+}
+
+/// Multiplies two terms, or the first only, and adds to the sums.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn add_pair(sum: __m512, factor: u32, columns: __m512, n: usize) -> __m512 {
+    const HIGH: u32 = 0xffff_0000;
+    let columns = _mm512_castps_si512(columns);
+    let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(columns));
+    let sum = _mm512_fmadd_ps(_mm512_set1_ps(f32::from_bits(factor << 16)), even, sum);
+    if n < 2 {
+        return sum;
+    }
+    let odd = _mm512_castsi512_ps(_mm512_and_si512(columns, _mm512_set1_epi32(HIGH as i32)));
+    _mm512_fmadd_ps(_mm512_set1_ps(f32::from_bits(factor & HIGH)), odd, sum)
 }

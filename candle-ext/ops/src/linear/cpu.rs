@@ -1,5 +1,5 @@
-//! CPU kernel of `linear`. bf16 operands are multiplied as they are, except for a single token, whose kernel reads each
-//! weight once. Others are converted to f32, tokens in blocks, which bounds the copies.
+//! CPU kernel of `linear`. bf16 operands are multiplied as they are. Others are converted to f32, tokens in blocks, which
+//! bounds the copies.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use half::bf16;
 
 use crate::floats::{Floats, FloatsMut};
-use crate::gemm::{Accumulate, Mat, Output, Threads, gemm_bf16};
+use crate::gemm::{Accumulate, Mat, Output, Threads, gemm_bf16, has_bf16_row_kernel};
 use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
 
 /// Elements of a converted block of activations: 32 MiB. Weight panels are converted once per block.
@@ -19,7 +19,7 @@ const COLUMNS: usize = 256;
 
 /// Computes y = x w^T + b.
 pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
-    if let (Some((x, w)), true) = (bf16_operands(x, w), dims.t > 1) {
+    if let (Some((x, w)), true) = (bf16_operands(x, w), dims.t > 1 || has_bf16_row_kernel()) {
         return forward_bf16(x, w, bias, y, dims);
     }
     let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());

@@ -17,6 +17,7 @@ mod fp8_fused;
 mod grad_scaler;
 mod in_place;
 mod invariants;
+mod kernels;
 mod linear;
 mod linear_cross_entropy;
 mod main_gradients;

@@ -17,7 +17,8 @@ use crate::data::{Cursor, GlobalBatch, TokenStats, TrainSteps};
 use crate::exit::ExitCode;
 use crate::failpoint::failpoint;
 use crate::metrics::{
-    Fp8Record, GpuMonitor, Reporter, ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord, TrackerFailure,
+    Fp8Record, GpuMonitor, PeakRate, Reporter, ResumeRecord, RunJson, RunReport, RunStart, SamplesRecord,
+    TrackerFailure,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
@@ -51,8 +52,8 @@ pub(super) struct Session<'a> {
     /// The last sample generations.
     pub(super) last_samples: Option<SamplesRecord>,
     monitor: Option<GpuMonitor>,
-    /// Peak FLOPs per second of the device, if known.
-    peak: Option<f64>,
+    /// Peak rate of the device's matmuls, if known.
+    peak: Option<PeakRate>,
     started: Instant,
 }
 

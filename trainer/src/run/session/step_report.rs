@@ -7,8 +7,7 @@ use serde_json::json;
 
 use crate::data::GlobalBatch;
 use crate::metrics::{
-    AttentionPairs, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, StepRecord, flops,
-    model_flops_utilization, recomputed_flops,
+    AttentionPairs, FlopFactors, GpuMonitor, Memory, ModelShape, Recomputed, StepRecord, flops, recomputed_flops,
 };
 use crate::run::step::StepOutcome;
 
@@ -57,7 +56,7 @@ impl Session<'_> {
             tokens: step.n_tokens() as u64,
             n_targets: step.n_targets as u64,
             tokens_per_second: step.n_tokens() as f64 / step_time,
-            mfu: self.peak.as_mut().map(|peak| model_flops_utilization(useful_flops, step_time, peak)),
+            mfu: self.peak.as_mut().map(|peak| peak.utilization(useful_flops, step_time)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
             wall_clock_ms: outcome.wall_clock,
