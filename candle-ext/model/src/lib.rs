@@ -66,5 +66,5 @@ pub use router::{
 };
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
-pub use upcycle::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};
+pub use upcycle::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

@@ -25,6 +25,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         report_keys_of_experts(resolver);
         return None;
     };
+    config.transformers_warning().into_iter().for_each(|warning| resolver.note(warning));
     if ranks.tensor > 1 && !ranks.sequence_parallel {
         let message = "sequence_parallel: with tensor parallelism a mixture of experts needs it, as in Megatron-LM";
         resolver.report_with_advice(&["sequence_parallel"], message, "remove the key or set it to true");
