@@ -42,7 +42,7 @@ pub use block::Layer;
 pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
 pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice};
 pub use error::ModelError;
-pub use experts::{ExpertCall, ExpertPadding, Experts};
+pub use experts::{ExpertCall, ExpertDropout, ExpertPadding, ExpertTokens, Experts};
 pub use experts_cost::ExpertExchange;
 pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
 pub use family::{Family, QkNorm};

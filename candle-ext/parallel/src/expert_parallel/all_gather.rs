@@ -1,7 +1,7 @@
 //! The all-gather dispatcher: every rank gets the tokens of all ranks and computes the rows of its experts.
 //!
 //! Dispatch: one all-gather of counts, then all-gathers of tokens, of their weights and of their experts. Combine: a
-//! reduce-scatter of the sums over this rank's experts. Ranks pad their tokens to the most of any rank. Experts that are
+//! reduce-scatter of the sums over this rank's experts. Adapters with dropout need the keys of their masks, too. Ranks pad their tokens to the most of any rank. Experts that are
 //! padded to their capacity need no counts.
 //!
 //! Dimensions: t tokens of this rank, d hidden size, k selected experts of a token, r ranks, u the most tokens of a rank
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Pending;
-use candlewick_model::ExpertCall;
+use candlewick_model::{ExpertCall, ExpertTokens};
 use candlewick_ops::{DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
 
 use super::row_counts::exchange;
@@ -35,6 +35,7 @@ impl ExpertParallel {
         let tokens_d = self.start_gather(call.x, &sizes)?;
         let weights_k = self.start_gather(&call.routing.weights, &sizes)?;
         let experts_k = self.start_gather_of_experts(&call.routing.assignment, &sizes)?;
+        let keys_k = call.dropout_keys.map(|keys| self.start_gather(keys, &sizes)).transpose()?;
         meanwhile()?;
         let tokens_d = self.gathered(call.x, tokens_d, &sizes)?;
         let weights_k = self.gathered(&call.routing.weights, weights_k, &sizes)?;
@@ -46,7 +47,14 @@ impl ExpertParallel {
             Some(padded) => padded,
             None => of_rank.without_dropped_rows(sizes.n_rows)?,
         };
-        let computed = call.compute_tokens(&tokens_d, &weights_k, &by_expert, TokensPerCall::Many)?;
+        let keys_k = keys_k.map(Pending::wait).transpose()?;
+        let computed = call.compute_tokens(ExpertTokens {
+            x: &tokens_d,
+            weights: &weights_k,
+            assignment: &by_expert,
+            tokens: TokensPerCall::Many,
+            dropout: self.dropout(keys_k.as_ref()),
+        })?;
         self.scatter_sums(&computed, &sizes)
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
-use candlewick_model::{AttentionCall, ExpertCall, ParallelOps};
+use candlewick_model::{AttentionCall, ExpertCall, ExpertDropout, ParallelOps};
 use candlewick_ops::{ColumnShard, Weight};
 
 /// Exchange of tokens between expert parallel ranks, with Megatron-LM's names.
@@ -61,6 +61,12 @@ impl ExpertParallel {
             TokenDispatcher::AllToAll => self.compute_by_all_to_all(call, meanwhile),
             TokenDispatcher::AllGather => self.compute_by_all_gather(call, meanwhile),
         }
+    }
+
+    /// Returns the dropout masks of this rank's experts from the keys of slots.
+    fn dropout<'a>(&self, keys: Option<&'a Tensor>) -> Option<ExpertDropout<'a>> {
+        let columns = ColumnShard { index: self.ep.rank() % self.n_shards, n_shards: self.n_shards };
+        keys.map(|keys| ExpertDropout { keys, columns })
     }
 
     /// Returns the number of experts that this rank holds, or holds shards of.

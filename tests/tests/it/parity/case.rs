@@ -92,6 +92,9 @@ pub(crate) const PARAMETERS: ModelCase =
 pub(crate) const EXPERT_MODULES: ModelCase =
     ModelCase { adapter: Some(0.0), targets: AdapterTargets::Experts, ..DOTS1 };
 
+/// [`EXPERT_MODULES`] with dropout.
+pub(crate) const DROPPED_EXPERT_MODULES: ModelCase = ModelCase { adapter: Some(0.3), ..EXPERT_MODULES };
+
 /// Adapters with dropout on all linear layers, also on the gate of the shared expert. The base is a mixture of experts with a
 /// gated shared expert in every second layer.
 pub(crate) const SHARED_EXPERT_GATE: ModelCase = ModelCase { adapter: Some(0.3), ..ModelCase::of("qwen2_moe", false) };

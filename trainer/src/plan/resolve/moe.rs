@@ -1,6 +1,6 @@
 //! Resolution of the keys of mixture-of-experts models.
 
-use candlewick_model::{Model, QkNorm};
+use candlewick_model::QkNorm;
 use candlewick_ops::GroupedGemmImpl;
 
 use super::model::EXPERTS;
@@ -42,8 +42,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
             format!("{EXPERTS}: {name} needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
         resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
     }
-    let adapted = model.adapter.as_ref().and_then(|lora| Model::new(config.clone(), Some(lora.clone())).ok());
-    adapted.as_ref().into_iter().for_each(|adapted| report_dropout(resolver, adapted));
+    report_dropout(resolver, model);
     Some(router::resolve(resolver, model, moe))
 }
 
@@ -96,17 +95,16 @@ pub(super) fn token_dispatcher(resolver: &mut Resolver) -> TokenDispatcherType {
     resolver.pick(DISPATCHER, given, TokenDispatcherType::default())
 }
 
-/// Reports dropout of adapters on experts or routers, which PEFT refuses, too.
-fn report_dropout(resolver: &mut Resolver, adapted: &Model) {
-    let has_dropout = adapted.lora().is_some_and(|lora| lora.dropout() > 0.0);
-    if !has_dropout || !(adapted.adapts_experts() || adapted.adapts_routers()) {
+/// Reports dropout of adapters of `target_parameters`. PEFT adds them to weights, which have no input to drop.
+fn report_dropout(resolver: &mut Resolver, model: &ModelPlan) {
+    if !model.adapter.as_ref().is_some_and(|lora| lora.dropout() > 0.0 && lora.targets_parameters()) {
         return;
     }
     let model = &resolver.recipe().model;
     let key = if model.peft_config.is_some() { "model.peft_config" } else { "model.adapter_name_or_path" };
     let message =
-        format!("{key}: lora_dropout is not supported on experts and routers, as in PEFT's target_parameters");
-    resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or target other modules");
+        format!("{key}: PEFT refuses lora_dropout with target_parameters, whose adapters have no input of their own");
+    resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or name the modules in target_modules");
 }
 
 fn note_keys_without_effect(resolver: &mut Resolver) {

@@ -261,14 +261,17 @@ fn an_adapter_on_the_routers_trains_them_with_the_models_coefficient() {
 }
 
 #[test]
-fn dropout_of_adapters_on_experts_and_routers_is_refused() {
-    for targets in ["target_parameters: [experts.down_proj]", "target_modules: [up_proj]", "target_modules: [gate]"] {
-        let argument = |dropout| format!("model.peft_config={{peft_type: LORA, lora_dropout: {dropout}, {targets}}}");
-        let want = ["model.peft_config: lora_dropout is not supported on experts", "set lora_dropout to 0"];
-        refused_with_experts(1, &[&argument("0.1")], &want);
-        of_experts(1, &[&argument("0.0")]).unwrap();
+fn dropout_of_adapters_of_parameters_is_refused_as_by_peft() {
+    let argument =
+        |dropout, targets| format!("model.peft_config={{peft_type: LORA, lora_dropout: {dropout}, {targets}}}");
+    for targets in ["target_parameters: [experts.down_proj]", "target_parameters: [mlp.gate.weight]"] {
+        let want = ["model.peft_config: PEFT refuses lora_dropout with target_parameters", "set lora_dropout to 0"];
+        refused_with_experts(1, &[&argument("0.1", targets)], &want);
+        of_experts(1, &[&argument("0.0", targets)]).unwrap();
     }
-    of_experts(1, &["model.peft_config={peft_type: LORA, lora_dropout: 0.1, target_modules: all-linear}"]).unwrap();
+    for targets in ["target_modules: [up_proj]", "target_modules: [gate]", "target_modules: all-linear"] {
+        of_experts(1, &[&argument("0.1", targets)]).unwrap();
+    }
 }
 
 #[test]
