@@ -40,7 +40,7 @@ mod weights;
 
 pub use block::Layer;
 pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
-pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice};
+pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TokenExchange};
 pub use error::ModelError;
 pub use experts::{ExpertCall, ExpertDropout, ExpertPadding, ExpertTokens, Experts};
 pub use experts_cost::ExpertExchange;

@@ -8,8 +8,8 @@ use candlewick_ops::{self as ops, RouterSpec, Routing, Weight};
 
 use crate::expert_linear::ExpertLinear;
 use crate::router::{RouterLogits, select};
-use crate::swiglu::SwiGlu;
-use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec};
+use crate::swiglu::{StartedSwiGlu, SwiGlu};
+use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec, TokenExchange};
 
 /// Router, routed experts and shared expert of a layer.
 pub(crate) struct Moe {
@@ -56,9 +56,16 @@ impl Moe {
         let dropout_keys = self.dropout_keys(x_td, context)?;
         let dropout_keys = dropout_keys.as_ref();
         let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding, tiled_mlp, dropout_keys };
-        let mut shared_td = None;
-        let mut compute_shared = || {
-            shared_td = self.shared_expert.as_ref().map(|shared| shared.forward(x_td, context)).transpose()?;
+        let (mut started, mut shared_td) = (None, None);
+        let mut compute_shared = |exchange| {
+            let Some(shared) = &self.shared_expert else { return Ok(()) };
+            match exchange {
+                TokenExchange::Dispatch => started = Some(shared.mlp.start_sublayer(x_td, context)?),
+                TokenExchange::Combine => {
+                    let finish = |started| shared.finish(started, x_td, context);
+                    shared_td = started.take().map(finish).transpose()?;
+                }
+            }
             Ok(())
         };
         let routed_td = context.parallel_ops.experts(&call, &mut compute_shared)?;
@@ -89,9 +96,9 @@ impl SharedExpert {
         Ok(Self { mlp: SwiGlu::build(&spec.mlp, get)?, gate })
     }
 
-    /// Computes [t, d] -> [t, d].
-    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let y_td = self.mlp.forward_sublayer(x_td, context)?;
+    /// Computes the rest of the MLP, and its gate: the output [t, d] for the input `x_td`.
+    fn finish(&self, started: StartedSwiGlu, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let y_td = self.mlp.finish_sublayer(started, context)?;
         match &self.gate {
             Some(gate) => {
                 let dropout = context.residual_dropout(x_td.dim(0)?);

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candlewick_model::{ExpertCall, LayerSpec, ParallelOps, SingleDevice};
+use candlewick_model::{ExpertCall, LayerSpec, ParallelOps, SingleDevice, TokenExchange};
 use candlewick_ops::{Dropout, Tape, derive_key, dropout};
 
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
@@ -33,7 +33,10 @@ impl<'a> Matrix<'a> {
         let spec = layer.expert_matrices().nth(idx).unwrap();
         let value = |name: &str| tiny.value(name).unwrap();
         let factors = spec.adapters.iter().map(|adapter| {
-            Ok([Var::from_tensor(&value(&adapter.adapter.a_name()))?, Var::from_tensor(&value(&adapter.adapter.b_name()))?])
+            Ok([
+                Var::from_tensor(&value(&adapter.adapter.a_name()))?,
+                Var::from_tensor(&value(&adapter.adapter.b_name()))?,
+            ])
         });
         let (weight, factors) = (value(&spec.name), factors.collect::<Result<_>>()?);
         Ok(Self { tiny, layer, idx, weight, factors })
@@ -66,8 +69,9 @@ impl<'a> Matrix<'a> {
 }
 
 impl ParallelOps for ChecksExperts<'_> {
-    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<Tensor> {
-        meanwhile()?;
+    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
+        meanwhile(TokenExchange::Dispatch)?;
+        meanwhile(TokenExchange::Combine)?;
         let layer = self.next_layer.replace(self.next_layer.get() + 1);
         let [gate_up, down] = [Matrix::new(self.tiny, layer, 0)?, Matrix::new(self.tiny, layer, 1)?];
         let x = Var::from_tensor(call.x)?;

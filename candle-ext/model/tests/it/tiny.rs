@@ -7,8 +7,9 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RopeLengths, RouterContext,
-    RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint, sequence_lengths,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RopeLengths,
+    RouterContext, RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
+    sequence_lengths,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Pending};
-use candlewick_model::{ExpertCall, ExpertTokens};
+use candlewick_model::{ExpertCall, ExpertTokens, TokenExchange};
 use candlewick_ops::{self as ops, ExpertAssignment, TokensPerCall, record};
 
 use super::row_counts::{RowCounts, counts_of_ranks};
@@ -32,7 +32,7 @@ impl ExpertParallel {
         let rows = self.start_dispatch(ops::permute(call.x, &assignment)?, &counts)?;
         let weights = self.start_dispatch(ops::permute_weights(&weights, &assignment)?, &counts)?;
         let keys = self.start_dispatch_of_keys(call, &assignment, &counts)?;
-        meanwhile()?;
+        meanwhile(TokenExchange::Dispatch)?;
         let (received_md, weights_m) = (rows.wait()?, weights.wait()?);
         let keys_m1 = keys.map(|keys| keys.wait()?.unsqueeze(1)).transpose()?;
         let by_expert = counts.assignment(n_local, call.x)?;
@@ -44,8 +44,9 @@ impl ExpertParallel {
             tokens: TokensPerCall::Many,
             dropout: self.dropout(keys_m1.as_ref()),
         })?;
-        let returned_nd = self.combine(computed_md, &counts)?;
-        ops::unpermute(&returned_nd, &assignment)
+        let returning = self.start_combine(computed_md, &counts)?;
+        meanwhile(TokenExchange::Combine)?;
+        ops::unpermute(&returning.wait()?, &assignment)
     }
 
     /// Starts to send rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders.
@@ -65,9 +66,9 @@ impl ExpertParallel {
         Ok(Some(self.ep.start_all_to_all(&keys_n, &counts.send, &counts.recv)?))
     }
 
-    /// Returns computed rows to their senders: [m, ..] -> [n, ..].
-    fn combine(&self, y: Tensor, counts: &RowCounts) -> Result<Tensor> {
-        self.start("expert_combine", y, [&counts.recv, &counts.send])?.wait()
+    /// Starts to return computed rows to their senders: [m, ..] -> [n, ..].
+    fn start_combine(&self, y: Tensor, counts: &RowCounts) -> Result<TravellingRows> {
+        self.start("expert_combine", y, [&counts.recv, &counts.send])
     }
 
     fn start(&self, name: &'static str, x: Tensor, [send, recv]: [&Vec<usize>; 2]) -> Result<TravellingRows> {
