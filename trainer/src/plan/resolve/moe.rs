@@ -43,6 +43,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
     }
     report_dropout(resolver, model);
+    report_router_keys(resolver, model);
     Some(router::resolve(resolver, model, moe))
 }
 
@@ -105,6 +106,17 @@ fn report_dropout(resolver: &mut Resolver, model: &ModelPlan) {
     let message =
         format!("{key}: PEFT refuses lora_dropout with target_parameters, whose adapters have no input of their own");
     resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or name the modules in target_modules");
+}
+
+/// Reports keys of routers that an adapter's base model does not have. An adapter folder has no config of its model.
+fn report_router_keys(resolver: &mut Resolver, model: &ModelPlan) {
+    let is_of_router = |key: &&String| key.starts_with("moe_router_");
+    let Some(key) = model.hf_config_kwargs.keys().find(is_of_router).filter(|_| model.adapter.is_some()) else {
+        return;
+    };
+    let message = format!("model.hf_config_kwargs: an adapter cannot store {key}, so other programs would not know it");
+    let advice = "write the key into the config.json of the base model, or train without an adapter";
+    resolver.report_with_advice(&["model.hf_config_kwargs"], message, advice);
 }
 
 fn note_keys_without_effect(resolver: &mut Resolver) {

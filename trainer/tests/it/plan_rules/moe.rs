@@ -275,6 +275,24 @@ fn dropout_of_adapters_of_parameters_is_refused_as_by_peft() {
 }
 
 #[test]
+fn an_adapter_refuses_router_keys_that_it_cannot_store() {
+    let sigmoid = "model.hf_config_kwargs={moe_router_score_function: sigmoid}";
+    let lora = "model.peft_config={peft_type: LORA, target_modules: [q_proj]}";
+    let want = ["model.hf_config_kwargs: an adapter cannot store moe_router_score_function", "config.json"];
+    refused_with_experts(1, &[sigmoid, lora], &want);
+    let notes = of_experts(1, &[sigmoid]).unwrap().notes;
+    assert!(
+        notes.iter().any(|note| note.contains("transformers does not read moe_router_score_function")),
+        "{notes:?}"
+    );
+    let bias = of_experts(1, &[sigmoid, "moe.router_bias_update_rate=0.01"]).unwrap_err();
+    assert!(bias.contains("moe.router_bias_update_rate"), "{bias}");
+    let both = "model.hf_config_kwargs={moe_router_score_function: sigmoid, moe_router_enable_expert_bias: true}";
+    let rate = of_experts(1, &[both]).unwrap().router.unwrap().bias_update_rate;
+    assert_eq!(rate, 1e-3, "the weights are initialized randomly");
+}
+
+#[test]
 fn a_misspelt_parameter_of_experts_is_refused_with_the_nearest() {
     let argument = "model.peft_config={peft_type: LORA, target_parameters: [experts.down_prj]}";
     refused_with_experts(1, &[argument], &["target_parameters", "did you mean `experts.down_proj`?"]);
