@@ -288,7 +288,7 @@ fn an_adapter_refuses_router_keys_that_it_cannot_store() {
     let bias = of_experts(1, &[sigmoid, "moe.router_bias_update_rate=0.01"]).unwrap_err();
     assert!(bias.contains("moe.router_bias_update_rate"), "{bias}");
     let both = "model.hf_config_kwargs={moe_router_score_function: sigmoid, moe_router_enable_expert_bias: true}";
-    let rate = of_experts(1, &[both]).unwrap().router.unwrap().bias_update_rate;
+    let rate = of_experts(1, &[both]).unwrap().moe.unwrap().bias_update_rate;
     assert_eq!(rate, 1e-3, "the weights are initialized randomly");
 }
 
