@@ -13,6 +13,15 @@ pub(crate) struct DropoutScope {
     columns: ColumnShard,
 }
 
+/// Dropout masks of the adapters of experts.
+#[derive(Clone, Copy)]
+pub struct ExpertDropout<'a> {
+    /// Key of each slot, i64 [t, k]; of each row, i64 [n], where rows are sorted by expert.
+    pub keys: &'a Tensor,
+    /// Columns of the down projections' input on this rank.
+    pub columns: ColumnShard,
+}
+
 impl DropoutScope {
     pub(crate) fn new(key: u64, rows: &RowRanges) -> Self {
         Self { key, rows: rows.clone(), columns: ColumnShard::ALL }

@@ -8,7 +8,7 @@ use candlewick_ops::{
 };
 
 use crate::expert_linear::ExpertLinear;
-use crate::{ExpertWeighting, TiledMlp};
+use crate::{ExpertDropout, ExpertWeighting, TiledMlp};
 
 /// Matrices of the routed experts of this rank.
 #[derive(Clone, Debug)]
@@ -52,15 +52,6 @@ pub struct ExpertTokens<'a> {
     pub tokens: TokensPerCall,
     /// Dropout masks of the adapters of experts; `None` without dropout.
     pub dropout: Option<ExpertDropout<'a>>,
-}
-
-/// Dropout masks of the adapters of experts.
-#[derive(Clone, Copy)]
-pub struct ExpertDropout<'a> {
-    /// Key of each slot, i64 [t, k]; of each row, i64 [n], where rows are sorted by expert.
-    pub keys: &'a Tensor,
-    /// Columns of the down projections' input on this rank.
-    pub columns: ColumnShard,
 }
 
 /// Padding of experts to their capacity, equal on all ranks: sizes of an exchange of tokens that are known without data.
