@@ -37,11 +37,21 @@ def dense(logits, weights, experts):
     return torch.zeros_like(logits).scatter(1, experts, weights)
 
 
-def case(name, spec, route):
+def case(name, spec, route, config=None):
     logits = LOGITS.clone().requires_grad_()
     probs = route(logits)
     (probs * UPSTREAM).sum().backward()
-    return dict(name=name, settings=spec, weights=probs.tolist(), grad=logits.grad.tolist())
+    return dict(name=name, settings=spec, config=config, weights=probs.tolist(), grad=logits.grad.tolist())
+
+
+def config_keys(top_k, score="softmax", pre_softmax=False, groups=None, scaling=None, bias=False):
+    """Keys of config.json with the names of Megatron-LM's `TransformerConfig`, for candle-ext/model/tests/it/router_keys.rs."""
+    keys = dict(num_experts=E, num_experts_per_tok=top_k, moe_router_score_function=score, moe_router_enable_expert_bias=bias,
+                moe_router_topk_scaling_factor=scaling)
+    # transformers reads norm_topk_prob: softmax of the selected logits is the normalized softmax of all.
+    keys |= dict(moe_router_pre_softmax=pre_softmax, norm_topk_prob=not pre_softmax) if score == "softmax" else {}
+    n_groups, n_selected = groups or (None, None)
+    return keys | dict(moe_router_num_groups=n_groups, moe_router_group_topk=n_selected)
 
 
 def megatron(top_k, score="softmax", pre_softmax=False, groups=None, scaling=None, bias=False):
@@ -54,10 +64,10 @@ def megatron(top_k, score="softmax", pre_softmax=False, groups=None, scaling=Non
     route = lambda logits: moe_utils.topk_routing_with_score_function(
         logits, top_k, use_pre_softmax=pre_softmax, num_groups=n_groups, group_topk=n_selected,
         scaling_factor=scaling, score_function=score, expert_bias=BIAS if bias else None)[0]
-    return case(f"megatron {spec}", spec, route)
+    return case(f"megatron {spec}", spec, route, config_keys(top_k, score, pre_softmax, groups, scaling, bias))
 
 
-def of_router(name, spec, router):
+def of_router(name, spec, router, config=None):
     # Identity weights make the router's input its logits.
     router.weight.data = IDENTITY.clone()
 
@@ -65,7 +75,7 @@ def of_router(name, spec, router):
         outputs = router(logits)
         return dense(logits, outputs[1], outputs[2])
 
-    return case(name, spec, route)
+    return case(name, spec, route, config)
 
 
 def deepseek_v3():
@@ -83,7 +93,9 @@ def deepseek_v4():
                               scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
     router = DeepseekV4TopKRouter(config)
     router.e_score_correction_bias.copy_(BIAS)
-    return of_router("transformers deepseek_v4", settings(4, "sqrt_softplus", normalize=True, scaling=1.5, bias=True), router)
+    spec = settings(4, "sqrt_softplus", normalize=True, scaling=1.5, bias=True)
+    # megatron-core 0.16.1 has no sqrtsoftplus.
+    return of_router("transformers deepseek_v4", spec, router, config_keys(4, "sqrtsoftplus", scaling=1.5, bias=True))
 
 
 def qwen3_moe():

@@ -26,6 +26,15 @@ pub struct AttentionCall<'a> {
     pub spec: &'a AttentionSpec,
 }
 
+/// Exchange of tokens between the ranks of the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenExchange {
+    /// Tokens travel to the ranks of their experts.
+    Dispatch,
+    /// Outputs of experts travel back.
+    Combine,
+}
+
 /// Collectives and attention of a layer under parallelism. The default methods are those of one device.
 pub trait ParallelOps {
     /// Looks up embeddings: u32 token ids [t] -> [t, d]. The row of token `padding` gets no gradient.
@@ -65,11 +74,12 @@ pub trait ParallelOps {
         ops::attention(q, k, v, seqs, spec)
     }
 
-    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d]. Calls `meanwhile` once: if tokens travel between
-    /// ranks, while they do.
-    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<Tensor> {
+    /// Computes the routed experts of an MoE layer: [t, d] -> [t, d]. Calls `meanwhile` once for each exchange, in their
+    /// order: if tokens travel between ranks, while they do.
+    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
         let y = call.compute()?;
-        meanwhile()?;
+        meanwhile(TokenExchange::Dispatch)?;
+        meanwhile(TokenExchange::Combine)?;
         Ok(y)
     }
 

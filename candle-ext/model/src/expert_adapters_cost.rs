@@ -23,6 +23,8 @@ pub(crate) struct ExpertAdaptersCost {
     gate_up: u64,
     /// Output columns of the down projection's adapter; 0 without one.
     down: u64,
+    /// True if the adapters have dropout, which copies their input.
+    has_dropout: bool,
 }
 
 impl ExpertAdaptersCost {
@@ -31,7 +33,7 @@ impl ExpertAdaptersCost {
         let widest = |matrix: &ExpertMatrixSpec| {
             matrix.adapters.iter().map(|adapter| adapter.columns.len() as u64).max().unwrap_or(0)
         };
-        let adapters = moe.expert_matrices().flat_map(|matrix| &matrix.adapters);
+        let adapters = || moe.expert_matrices().flat_map(|matrix| &matrix.adapters);
         let on_tokens = moe.shared_expert_gate().into_iter().chain([&moe.router_weight]);
         Self {
             n_tokens: experts.n_tokens,
@@ -39,7 +41,8 @@ impl ExpertAdaptersCost {
             d: moe.down.out as u64,
             f: experts.width(),
             n_bytes: experts.n_bytes,
-            ranks: adapters.map(|adapter| adapter.adapter.r as u64).sum(),
+            has_dropout: adapters().any(|adapter| adapter.adapter.dropout > 0.0),
+            ranks: adapters().map(|adapter| adapter.adapter.r as u64).sum(),
             token_ranks: on_tokens.filter_map(|linear| linear.adapter.as_ref()).map(|adapter| adapter.r as u64).sum(),
             gate_up: widest(&moe.gate_up).div_ceil(experts.n_shards()),
             down: widest(&moe.down),
@@ -55,8 +58,9 @@ impl ExpertAdaptersCost {
     ///
     /// The frozen layer's peak is after the gate and up projections, with f more columns.
     pub(crate) fn forward_bytes(&self) -> u64 {
-        let gate_up = if self.gate_up > 0 { self.gate_up + 2 * self.f - self.f } else { 0 };
-        let down = if self.down > 0 { self.down + self.d } else { 0 };
+        let [of_d, of_f] = self.dropped();
+        let gate_up = if self.gate_up > 0 { (self.gate_up + 2 * self.f - self.f).max(of_d) } else { 0 };
+        let down = if self.down > 0 { (self.down + self.d).max(of_f) } else { 0 };
         self.rows(gate_up.max(down))
     }
 
@@ -64,9 +68,15 @@ impl ExpertAdaptersCost {
     ///
     /// The frozen layer's peak is before the gate and up projections, with d more columns.
     pub(crate) fn backward_bytes(&self) -> u64 {
-        let gate_up = if self.gate_up > 0 { self.d } else { 0 };
-        let down = if self.down > 0 { self.f.saturating_sub(self.d) } else { 0 };
+        let [of_d, of_f] = self.dropped();
+        let gate_up = if self.gate_up > 0 { self.d + of_d } else { 0 };
+        let down = if self.down > 0 { (self.f + of_f).saturating_sub(self.d) } else { 0 };
         self.rows(gate_up.max(down))
+    }
+
+    /// Returns the columns of a copy of the input of gate and up, and of down, with dropout; zero without.
+    fn dropped(&self) -> [u64; 2] {
+        if self.has_dropout { [self.d, self.f] } else { [0, 0] }
     }
 
     /// Returns the bytes of rows of `width` elements.
@@ -89,6 +99,7 @@ mod tests {
         token_ranks: 0,
         gate_up: 0,
         down: 0,
+        has_dropout: false,
     };
 
     fn bytes(cost: ExpertAdaptersCost) -> [u64; 3] {

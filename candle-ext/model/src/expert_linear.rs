@@ -5,10 +5,11 @@
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, GroupedCall, TokensPerCall, Weight};
+use candlewick_ops::{self as ops, Dropout, GroupedCall, TokensPerCall, Weight};
 
 use crate::lora::ExpertAdapterSpec;
-use crate::{AdapterSpec, ExpertMatrixSpec};
+use crate::param::{FNV_START, fnv1a};
+use crate::{AdapterSpec, ExpertDropout, ExpertMatrixSpec};
 
 /// A linear layer per expert: y = x W_i^T for the rows of expert i, plus the adapters' outputs.
 #[derive(Clone, Debug)]
@@ -18,7 +19,7 @@ pub(crate) struct ExpertLinear {
     adapters: Vec<ExpertLora>,
 }
 
-/// A LoRA adapter on some output columns of each expert: scaling * (x A_i^T) B_i^T.
+/// A LoRA adapter on some output columns of each expert: scaling * (dropout(x) A_i^T) B_i^T.
 #[derive(Clone, Debug)]
 struct ExpertLora {
     /// Factors A_i of all experts [e * r, in].
@@ -27,6 +28,8 @@ struct ExpertLora {
     b: Weight,
     scaling: f64,
     columns: ExpertColumns,
+    /// Probability of dropout, and the key of the module's masks.
+    dropout: Dropout,
 }
 
 /// Output columns to which an adapter adds. A rank may hold a part of them.
@@ -48,24 +51,42 @@ impl ExpertLinear {
         Ok(Self { weight, adapters })
     }
 
+    /// Returns true if an adapter has dropout.
+    pub(crate) fn has_dropout(&self) -> bool {
+        self.adapters.iter().any(|adapter| adapter.dropout.p > 0.0)
+    }
+
     /// Computes [n, in] -> [n, out]. `offsets` u32 [e + 1] are the first rows of the experts. Adapters, which are narrow,
-    /// have the default implementation.
-    pub(crate) fn forward(&self, x: &Tensor, offsets: &Tensor, call: GroupedCall) -> Result<Tensor> {
+    /// have the default implementation. `dropout` has keys of rows.
+    pub(crate) fn forward(
+        &self,
+        x: &Tensor,
+        offsets: &Tensor,
+        call: GroupedCall,
+        dropout: Option<ExpertDropout>,
+    ) -> Result<Tensor> {
         let base = ops::grouped_linear(x, &self.weight, offsets, call)?;
         // An expert parallel rank may receive no rows.
         if x.dim(0)? == 0 {
             return Ok(base);
         }
-        self.adapters.iter().try_fold(base, |sum, adapter| adapter.add_to(&sum, x, offsets, call.tokens))
+        self.adapters.iter().try_fold(base, |sum, adapter| {
+            let x = match dropout {
+                Some(ExpertDropout { keys, columns }) => ops::row_dropout(x, keys, adapter.dropout, columns)?,
+                None => x.clone(),
+            };
+            adapter.add_to(&sum, &x, offsets, call.tokens)
+        })
     }
 }
 
 impl ExpertLora {
     /// Builds the adapter of a matrix with `n_columns` output columns.
     fn build(spec: &ExpertAdapterSpec, n_columns: usize, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
-        let AdapterSpec { scaling, .. } = spec.adapter;
+        let AdapterSpec { scaling, dropout: p, ref module, .. } = spec.adapter;
         let (a, b) = (get(&spec.adapter.a_name())?, get(&spec.adapter.b_name())?);
-        Ok(Self { a, b, scaling, columns: ExpertColumns::of(&spec.columns, n_columns) })
+        let dropout = Dropout { p, key: fnv1a(FNV_START, module) };
+        Ok(Self { a, b, scaling, columns: ExpertColumns::of(&spec.columns, n_columns), dropout })
     }
 
     /// Adds the adapter's output for the rows `x` to its columns of `sum`.

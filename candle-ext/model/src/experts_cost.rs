@@ -39,6 +39,8 @@ pub(crate) struct SharedExpertBytes {
     pub(crate) output: u64,
     /// Bytes of the output before the gate, which the backward of the gate reads; zero without a gate.
     pub(crate) ungated: u64,
+    /// Bytes that exist between the exchanges of tokens: the gated activation, or the output of an MLP in tiles.
+    pub(crate) started: u64,
 }
 
 /// Sizes of the routed experts of a layer on one rank: every rank gets as many rows as it sends if the load balances.
@@ -102,10 +104,17 @@ impl ExpertsCost {
         self.logits_bytes() + self.exchanged_bytes() + (of_tiles + first.max(second)).max(third)
     }
 
+    /// Returns the bytes that exist while outputs travel: logits, received and computed rows, and those that arrive.
+    fn combine_bytes(&self) -> u64 {
+        let computed = if self.tile.is_some() { self.input_bytes() } else { self.rows(self.d) };
+        self.logits_bytes() + computed + 2 * self.exchanged_bytes()
+    }
+
     /// Returns the peak bytes of the forward of routed and shared experts.
     ///
     /// On one rank the output of the routed experts is kept while the shared expert computes, and until both are added. It is as
-    /// large as that of the shared expert. Otherwise the shared expert computes while tokens travel.
+    /// large as that of the shared expert. Otherwise the shared expert computes while tokens travel: its down projection while
+    /// outputs do.
     pub(crate) fn forward_bytes_with(&self, shared: SharedExpertBytes) -> u64 {
         let kept = shared.output + shared.ungated;
         let sent = match self.exchange {
@@ -113,7 +122,8 @@ impl ExpertsCost {
             ExpertExchange::Rows { .. } => self.exchanged_bytes(),
             ExpertExchange::Tokens { .. } => 0,
         };
-        (kept + self.forward_bytes()).max(sent + self.exchanged_bytes() + shared.peak)
+        let combine = shared.started + kept + self.combine_bytes();
+        (shared.started + self.forward_bytes()).max(sent + self.exchanged_bytes() + shared.peak).max(combine)
     }
 
     /// Returns [`ExpertsCost::forward_bytes_with`] of a forward that is recorded for backward: on one rank, all that both save,

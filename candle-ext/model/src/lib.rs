@@ -40,9 +40,10 @@ mod weights;
 
 pub use block::Layer;
 pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
-pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice};
+pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TokenExchange};
+pub use dropout::ExpertDropout;
 pub use error::ModelError;
-pub use experts::{ExpertCall, ExpertPadding, Experts};
+pub use experts::{ExpertCall, ExpertPadding, ExpertTokens, Experts};
 pub use experts_cost::ExpertExchange;
 pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
 pub use family::{Family, QkNorm};
@@ -66,5 +67,5 @@ pub use router::{
 };
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
-pub use upcycle::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};
+pub use upcycle::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};
 pub use weights::{EmbeddingTable, LmHead, UnitWeights};

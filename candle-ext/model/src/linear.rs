@@ -39,14 +39,19 @@ impl Linear {
         }
     }
 
-    /// Computes the logits of a router, [.., in_features] -> f32 [.., out_features], without dropout.
-    pub(crate) fn router_logits(&self, x: &Tensor, dtype: RouterDtype) -> Result<Tensor> {
+    /// Computes the logits of a router, [.., in_features] -> f32 [.., out_features].
+    pub(crate) fn router_logits(
+        &self,
+        x: &Tensor,
+        dtype: RouterDtype,
+        dropout: Option<&DropoutScope>,
+    ) -> Result<Tensor> {
         assert!(self.bias.is_none(), "routers have no bias");
         let base = match dtype {
             RouterDtype::F32 => ops::linear(x, &self.weight, None, OutputDtype::F32)?,
             RouterDtype::F64 => ops::linear_f64(x, &self.weight)?,
         };
-        self.adapter.as_ref().map_or(Ok(base.clone()), |adapter| adapter.add_to(&base, x, None))
+        self.adapter.as_ref().map_or(Ok(base.clone()), |adapter| adapter.add_to(&base, x, dropout))
     }
 
     /// Returns the number of output features on this rank.

@@ -8,8 +8,8 @@ use candlewick_ops::{self as ops, RouterSpec, Routing, Weight};
 
 use crate::expert_linear::ExpertLinear;
 use crate::router::{RouterLogits, select};
-use crate::swiglu::SwiGlu;
-use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec};
+use crate::swiglu::{StartedSwiGlu, SwiGlu};
+use crate::{ExpertCall, Experts, ForwardContext, Linear, MoeSpec, SharedExpertSpec, TokenExchange};
 
 /// Router, routed experts and shared expert of a layer.
 pub(crate) struct Moe {
@@ -53,20 +53,37 @@ impl Moe {
         let routing = self.route(x_td, context)?;
         let padding = context.router.padding(self.router, routing.assignment.n_experts());
         let (experts, implementation, tiled_mlp) = (&self.experts, context.experts_implementation, context.tiled_mlp);
-        let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding, tiled_mlp };
-        let mut shared_td = None;
-        let mut compute_shared = || {
-            shared_td = self.shared_expert.as_ref().map(|shared| shared.forward(x_td, context)).transpose()?;
+        let dropout_keys = self.dropout_keys(x_td, context)?;
+        let dropout_keys = dropout_keys.as_ref();
+        let call = ExpertCall { x: x_td, routing: &routing, experts, implementation, padding, tiled_mlp, dropout_keys };
+        let (mut started, mut shared_td) = (None, None);
+        let mut compute_shared = |exchange| {
+            let Some(shared) = &self.shared_expert else { return Ok(()) };
+            match exchange {
+                TokenExchange::Dispatch => started = Some(shared.mlp.start_sublayer(x_td, context)?),
+                TokenExchange::Combine => {
+                    let finish = |started| shared.finish(started, x_td, context);
+                    shared_td = started.take().map(finish).transpose()?;
+                }
+            }
             Ok(())
         };
         let routed_td = context.parallel_ops.experts(&call, &mut compute_shared)?;
         shared_td.map_or(Ok(routed_td.clone()), |shared_td| ops::add(&routed_td, &shared_td))
     }
 
+    /// Returns the keys of the experts' dropout masks, i64 [t, k]; `None` without dropout.
+    fn dropout_keys(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Option<Tensor>> {
+        let n_tokens = x_td.dim(0)?;
+        let scope = context.residual_dropout(n_tokens).filter(|_| self.experts.have_dropout());
+        scope.map(|scope| scope.expert_keys([n_tokens, self.router.top_k], x_td.device())).transpose()
+    }
+
     /// Selects the experts of each token, and adds the router's losses to the tape.
     fn route(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Routing> {
         let x_td = &context.router.jittered(x_td, self.layer_idx)?;
-        let logits_te = self.router_linear.router_logits(x_td, context.router.settings.dtype)?;
+        let dropout = context.residual_dropout(x_td.dim(0)?);
+        let logits_te = self.router_linear.router_logits(x_td, context.router.settings.dtype, dropout.as_ref())?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
         let (layer_idx, logits, bias, spec) = (self.layer_idx, &logits_te, bias.as_ref(), self.router);
         select(&RouterLogits { layer_idx, logits, bias, spec }, &context.router, context.parallel_ops)
@@ -79,9 +96,9 @@ impl SharedExpert {
         Ok(Self { mlp: SwiGlu::build(&spec.mlp, get)?, gate })
     }
 
-    /// Computes [t, d] -> [t, d].
-    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let y_td = self.mlp.forward_sublayer(x_td, context)?;
+    /// Computes the rest of the MLP, and its gate: the output [t, d] for the input `x_td`.
+    fn finish(&self, started: StartedSwiGlu, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let y_td = self.mlp.finish_sublayer(started, context)?;
         match &self.gate {
             Some(gate) => {
                 let dropout = context.residual_dropout(x_td.dim(0)?);

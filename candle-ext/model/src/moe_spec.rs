@@ -8,6 +8,9 @@ use crate::{
     MoeConfig, ParamGroupKind, ParamScope, ParamSpec, SwiGluSpec,
 };
 
+/// Name of a router's expert bias.
+const EXPERT_BIAS: &str = "e_score_correction_bias";
+
 /// A mixture of experts: sum over the selected experts of weight * down(silu(gate(x)) * up(x)), plus a shared expert.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoeSpec {
@@ -121,7 +124,7 @@ impl Config {
 impl MoeSpec {
     /// Returns the name of the router's expert bias [experts].
     pub fn expert_bias_name(&self) -> String {
-        format!("{}.e_score_correction_bias", self.router_weight.module)
+        format!("{}.{EXPERT_BIAS}", self.router_weight.module)
     }
 
     /// Returns the weight elements of the router, of the selected experts and of the shared expert's gate.
@@ -147,7 +150,8 @@ impl MoeSpec {
         if self.expert_bias {
             let scope = ParamScope::ResidualStream;
             let bias = ParamSpec::vector(self.expert_bias_name(), self.router_weight.out, scope, Init::Zeros);
-            params.push(ParamSpec { trainable: false, storage: WeightStorage::F32, ..bias });
+            let hub = self.hub_expert_bias();
+            params.push(ParamSpec { trainable: false, storage: WeightStorage::F32, hub, ..bias });
         }
         params.push(self.gate_up.param(self.hub_experts(&self.gate_up, &self.hub.linears[..2]), std));
         params.push(self.down.param(self.hub_experts(&self.down, &self.hub.linears[2..]), std));
@@ -175,13 +179,22 @@ impl MoeSpec {
         format!("{}.gate", self.hub.module)
     }
 
-    /// Returns the router's tensor in Hub checkpoints if its name differs.
+    /// Returns the router's weight in Hub checkpoints if its name differs.
     fn hub_router(&self) -> Option<Box<HubTensors>> {
         let LinearSpec { out, input, .. } = &self.router_weight;
-        let name = format!("{}.weight", self.hub_router_module());
+        self.of_hub_router("weight", vec![out.len, input.len])
+    }
+
+    /// Returns the router's expert bias in Hub checkpoints if its name differs.
+    fn hub_expert_bias(&self) -> Option<Box<HubTensors>> {
+        self.of_hub_router(EXPERT_BIAS, vec![self.n_experts])
+    }
+
+    fn of_hub_router(&self, param: &str, shape: Vec<usize>) -> Option<Box<HubTensors>> {
+        let name = format!("{}.{param}", self.hub_router_module());
         (self.hub.module != self.module).then(|| {
-            let tensors = vec![HubTensor { name, rows: 0..out.len }];
-            Box::new(HubTensors { fused_shape: vec![out.len, input.len], tensors, layout: HubLayout::Rows })
+            let tensors = vec![HubTensor { name, rows: 0..self.n_experts }];
+            Box::new(HubTensors { fused_shape: shape, tensors, layout: HubLayout::Rows })
         })
     }
 

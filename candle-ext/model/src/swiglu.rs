@@ -14,6 +14,14 @@ pub(crate) struct SwiGlu {
     down: Linear,
 }
 
+/// An MLP sublayer before the collective that reduces its output.
+pub(crate) enum StartedSwiGlu {
+    /// Gated activation [t, f]; the down projection is still to compute.
+    Gated(Tensor),
+    /// Output of the down projection [t, d], of an MLP that computes in tiles or in one kernel.
+    Projected(Tensor),
+}
+
 impl SwiGlu {
     pub(crate) fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
         let [gate, up] = &spec.gate_up;
@@ -23,33 +31,55 @@ impl SwiGlu {
 
     /// Computes [t, d] -> [t, d] between the collectives of a sublayer, in tiles as the context sets.
     pub(crate) fn forward_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let (dropout, columns) = (context.dropout(), context.parallel_ops.input_shard());
-        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
-        let y_td = match context.tiled_mlp {
-            TiledMlp::Off => self.forward(x_td, dropout.as_ref(), columns)?,
-            TiledMlp::On => {
-                let mlp = self.clone();
-                ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
-                    let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
-                    mlp.forward(x_td, dropout.as_ref(), columns)
-                })?
-            }
-        };
-        context.parallel_ops.reduce_from_tp(&y_td)
+        self.finish_sublayer(self.start_sublayer(x_td, context)?, context)
     }
 
-    /// Computes [t, d] -> [t, d]. `columns` are those of the down projection's input on this rank.
-    fn forward(&self, x_td: &Tensor, dropout: Option<&DropoutScope>, columns: ColumnShard) -> Result<Tensor> {
+    /// Computes the first part of [`forward_sublayer`](Self::forward_sublayer): the gated activation, if not in tiles.
+    pub(crate) fn start_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<StartedSwiGlu> {
+        let dropout = context.dropout();
+        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
+        match context.tiled_mlp {
+            TiledMlp::Off => self.start(x_td, dropout.as_ref()),
+            TiledMlp::On => {
+                let (mlp, columns) = (self.clone(), context.parallel_ops.input_shard());
+                let y_td = ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
+                    let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
+                    let started = mlp.start(x_td, dropout.as_ref())?;
+                    mlp.project(started, dropout.as_ref(), columns)
+                })?;
+                Ok(StartedSwiGlu::Projected(y_td))
+            }
+        }
+    }
+
+    /// Computes the rest of [`forward_sublayer`](Self::forward_sublayer): the down projection and the sublayer's collective.
+    pub(crate) fn finish_sublayer(&self, started: StartedSwiGlu, context: &ForwardContext) -> Result<Tensor> {
+        let columns = context.parallel_ops.input_shard();
+        context.parallel_ops.reduce_from_tp(&self.project(started, context.dropout().as_ref(), columns)?)
+    }
+
+    /// Computes the gated activation [t, d] -> [t, f], or the output if one kernel computes both.
+    fn start(&self, x_td: &Tensor, dropout: Option<&DropoutScope>) -> Result<StartedSwiGlu> {
         let [gate, up] = &self.gate_up;
         if let Some(weights) = Linear::plain_weights([gate, up, &self.down])
             && let Some(y_td) = ops::fp8_swiglu_mlp(x_td, weights)?
         {
-            return Ok(y_td);
+            return Ok(StartedSwiGlu::Projected(y_td));
         }
         let gated_tf = match Linear::joined(&self.gate_up, x_td) {
             Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?)?,
             None => ops::swiglu(&gate.forward(x_td, dropout)?, &up.forward(x_td, dropout)?)?,
         };
-        self.down.forward(&gated_tf, dropout.map(|dropout| dropout.in_columns(columns)).as_ref())
+        Ok(StartedSwiGlu::Gated(gated_tf))
+    }
+
+    /// Computes the down projection, [t, f] -> [t, d]. `columns` are those of its input on this rank.
+    fn project(&self, started: StartedSwiGlu, dropout: Option<&DropoutScope>, columns: ColumnShard) -> Result<Tensor> {
+        match started {
+            StartedSwiGlu::Projected(y_td) => Ok(y_td),
+            StartedSwiGlu::Gated(gated_tf) => {
+                self.down.forward(&gated_tf, dropout.map(|dropout| dropout.in_columns(columns)).as_ref())
+            }
+        }
     }
 }

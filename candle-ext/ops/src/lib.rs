@@ -85,7 +85,9 @@ pub use device_memory::{
     DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_bytes_in_use, device_memory, gpu_pool_slack_bytes,
     is_out_of_memory,
 };
-pub use dropout::{ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_backward_cost, sharded_dropout};
+pub use dropout::{
+    ColumnShard, Dropout, RowRanges, derive_key, dropout, dropout_backward_cost, row_dropout, sharded_dropout,
+};
 pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Format, Fp8Formats,
@@ -111,9 +113,9 @@ pub use moe::assignment::{DROPPED, ExpertAssignment};
 pub use moe::capacity::{DropPolicy, expert_capacity, limit_capacity};
 pub use moe::expert_bias::expert_bias_change;
 pub use moe::expert_counts::{TokenSequences, expert_counts};
-pub use moe::expert_labels::{relabel_experts, repeat_weights};
+pub use moe::expert_labels::{relabel_experts, repeat_keys, repeat_weights};
 pub use moe::grouped_linear::{GroupedCall, GroupedGemmImpl, GroupedLinearCost, TokensPerCall, grouped_linear};
-pub use moe::permute::{permute, permute_cost, permute_weights, unpermute};
+pub use moe::permute::{permute, permute_cost, permute_keys, permute_weights, unpermute};
 pub use moe::router::{
     GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost, route_to,
 };

@@ -97,6 +97,7 @@ pub(super) fn run(args: &ExportArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         let problem = "--expert-tensors fused: the model has no experts; remove the option";
         return Err(anyhow!("failed to export: {problem}").context(ExitCode::Usage));
     }
+    config.transformers_warning().iter().for_each(|warning| ui.note(warning));
     let window = (0..config.n_layers()).filter_map(|layer_idx| config.window(layer_idx)).min();
     if let Some(window) = window.filter(|_| args.format.iter().any(|format| format.gguf().is_some())) {
         ui.note(&format!("llama.cpp has no sliding window for this model: texts of more than {window} tokens differ"));

@@ -44,6 +44,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let device = args.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     let source = ExportSource::open_adapter(&args.adapter, args.base.as_deref(), hub)?;
     source.notes.iter().for_each(|note| ui.note(note));
+    source.model.config().transformers_warning().iter().for_each(|warning| ui.note(warning));
     let export = Export {
         source: &source,
         output: &args.output,

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_inference::command::DtypeOption;
-use candlewick_model::{UpcycledExperts, Upcycling, UpcyclingOutput, UpcyclingReport};
+use candlewick_model::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};
+use candlewick_ops::ScoreFunction;
 use candlewick_text::hub::{Hub, ModelFiles};
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::Ui;
 use super::options::{not_found, shard_bytes};
@@ -40,6 +41,12 @@ pub(super) struct UpcycleArgs {
     /// Number of slices of the dense MLP; an expert is a copy of one slice
     #[arg(long, value_name = "G", default_value_t = 1, visible_alias = "moe-upcycling-granularity")]
     granularity: usize,
+    /// Function from the router's logits to scores
+    #[arg(long, value_enum, value_name = "NAME", default_value_t, visible_alias = "moe-router-score-function")]
+    router_score_function: ScoreFunctionOption,
+    /// Add an expert bias to each router, which training updates; it needs sigmoid or sqrtsoftplus
+    #[arg(long, visible_alias = "moe-router-enable-expert-bias")]
+    router_enable_expert_bias: bool,
     /// Seed of the router's initial values
     #[arg(long, default_value_t = 42)]
     seed: u64,
@@ -51,6 +58,28 @@ pub(super) struct UpcycleArgs {
     max_shard_size: u64,
 }
 
+/// Score function of a router.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum ScoreFunctionOption {
+    /// Softmax over the experts
+    #[default]
+    Softmax,
+    /// Sigmoid of each logit
+    Sigmoid,
+    /// Square root of the softplus of each logit
+    Sqrtsoftplus,
+}
+
+impl From<ScoreFunctionOption> for ScoreFunction {
+    fn from(option: ScoreFunctionOption) -> Self {
+        match option {
+            ScoreFunctionOption::Softmax => Self::Softmax,
+            ScoreFunctionOption::Sigmoid => Self::Sigmoid,
+            ScoreFunctionOption::Sqrtsoftplus => Self::SqrtSoftplus,
+        }
+    }
+}
+
 pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let found = hub.find_model(&args.model, None, ModelFiles::All).map_err(not_found)?;
     found.note("model").iter().for_each(|note| ui.note(note));
@@ -58,10 +87,17 @@ pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         let problem = format!("{} is an adapter; merge it first with `trainer merge`", found.folder.display());
         return Err(anyhow!("failed to upcycle: {problem}").context(ExitCode::Usage));
     }
-    let experts =
-        UpcycledExperts { n_experts: args.num_experts, top_k: args.num_experts_per_tok, granularity: args.granularity };
+    let router =
+        UpcycledRouter { score: args.router_score_function.into(), expert_bias: args.router_enable_expert_bias };
+    let experts = UpcycledExperts {
+        n_experts: args.num_experts,
+        top_k: args.num_experts_per_tok,
+        granularity: args.granularity,
+        router,
+    };
     let failed = || format!("failed to upcycle {}", found.folder.display());
     let upcycling = Upcycling::open(&found.folder, experts, args.seed).with_context(failed)?;
+    upcycling.config().transformers_warning().iter().for_each(|warning| ui.note(warning));
     let dtype = args.dtype.named();
     require_space(&args.output, upcycling.n_bytes(dtype))?;
     let output = UpcyclingOutput { folder: &args.output, dtype, shard_bytes: args.max_shard_size };

@@ -41,3 +41,41 @@ fn weights_on_the_inputs_of_experts_are_trained_and_exported() {
     let config = std::fs::read_to_string(run.export_folder().join("config.json")).unwrap();
     assert!(config.contains("\"moe_apply_probs_on_input\": true"), "{config}");
 }
+
+/// Keys of Megatron-LM's router: the model trains, resumes to the bit, exports its biases, and is read again.
+#[test]
+fn a_router_that_the_family_does_not_have_is_trained_resumed_and_exported() {
+    let router = "norm_topk_prob: true\n    moe_router_score_function: sqrtsoftplus\n    \
+                  moe_router_enable_expert_bias: true\n    moe_router_topk_scaling_factor: 1.5\n    \
+                  moe_router_num_groups: 4\n    moe_router_group_topk: 2";
+    let make = || {
+        let run = Run::of_experts();
+        run.edit("norm_topk_prob: true", router);
+        run
+    };
+    let (whole, resumed, plain) = (make(), make(), Run::of_experts());
+    let log = stderr(&whole.train(&[]));
+    assert!(log.contains("transformers does not read moe_router_score_function"), "{log}");
+    resumed.train_ok(&["exit_iteration=11"]);
+    resumed.train_ok(&[]);
+    resumed.assert_resumed();
+    plain.train_ok(&[]);
+    let losses = whole.losses();
+    assert!(losses[23] < 0.8 * losses[0], "{losses:?}");
+    assert_eq!(losses, resumed.losses());
+    assert_eq!(whole.exported(), resumed.exported());
+    assert_ne!(losses[0], plain.losses()[0]);
+    let tensors = candle_core::safetensors::load_buffer(&whole.exported(), &candle_core::Device::Cpu).unwrap();
+    let bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"].to_vec1::<f32>().unwrap();
+    assert!(bias.iter().any(|bias| *bias != 0.0), "{bias:?}");
+    // The folder is read again: its logits are compared with those of a second export.
+    let export = |format: &str, output: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command.arg("export").arg(whole.export_folder()).args(["--format", format, "--output"]);
+        command.arg(whole.path().join(output)).env("HF_HUB_OFFLINE", "1").output().unwrap()
+    };
+    let output = export("safetensors", "again");
+    assert!(output.status.success() && stderr(&output).contains("transformers does not read"), "{}", stderr(&output));
+    let refused = stderr(&export("gguf-q8_0", "gguf"));
+    assert!(refused.contains("llama.cpp has the router of qwen3moe without this key"), "{refused}");
+}

@@ -5,6 +5,7 @@ pub(crate) mod json;
 mod moe;
 mod overrides;
 mod rope;
+mod router;
 mod typed;
 
 use std::path::Path;
@@ -17,6 +18,7 @@ use crate::{Family, ModelError, QkNorm};
 pub(crate) use moe::ON_INPUT;
 pub use moe::{ExpertWeighting, MoeConfig, SharedExpertConfig};
 pub(crate) use rope::{LongRope, RopeKind, Yarn};
+pub(crate) use router::{EXPERT_BIAS, ROUTER_KEYS, SCORE_FUNCTION, score_name};
 pub(crate) use typed::Typed;
 
 /// Key of config.json with the number of MTP layers, as in DeepSeek-V3 and GLM-4.5.
@@ -150,6 +152,12 @@ impl Config {
     /// Returns the mixture of experts of layer `layer_idx`; `None` if its MLP is dense.
     pub fn moe_of_layer(&self, layer_idx: usize) -> Option<&MoeConfig> {
         self.moe().filter(|moe| moe.layers.get(layer_idx).copied().unwrap_or(false))
+    }
+
+    /// Returns a warning if transformers computes another function, because it does not read a key of config.json.
+    pub fn transformers_warning(&self) -> Option<String> {
+        let key = self.moe()?.unlike_family?;
+        Some(format!("transformers does not read {key} of config.json, and computes another function with this model"))
     }
 
     /// Returns the head counts and head size of attention.

@@ -1,11 +1,12 @@
 //! Mixture-of-experts keys of config.json, by the definitions of the family.
 
-use candlewick_ops::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+use candlewick_ops::RouterSpec;
 use serde_json::{Map, Value};
 
 use super::json::{Keys, MAX_SIZE, size};
+use super::router::{RouterSizes, router};
 use crate::ModelError;
-use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization};
+use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily};
 
 /// Names of the number of experts in config.json.
 const EXPERTS_KEYS: [&str; 3] = ["num_local_experts", "num_experts", "n_routed_experts"];
@@ -35,6 +36,8 @@ pub struct MoeConfig {
     pub layers: Vec<bool>,
     /// Place where the weight of an expert multiplies.
     pub weighting: ExpertWeighting,
+    /// Key of config.json that makes the layers differ from the family's, so that transformers computes another function.
+    pub unlike_family: Option<&'static str>,
 }
 
 /// Place where the router's weight of an expert multiplies.
@@ -76,29 +79,19 @@ pub(super) fn moe(
     let (size_key, default) = family.expert_size;
     let expert_size = size(keys, size_key, default, MAX_SIZE)?;
     let top_k = size(keys, "num_experts_per_tok", family.top_k, n_experts)?;
-    let normalize = match family.normalization {
-        TopKNormalization::Always => true,
-        TopKNormalization::Key(default) => keys.flag("norm_topk_prob")?.unwrap_or(default),
-    };
-    let scaling = if family.has_groups { keys.number("routed_scaling_factor")?.unwrap_or(1.0) } else { 1.0 };
-    let groups = if family.has_groups { groups(keys, n_experts, top_k)? } else { None };
+    let router = router(keys, family, RouterSizes { n_experts, top_k })?;
+    let weighting = weighting(keys, top_k)?;
     refuse_unsupported(keys)?;
     Ok(Some(MoeConfig {
         n_experts,
         expert_size,
-        router: RouterSpec {
-            top_k,
-            score: if family.sigmoid { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax },
-            order: TopKOrder::ScoreFirst,
-            normalize,
-            groups,
-            scaling,
-        },
-        expert_bias: family.expert_bias,
+        router: router.spec,
+        expert_bias: router.expert_bias,
         shared_expert: shared_expert(keys, family, expert_size)?,
         aux_loss_coefficient: keys.number("router_aux_loss_coef")?.unwrap_or(family.aux_loss_coefficient),
         layers: layers(keys, raw, family.layers, n_layers)?,
-        weighting: weighting(keys, top_k)?,
+        weighting,
+        unlike_family: (weighting == ExpertWeighting::Input).then_some(ON_INPUT).or(router.unlike_family),
     }))
 }
 
@@ -113,24 +106,6 @@ fn weighting(keys: Keys, top_k: usize) -> Result<ExpertWeighting, ModelError> {
             Err(keys.error(ON_INPUT, format!("it needs num_experts_per_tok 1, as in Megatron-LM, but that is {top_k}")))
         }
     }
-}
-
-/// Reads the group limit of the selection: DeepSeek-V3 scores a group by its two best experts.
-fn groups(keys: Keys, n_experts: usize, top_k: usize) -> Result<Option<GroupLimit>, ModelError> {
-    let n_groups = size(keys, "n_group", 1, n_experts)?;
-    let n_selected = size(keys, "topk_group", 1, n_groups)?;
-    if !n_experts.is_multiple_of(n_groups) {
-        return Err(keys.error("n_group", format!("{n_experts} experts cannot be divided into {n_groups} groups")));
-    }
-    let group_size = n_experts / n_groups;
-    if n_groups > 1 && group_size < 2 {
-        return Err(keys.error("n_group", format!("{n_groups} groups leave one expert each; at least 2 are needed")));
-    }
-    if n_selected * group_size < top_k {
-        let problem = format!("{n_selected} groups of {group_size} experts are fewer than num_experts_per_tok {top_k}");
-        return Err(keys.error("topk_group", problem));
-    }
-    Ok((n_groups > 1).then_some(GroupLimit { n_groups, n_selected, n_scores_per_group: 2 }))
 }
 
 fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<Option<SharedExpertConfig>, ModelError> {

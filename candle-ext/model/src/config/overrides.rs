@@ -3,7 +3,7 @@
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value};
 
-use super::{Config, Typed, rope};
+use super::{Config, ROUTER_KEYS, Typed, rope};
 use crate::{
     ModelError,
     family::{Bias, Window},
@@ -119,7 +119,7 @@ impl Config {
         let is_read = match key {
             "sliding_window" => !matches!(family_spec.window, Window::None),
             "use_sliding_window" | "max_window_layers" | "layer_types" => has_some,
-            key if MOE_KEYS.contains(&key) => family_spec.moe.is_some(),
+            key if MOE_KEYS.contains(&key) || ROUTER_KEYS.contains(&key) => family_spec.moe.is_some(),
             "attention_bias" | "qkv_bias" => has_bias(&[family_spec.qkv_bias, family_spec.o_bias]),
             "use_qk_norm" => family_spec.qk_norm_key.is_some(),
             "mlp_bias" => has_bias(&[family_spec.mlp_bias]),
@@ -134,10 +134,10 @@ impl Config {
 }
 
 fn refuse_unknown(key: &str, family: &str) -> Result<(), ModelError> {
-    if KNOWN.contains(&key) || MOE_KEYS.contains(&key) || INERT.contains(&key) {
+    if [KNOWN, MOE_KEYS, &ROUTER_KEYS, INERT].iter().any(|keys| keys.contains(&key)) {
         return Ok(());
     }
-    let hint = did_you_mean(key, KNOWN.iter().chain(MOE_KEYS).copied());
+    let hint = did_you_mean(key, KNOWN.iter().chain(MOE_KEYS).chain(&ROUTER_KEYS).copied());
     Err(ModelError::key(key, format!("not a key of a {family} config that is read here{hint}")))
 }
 
@@ -177,6 +177,7 @@ fn reshaped(before: &Typed, after: &Typed) -> Vec<String> {
         ("attention_bias", before.qkv_bias == after.qkv_bias && before.o_bias == after.o_bias),
         ("mlp_bias", before.mlp_bias == after.mlp_bias),
         ("num_experts", same_experts(before, after)),
+        ("moe_router_enable_expert_bias", has_bias(before) == has_bias(after)),
         ("tie_word_embeddings", before.tied == after.tied),
     ];
     same.into_iter().filter(|(_, same)| !same).map(|(key, _)| key.to_string()).collect()
@@ -207,7 +208,11 @@ const MOE_KEYS: &[&str] = &[
 fn same_experts(before: &Typed, after: &Typed) -> bool {
     let shapes = |typed: &Typed| {
         let moe = typed.moe.as_ref()?;
-        Some((moe.n_experts, moe.expert_size, moe.expert_bias, moe.shared_expert, moe.layers.clone()))
+        Some((moe.n_experts, moe.expert_size, moe.shared_expert, moe.layers.clone()))
     };
     shapes(before) == shapes(after)
+}
+
+fn has_bias(typed: &Typed) -> bool {
+    typed.moe.as_ref().is_some_and(|moe| moe.expert_bias)
 }

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
+use candlewick_ops::{ScoreFunction, TopKOrder};
 use serde_json::json;
 
 use super::*;
@@ -103,6 +104,100 @@ fn weights_on_inputs_need_one_expert_per_token() {
     };
     assert_eq!(read(1).unwrap(), crate::ExpertWeighting::Input);
     assert!(read(2).unwrap_err().contains("it needs num_experts_per_tok 1"));
+}
+
+/// Routers and expert biases of Megatron-LM's settings are those of `tests/reference/moe_router.py`, whose weights and gradients
+/// the tests of candlewick-ops compare.
+#[test]
+fn router_keys_have_the_meaning_of_megatron() {
+    let fixture: Value = serde_json::from_str(include_str!("../../../ops/tests/fixtures/moe_router.json")).unwrap();
+    let cases = fixture["cases"].as_array().unwrap().iter().filter(|case| !case["config"].is_null());
+    let mut n_cases = 0;
+    for case in cases {
+        let mut keys = case["config"].clone();
+        keys["model_type"] = "qwen3_moe".into();
+        let moe = Config::from_json(keys).unwrap().typed.moe.unwrap();
+        let (settings, spec) = (&case["settings"], moe.router);
+        let score = ["softmax", "sigmoid", "sqrt_softplus"].iter().position(|name| settings["score"] == *name).unwrap();
+        assert_eq!(spec.score, [ScoreFunction::Softmax, ScoreFunction::Sigmoid, ScoreFunction::SqrtSoftplus][score]);
+        let order = if settings["order"] == "score_first" { TopKOrder::ScoreFirst } else { TopKOrder::TopKFirst };
+        assert_eq!((spec.top_k as u64, spec.order), (settings["top_k"].as_u64().unwrap(), order), "{}", case["name"]);
+        assert_eq!(Some(spec.normalize), settings["normalize"].as_bool(), "{}", case["name"]);
+        assert_eq!(Some(spec.scaling), settings["scaling"].as_f64());
+        assert_eq!(Some(moe.expert_bias), settings["bias"].as_bool());
+        let groups = spec.groups.map(|groups| [groups.n_groups, groups.n_selected, groups.n_scores_per_group]);
+        let want = ["n_groups", "n_selected", "n_scores_per_group"].map(|key| settings["groups"][key].as_u64());
+        assert_eq!(groups.map(|groups| groups.map(|n| Some(n as u64))).unwrap_or_default(), want, "{}", case["name"]);
+        n_cases += 1;
+    }
+    assert_eq!(n_cases, 10);
+}
+
+#[test]
+fn router_keys_that_a_family_cannot_follow_are_refused() {
+    let read = |model_type: &str, keys: Value| {
+        let mut config = json!({"model_type": model_type, "head_dim": 128});
+        config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        Config::from_json(config).map_err(|error| error.to_string())
+    };
+    for (model_type, keys, parts) in [
+        ("mixtral", json!({"moe_router_score_function": "sigmoyd"}), ["moe_router_score_function", "sigmoid"]),
+        ("mixtral", json!({"moe_router_enable_expert_bias": true}), ["moe_router_enable_expert_bias", "sqrtsoftplus"]),
+        ("mixtral", json!({"moe_router_num_groups": 4}), ["moe_router_num_groups", "moe_router_group_topk"]),
+        ("mixtral", json!({"moe_router_group_topk": 1}), ["moe_router_group_topk", "moe_router_num_groups"]),
+        (
+            "mixtral",
+            json!({"moe_router_num_groups": 8, "moe_router_group_topk": 4}),
+            ["moe_router_group_topk", "more than num_experts_per_tok 2"],
+        ),
+        ("mixtral", json!({"moe_router_topk_scaling_factor": 0.0}), ["moe_router_topk_scaling_factor", "above 0"]),
+        (
+            "mixtral",
+            json!({"moe_router_pre_softmax": false, "num_experts_per_tok": 1}),
+            ["moe_router_pre_softmax", "set it to true"],
+        ),
+        (
+            "mixtral",
+            json!({"moe_router_pre_softmax": true, "moe_router_score_function": "sigmoid"}),
+            ["moe_router_pre_softmax", "needs softmax"],
+        ),
+        (
+            "qwen3_moe",
+            json!({"moe_router_pre_softmax": false}),
+            ["moe_router_pre_softmax", "set norm_topk_prob to true"],
+        ),
+        ("dots1", json!({"moe_router_num_groups": 2}), ["moe_router_num_groups", "n_group"]),
+        ("dots1", json!({"moe_router_topk_scaling_factor": 2.0}), ["_topk_scaling_factor", "routed_scaling_factor"]),
+        ("dots1", json!({"moe_router_score_function": "softmax"}), ["moe_router_enable_expert_bias", "to false"]),
+    ] {
+        let message = read(model_type, keys).unwrap_err();
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    }
+    let dense = json!({"model_type": "llama", "moe_router_score_function": "sigmoid"});
+    let message = Config::from_handwritten(dense.as_object().unwrap()).unwrap_err().to_string();
+    assert!(message.contains("has no effect on a llama model"), "{message}");
+}
+
+/// transformers computes Mixtral's weights by softmax before the selection and divides them by their sum.
+#[test]
+fn keys_that_transformers_does_not_need_give_no_warning() {
+    let warning = |keys: Value| {
+        let mut config = json!({"model_type": "mixtral"});
+        config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        Config::from_json(config).unwrap().transformers_warning()
+    };
+    assert_eq!(warning(json!({"moe_router_pre_softmax": false})), None);
+    assert_eq!(warning(json!({"moe_router_score_function": "softmax"})), None);
+    for (key, value) in [
+        ("moe_router_pre_softmax", json!(true)),
+        ("moe_router_score_function", json!("sqrtsoftplus")),
+        ("moe_router_topk_scaling_factor", json!(2.0)),
+        ("moe_apply_probs_on_input", json!(true)),
+    ] {
+        let top_k = if key == "moe_apply_probs_on_input" { 1 } else { 2 };
+        let warning = warning(json!({key: value, "num_experts_per_tok": top_k})).unwrap();
+        assert!(warning.contains(key), "{warning}");
+    }
 }
 
 /// transformers' Dots1 and Glm4Moe do not read `moe_layer_freq`.

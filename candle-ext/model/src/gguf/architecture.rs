@@ -1,5 +1,7 @@
 //! Architectures of llama.cpp that compute the same function as a model family.
 
+use candlewick_ops::TopKOrder;
+
 use crate::config::{ON_INPUT, RopeKind, Yarn};
 use crate::{Config, ExpertWeighting, ModelError};
 
@@ -62,8 +64,12 @@ impl Architecture {
         if moe.weighting == ExpertWeighting::Input {
             return Some((ON_INPUT, "multiplies the outputs of experts with their weights".to_owned()));
         }
+        if let Some(key) = moe.unlike_family {
+            return Some((key, format!("has the router of {} without this key", self.name())));
+        }
         let normalizes = self != Self::Qwen2Moe;
-        if moe.router.normalize != normalizes {
+        // Softmax of the selected logits is the normalized softmax of all.
+        if (moe.router.normalize || moe.router.order == TopKOrder::TopKFirst) != normalizes {
             return Some(("norm_topk_prob", format!("computes {} with {normalizes}", self.name())));
         }
         if moe.layers.contains(&false) {

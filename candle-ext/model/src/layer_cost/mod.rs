@@ -139,6 +139,7 @@ impl LayerCost<'_> {
             peak: dense,
             output: t * s * d,
             ungated: self.ungated_bytes(),
+            started: self.started_bytes(),
         });
         let adapters = self.expert_adapters().map_or(0, |adapters| adapters.forward_bytes());
         let routed = self.experts().map_or(0, |experts| of_experts(&experts, shared.unwrap_or_default()) + adapters);

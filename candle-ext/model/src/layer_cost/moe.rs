@@ -2,7 +2,7 @@
 
 use candlewick_ops::{expert_capacity, linear_f64_bytes};
 
-use super::LayerCost;
+use super::{LayerCost, Widths};
 use crate::expert_adapters_cost::ExpertAdaptersCost;
 use crate::experts::ExpertTile;
 use crate::experts_cost::{ExpertExchange, ExpertsCost, TileOfExperts};
@@ -17,7 +17,9 @@ impl LayerCost<'_> {
         let (Some(experts), Some(adapters)) = (self.experts(), self.expert_adapters()) else { return 0 };
         let bytes = self.saved_bytes() + experts.backward_bytes() + adapters.backward_bytes();
         if self.experts != ExpertExchange::None {
-            return bytes;
+            // The backward of the shared expert's down projection is first, if not in tiles. The gradient of its input exists.
+            let shared = self.layer.mlp.swiglu().filter(|_| self.tiled_mlp == TiledMlp::Off);
+            return bytes + shared.map_or(0, |_| self.started_bytes());
         }
         let shared = self.layer.mlp.swiglu().map_or(0, |_| self.output_bytes());
         let is_shared_with_tiles = experts.tile.is_some_and(|tile| tile.shares_input);
@@ -62,6 +64,13 @@ impl LayerCost<'_> {
         let n_tokens = tile.rows(n_tokens, k);
         let shares_input = self.layer.mlp.swiglu().is_some();
         TileOfExperts { n_tokens: n_tokens as u64, n_rows: (n_tokens * k) as u64, shares_input }
+    }
+
+    /// Returns the bytes of the gated activation of an MLP, or of its output in tiles.
+    pub(super) fn started_bytes(&self) -> u64 {
+        let Widths { d, f, .. } = self.widths();
+        let width = if self.tiled_mlp == TiledMlp::On { d } else { f };
+        self.n_tokens * width * self.n_bytes()
     }
 
     /// Returns the bytes of a shared expert's output before its gate; zero without a gate.

@@ -157,6 +157,11 @@ impl LoraConfig {
         self.lora_dropout
     }
 
+    /// Returns true if `target_parameters` selects adapters.
+    pub fn targets_parameters(&self) -> bool {
+        !self.target_parameters.is_empty()
+    }
+
     /// Sets the base model's name for adapter_config.json.
     pub fn with_base_model(mut self, name_or_path: &str) -> Self {
         self.base_model = Some(name_or_path.to_string());

@@ -104,7 +104,7 @@ impl<'a> LoraTargets<'a> {
         let adapter = self.adapter(&module, if by_module { &on_disk } else { &weight })?;
         let router = &mut moe.router_weight;
         let params = factors(&adapter, [router.out, router.input], ParamScope::ResidualStream);
-        router.adapter = Some(AdapterSpec { dropout: 0.0, ..adapter });
+        router.adapter = Some(adapter);
         Ok(params.map(|param| renamed(param, &module, files)).into())
     }
 
@@ -156,7 +156,6 @@ impl<'a> LoraTargets<'a> {
                 return Err(ModelError::lora("rank_pattern", problem));
             }
         }
-        let adapter = AdapterSpec { dropout: 0.0, ..adapter };
         Ok(Some(ExpertAdapterSpec { adapter, columns, files: ExpertAdapterFiles::PerExpert(modules) }))
     }
 
@@ -170,7 +169,7 @@ impl<'a> LoraTargets<'a> {
             );
             return Err(ModelError::lora("peft_version", problem));
         }
-        let adapter = AdapterSpec { dropout: 0.0, ..self.adapter(&matrix.name, &matrix.name)? };
+        let adapter = self.adapter(&matrix.name, &matrix.name)?;
         Ok(ExpertAdapterSpec { adapter, columns: 0..matrix.out, files: ExpertAdapterFiles::Parameter(files) })
     }
 

@@ -1,8 +1,9 @@
 //! config.json of an upcycled model, in the family of mixtures of experts with the dense model's attention.
 
+use candlewick_ops::ScoreFunction;
 use serde_json::{Map, Value, json};
 
-use crate::config::Typed;
+use crate::config::{EXPERT_BIAS, SCORE_FUNCTION, Typed, score_name};
 use crate::family::{Bias, Family, MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization, Window, WindowLayers};
 use crate::{Config, ModelError};
 
@@ -15,6 +16,23 @@ pub struct UpcycledExperts {
     pub top_k: usize,
     /// Number of slices of the dense MLP. Each expert is a copy of one slice.
     pub granularity: usize,
+    /// Router.
+    pub router: UpcycledRouter,
+}
+
+/// Router of the upcycled model. The weights of a token sum to 1 with every score function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UpcycledRouter {
+    /// Score function.
+    pub score: ScoreFunction,
+    /// True for expert biases, zeros at the start.
+    pub expert_bias: bool,
+}
+
+impl Default for UpcycledRouter {
+    fn default() -> Self {
+        Self { score: ScoreFunction::Softmax, expert_bias: false }
+    }
 }
 
 /// Returns the config of the mixture of experts.
@@ -64,10 +82,16 @@ fn not_supported(dense: &Config) -> ModelError {
 }
 
 fn check_sizes(dense: &Config, experts: UpcycledExperts) -> Result<(), ModelError> {
-    let UpcycledExperts { n_experts, top_k, granularity } = experts;
+    let UpcycledExperts { n_experts, top_k, granularity, router } = experts;
     let refuse = |problem: String| Err(ModelError::Unsupported(problem));
     if top_k == 0 || top_k > n_experts {
         return refuse(format!("num_experts_per_tok {top_k} must be between 1 and num_experts {n_experts}"));
+    }
+    if top_k == 1 && router.score != ScoreFunction::Softmax {
+        let name = score_name(router.score);
+        return refuse(format!(
+            "{name} scores need num_experts_per_tok of at least 2: the weight of one expert is not 1"
+        ));
     }
     if granularity == 0 {
         return refuse("granularity 0 must be at least 1".to_owned());
@@ -117,7 +141,7 @@ fn explicit_keys(dense: &Config, family: Family) -> Map<String, Value> {
 }
 
 fn expert_keys(dense: &Config, moe: &MoeFamily, experts: UpcycledExperts) -> Map<String, Value> {
-    let UpcycledExperts { n_experts, top_k, granularity } = experts;
+    let UpcycledExperts { n_experts, top_k, granularity, router } = experts;
     let mut keys = into_map(json!({
         "intermediate_size": dense.intermediate_size(),
         "num_experts_per_tok": top_k,
@@ -128,6 +152,12 @@ fn expert_keys(dense: &Config, moe: &MoeFamily, experts: UpcycledExperts) -> Map
     keys.insert(moe.expert_size.0.to_owned(), (dense.intermediate_size() / granularity).into());
     if let TopKNormalization::Key(_) = moe.normalization {
         keys.insert("norm_topk_prob".to_owned(), true.into());
+    }
+    if router.score != ScoreFunction::Softmax {
+        keys.insert(SCORE_FUNCTION.to_owned(), score_name(router.score).into());
+    }
+    if router.expert_bias {
+        keys.insert(EXPERT_BIAS.to_owned(), true.into());
     }
     if let SharedExpertFamily::Gated { .. } = moe.shared_expert {
         keys.insert("shared_expert_intermediate_size".to_owned(), dense.intermediate_size().into());

@@ -10,8 +10,8 @@ use candle_core::DType;
 
 use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors, WrittenTensors, require_empty};
 use crate::{Config, Family, Model, ModelError, ParamSpec, TensorCallback};
-pub use config::UpcycledExperts;
 use config::moe_config;
+pub use config::{UpcycledExperts, UpcycledRouter};
 use tensors::{UpcycledTensor, tensors};
 
 /// Output of an upcycling.
@@ -64,6 +64,11 @@ impl Upcycling {
         checkpoint.check(dense_model.base_params())?;
         let tensors = tensors(&dense_model, &model, experts);
         Ok(Self { folder: dense.to_path_buf(), checkpoint, model, experts, tensors, seed })
+    }
+
+    /// Returns the config of the upcycled model.
+    pub fn config(&self) -> &Config {
+        self.model.config()
     }
 
     /// Returns the size of the upcycled weights on disk, in bytes.

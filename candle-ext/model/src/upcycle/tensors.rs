@@ -113,6 +113,9 @@ impl<'a> LayerPair<'a> {
         if name == self.moe.down.name {
             return self.slices(param, &[&self.dense.down], &[self.factors.down]);
         }
+        if name == self.moe.expert_bias_name() {
+            return of(TensorSource::Zeros);
+        }
         if shared.and_then(|shared| shared.gate.as_ref()).is_some_and(|gate| gate.weight_name() == name) {
             return of(TensorSource::Zeros);
         }

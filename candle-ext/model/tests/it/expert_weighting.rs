@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candlewick_model::{Config, ExpertCall, Model, ParallelOps, checkpoint::Checkpoint};
+use candlewick_model::{Config, ExpertCall, Model, ParallelOps, TokenExchange, checkpoint::Checkpoint};
 use candlewick_ops::Tape;
 use serde_json::Value;
 
@@ -16,8 +16,9 @@ struct ChecksExperts<'a> {
 }
 
 impl ParallelOps for ChecksExperts<'_> {
-    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<Tensor> {
-        meanwhile()?;
+    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
+        meanwhile(TokenExchange::Dispatch)?;
+        meanwhile(TokenExchange::Combine)?;
         let layer = self.next_layer.replace(self.next_layer.get() + 1);
         let name = |name: &str| format!("model.layers.{layer}.mlp.experts.{name}");
         let weight = |matrix: &str| Var::from_tensor(&self.tiny.value(&name(matrix)).unwrap());

@@ -6,6 +6,7 @@ mod adapters;
 mod candle_transformers;
 mod checkpoints;
 mod expert_adapters;
+mod expert_dropout;
 mod expert_weighting;
 mod gguf;
 mod merging;

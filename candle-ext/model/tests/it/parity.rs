@@ -1,9 +1,11 @@
 //! Every family compared with transformers: logits, loss and each parameter's gradient.
 
-use candle_core::DType;
-use candlewick_model::{Init, Model, RouterDtype};
+use candle_core::{DType, Device};
+use candlewick_model::{Config, Init, Model, RouterDtype, checkpoint::Checkpoint};
+use candlewick_ops::TopKOrder;
+use serde_json::Value;
 
-use crate::tiny::{Reference, Tiny, assert_close, relative_error};
+use crate::tiny::{Reference, Tiny, assert_close, fixture, relative_error};
 
 #[track_caller]
 fn check(name: &str) {
@@ -53,6 +55,18 @@ fn qwen3_with_a_window_in_its_later_layer_is_transformers() {
 #[test]
 fn mixtral_is_transformers() {
     check("mixtral");
+}
+
+#[test]
+fn mixtral_with_softmax_after_the_selection_is_transformers() {
+    let config = std::fs::read(fixture("mixtral").join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&config).unwrap();
+    config["moe_router_pre_softmax"] = false.into();
+    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    assert_eq!(model.config().moe().unwrap().router.order, TopKOrder::TopKFirst);
+    let checkpoint = Checkpoint::open(&fixture("mixtral")).unwrap();
+    let tiny = Tiny::with_weights(model, |param| checkpoint.param(param, DType::F32, &Device::Cpu).unwrap());
+    check_model(&tiny, &Reference::load("mixtral"));
 }
 
 #[test]

@@ -7,8 +7,9 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, Model, ParallelOps, ParamSpec, RopeLengths, RouterContext,
-    RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint, sequence_lengths,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RopeLengths,
+    RouterContext, RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
+    sequence_lengths,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
@@ -24,6 +25,7 @@ pub(crate) struct Tiny {
     pub(crate) model: Model,
     pub(crate) weights: Vec<UnitWeights>,
     router: RouterSettings,
+    dropout_key: Option<u64>,
     params: HashMap<String, Weight>,
     sinks: HashMap<String, GradSink>,
 }
@@ -37,9 +39,22 @@ impl Tiny {
     }
 
     pub(crate) fn load_with_adapter(name: &str, adapter: &Path) -> Self {
+        let config = AdapterFolder::open(adapter).unwrap().config;
+        Self::load_with_lora(name, adapter, config)
+    }
+
+    /// Loads an adapter, and replaces the dropout probability of its config.
+    pub(crate) fn load_with_dropout(name: &str, adapter: &Path, p: f64, key: Option<u64>) -> Self {
+        let mut config = AdapterFolder::open(adapter).unwrap().config.to_json();
+        config["lora_dropout"] = p.into();
+        let tiny = Self::load_with_lora(name, adapter, LoraConfig::from_json(&config).unwrap());
+        Self { dropout_key: key, ..tiny }
+    }
+
+    fn load_with_lora(name: &str, adapter: &Path, config: LoraConfig) -> Self {
         let checkpoint = Checkpoint::open(&fixture(name)).unwrap();
         let adapter = AdapterFolder::open(adapter).unwrap();
-        let model = Model::new(Config::read(&fixture(name)).unwrap(), Some(adapter.config)).unwrap();
+        let model = Model::new(Config::read(&fixture(name)).unwrap(), Some(config)).unwrap();
         assert!(adapter.weights.check(model.adapter_params()).unwrap().is_empty());
         let factors: Vec<String> = model.adapter_params().map(|param| param.name.clone()).collect();
         Self::with_weights(model, |param| match factors.contains(&param.name) {
@@ -64,7 +79,7 @@ impl Tiny {
         }
         let of_unit = |unit: &FsdpUnit| UnitWeights::new(unit, weights.clone()).unwrap();
         let units = model.units().iter().map(of_unit).collect();
-        Self { model, weights: units, router: RouterSettings::default(), params: weights, sinks }
+        Self { model, weights: units, router: RouterSettings::default(), dropout_key: None, params: weights, sinks }
     }
 
     pub(crate) fn with_router_dtype(self, dtype: RouterDtype) -> Self {
@@ -106,7 +121,7 @@ impl Tiny {
             cos: &cos,
             sin: &sin,
             seqs: &seqs,
-            dropout_key: None,
+            dropout_key: self.dropout_key,
             rows: &RowRanges::all(),
             attention: AttentionChoice::default(),
             experts_implementation: GroupedGemmImpl::default(),

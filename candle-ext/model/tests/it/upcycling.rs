@@ -4,15 +4,16 @@ use std::{collections::HashMap, fs, path::Path};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    Config, Model, ParamSpec, UpcycledExperts, Upcycling, UpcyclingOutput,
+    Config, Model, ParamSpec, UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
+use candlewick_ops::ScoreFunction;
 use serde_json::{Map, Value, json};
 
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
 
 fn experts([n_experts, top_k, granularity]: [usize; 3]) -> UpcycledExperts {
-    UpcycledExperts { n_experts, top_k, granularity }
+    UpcycledExperts { n_experts, top_k, granularity, router: UpcycledRouter::default() }
 }
 
 /// Copies a fixture and replaces keys of its config.json.
@@ -90,6 +91,38 @@ fn a_qwen3_becomes_a_qwen3_moe_with_its_logits() {
     check_logits("qwen3", json!({"use_sliding_window": false, "layer_types": null}), "qwen3_moe");
     let window = json!({"layer_types": ["sliding_attention", "sliding_attention"]});
     check_logits("qwen3", window, "qwen3_moe");
+}
+
+/// The weights of a token sum to 1 with every score function. The biases are zeros, under the Hub's name of the router.
+#[test]
+fn other_score_functions_keep_the_logits_of_the_dense_model() {
+    for (name, module) in [("mistral", "block_sparse_moe"), ("qwen2", "mlp")] {
+        let reference = Reference::load(name);
+        let want = Tiny::load(name).logits(&reference.ids, &reference.lengths);
+        for score in [ScoreFunction::Sigmoid, ScoreFunction::SqrtSoftplus] {
+            let root = tempfile::tempdir().unwrap();
+            let router = UpcycledRouter { score, expert_bias: true };
+            let upcycling =
+                Upcycling::open(&fixture(name), UpcycledExperts { router, ..experts([8, 4, 2]) }, 7).unwrap();
+            let output = UpcyclingOutput { folder: root.path(), dtype: None, shard_bytes: 1 << 20 };
+            upcycling.write(&output, &|_, _| ()).unwrap();
+            let tiny = Tiny::load(root.path().to_str().unwrap());
+            let moe = tiny.model.config().moe().unwrap();
+            assert_eq!((moe.router.score, moe.expert_bias), (score, true));
+            assert_close(&format!("{name} {score:?}"), &tiny.logits(&reference.ids, &reference.lengths), &want);
+            let tensors = candle_core::safetensors::load(root.path().join("model.safetensors"), &Device::Cpu).unwrap();
+            let bias = &tensors[&format!("model.layers.0.{module}.gate.e_score_correction_bias")];
+            assert_eq!((bias.dims(), bias.dtype()), (&[8][..], DType::F32));
+        }
+    }
+    let refused = |router, sizes| {
+        let experts = UpcycledExperts { router, ..experts(sizes) };
+        Upcycling::open(&fixture("mistral"), experts, 7).map(drop).unwrap_err().to_string()
+    };
+    let sigmoid = UpcycledRouter { score: ScoreFunction::Sigmoid, expert_bias: false };
+    assert!(refused(sigmoid, [4, 1, 1]).contains("sigmoid scores need num_experts_per_tok of at least 2"));
+    let softmax = UpcycledRouter { score: ScoreFunction::Softmax, expert_bias: true };
+    assert!(refused(softmax, [4, 2, 1]).contains("moe_router_enable_expert_bias"));
 }
 
 #[test]

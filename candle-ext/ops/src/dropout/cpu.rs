@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::mask::{Dropout, ELEMENTS_PER_HASH, random};
+use super::mask::{Dropout, ELEMENTS_PER_HASH, derive_key, random};
 use super::rows::DropoutSpan;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
@@ -24,6 +24,28 @@ pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &Dropou
                 let part = n_done..x.len().min(n_done + n_left);
                 mask(spec, global_start, words, &x[part.clone()], &mut out[part.clone()]);
                 n_done = part.end;
+            }
+            y.write(0, &out[..x.len()]);
+        },
+    );
+}
+
+/// Computes y = x mask / (1 - p) for rows, each with the mask of its key, from column `first_column` on.
+pub(super) fn apply_rows(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, keys: &[i64], first_column: usize) {
+    let width = y.len() / keys.len().max(1);
+    if width == 0 {
+        return;
+    }
+    let n_rows = (BLOCK / width).max(1);
+    let blocks = y.chunks(n_rows * width).into_par_iter().zip(keys.par_chunks(n_rows)).enumerate();
+    blocks.for_each_init(
+        || (Vec::new(), vec![0.0; n_rows * width], vec![0; width / ELEMENTS_PER_HASH + 2]),
+        |(wide, out, words), (i, (mut y, keys))| {
+            let start = i * n_rows * width;
+            let x = x.slice(start..start + y.len()).widened_here(wide);
+            for ((x, out), key) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)).zip(keys) {
+                let spec = Dropout { key: derive_key(*key as u64, spec.key), ..spec };
+                mask(spec, first_column, words, x, out);
             }
             y.write(0, &out[..x.len()]);
         },

@@ -42,8 +42,25 @@ pub fn sharded_dropout(x: &Tensor, spec: Dropout, rows: &RowRanges, columns: Col
     )
 }
 
+/// Computes dropout of a shard of columns of x [n, d], whose rows have masks of their own: `keys` i64 [n].
+///
+/// The mask of a row depends on its key, on `spec.key` and on the columns. So rows may have any order, on any rank.
+pub fn row_dropout(x: &Tensor, keys: &Tensor, spec: Dropout, columns: ColumnShard) -> Result<Tensor> {
+    let (n_rows, width) = x.dims2()?;
+    if keys.dtype() != DType::I64 || keys.dims() != [n_rows] {
+        bail!("dropout: want i64 keys [{n_rows}], got {:?} {:?}", keys.dtype(), keys.dims())
+    }
+    let (keys, first_column) = (keys.contiguous()?, columns.index * width);
+    dropped_by(x, spec, move |x| masked_rows(x, &keys, spec, first_column))
+}
+
 /// Computes dropout of x, whose elements are the `runs`.
 fn dropped(x: &Tensor, spec: Dropout, runs: Vec<DropoutSpan>) -> Result<Tensor> {
+    dropped_by(x, spec, move |x| masked(x, spec, &runs))
+}
+
+/// Computes dropout by a function that applies the mask.
+fn dropped_by(x: &Tensor, spec: Dropout, masked: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Result<Tensor> {
     let _span = span("dropout", "forward");
     check_dtype("dropout", "the input", x.dtype())?;
     if !(0.0..1.0).contains(&spec.p) {
@@ -53,11 +70,11 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<DropoutSpan>) -> Result<Tensor> 
         return Ok(x.clone());
     }
     let x = &x.contiguous()?;
-    let y = masked(x, spec, &runs)?;
-    let (saved, runs) = (save(x), Rc::new(runs));
-    let again = Rc::clone(&runs);
-    recompute_with(&y, move || masked(&saved.get()?, spec, &again));
-    Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy, spec, &runs)?)])))
+    let y = masked(x)?;
+    let (saved, masked) = (save(x), Rc::new(masked));
+    let again = Rc::clone(&masked);
+    recompute_with(&y, move || again(&saved.get()?));
+    Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy)?)])))
 }
 
 /// Returns the memory cost of a backward with `n_elements` elements: the masked gradient or the recomputed output.
@@ -79,5 +96,20 @@ fn masked(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<Tensor> {
             Ok(storage::tensor(y, shape))
         },
         cuda => Ok(cuda::apply(x, spec, runs)?.into_tensor(shape)),
+    })
+}
+
+/// Applies the masks of rows. The first column of x is `first_column` of the whole tensor.
+fn masked_rows(x: &Tensor, keys: &Tensor, spec: Dropout, first_column: usize) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let shape = x.shape();
+    on_device!("dropout", x, {
+        cpu => {
+            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
+            let (x, keys) = (host("dropout", x)?, host("dropout", keys)?);
+            cpu::apply_rows(x.floats()?, y.view(), spec, keys.slice()?, first_column);
+            Ok(storage::tensor(y, shape))
+        },
+        cuda => Ok(cuda::apply_rows(x, keys, spec, first_column)?.into_tensor(shape)),
     })
 }

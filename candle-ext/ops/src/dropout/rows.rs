@@ -69,6 +69,12 @@ impl RowRanges {
         self.0.iter().flat_map(of_range).copied().collect()
     }
 
+    /// Returns the positions of the first n rows in the whole tensor.
+    pub fn positions(&self, n: usize) -> Result<Vec<usize>> {
+        let runs = self.runs(n)?.into_iter();
+        Ok(runs.flat_map(|(local, global_start)| global_start..global_start + local.len()).collect())
+    }
+
     /// Returns the range of all rows.
     pub fn all() -> Self {
         Self(std::iter::once(0..usize::MAX).collect())

@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{ColumnShard, Dropout, RowRanges, derive_key, dropout, sharded_dropout};
+use candlewick_ops::{ColumnShard, Dropout, RowRanges, derive_key, dropout, row_dropout, sharded_dropout};
 
 use crate::cases::{OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
@@ -136,4 +136,51 @@ fn a_slice_of_columns_has_the_mask_of_the_whole_tensor() {
             });
         }
     }
+}
+
+/// A row has the mask of a tensor of one row with the derived key, in any order of rows, in forward and backward.
+#[test]
+fn a_row_with_a_key_has_its_mask_in_any_order() {
+    let keys = [3i64, -9, i64::MAX, 3, 77];
+    for (width, dtype) in [(7, DType::F32), (48, DType::BF16), (4096 + 8, DType::F16), (64, DType::F32)] {
+        let (whole, d_whole) = (randn((5, 2 * width), 1).to_dtype(dtype).unwrap(), randn((5, 2 * width), 2));
+        let d_whole = d_whole.to_dtype(dtype).unwrap();
+        let of_row = |x: &Tensor, row: usize| {
+            let key = derive_key(keys[row] as u64, SPEC.key);
+            dropout(&x.narrow(0, row, 1).unwrap().contiguous().unwrap(), Dropout { key, ..SPEC }).unwrap()
+        };
+        for test_device in TestDevice::all() {
+            test_device.run(|| {
+                for order in [[0u32, 1, 2, 3, 4], [4, 2, 0, 1, 3]] {
+                    let want = |x: &Tensor| {
+                        let rows = order.iter().map(|row| of_row(x, *row as usize)).collect::<Vec<_>>();
+                        Tensor::cat(&rows, 0).unwrap()
+                    };
+                    let wants = [want(&whole), want(&d_whole)];
+                    let order = Tensor::new(&order, &Device::Cpu).unwrap();
+                    let keys = Tensor::new(&keys, &Device::Cpu).unwrap().index_select(&order, 0).unwrap();
+                    let pick = |x: &Tensor, shard: usize| {
+                        let x = x.index_select(&order, 0).unwrap().narrow(1, shard * width, width).unwrap();
+                        test_device.put(&x.contiguous().unwrap())
+                    };
+                    for shard in 0..2 {
+                        let columns = ColumnShard { index: shard, n_shards: 2 };
+                        let (x, dy, keys) = (pick(&whole, shard), pick(&d_whole, shard), test_device.put(&keys));
+                        let tape = tape(std::slice::from_ref(&x), || row_dropout(&x, &keys, SPEC, columns));
+                        let of_shard =
+                            |x: &Tensor| bits(&x.narrow(1, shard * width, width).unwrap().contiguous().unwrap());
+                        assert_eq!(bits(tape.output()), of_shard(&wants[0]), "{test_device:?} {width} {dtype:?}");
+                        let dx = tape.backward(&dy).unwrap().remove(&x).unwrap();
+                        assert_eq!(bits(&dx), of_shard(&wants[1]), "{test_device:?} {width} {dtype:?}");
+                    }
+                }
+            });
+        }
+    }
+    let x = randn((5, 4), 1);
+    let keys = Tensor::new(&keys, &Device::Cpu).unwrap();
+    assert_error(row_dropout(&x, &keys.narrow(0, 0, 4).unwrap(), SPEC, ColumnShard::ALL), "want i64 keys [5]");
+    let none = randn((0, 4), 1);
+    let of_none = row_dropout(&none, &keys.narrow(0, 0, 0).unwrap(), SPEC, ColumnShard::ALL).unwrap();
+    assert_eq!(of_none.dims(), [0, 4]);
 }

@@ -1,7 +1,7 @@
 //! The all-gather dispatcher: every rank gets the tokens of all ranks and computes the rows of its experts.
 //!
 //! Dispatch: one all-gather of counts, then all-gathers of tokens, of their weights and of their experts. Combine: a
-//! reduce-scatter of the sums over this rank's experts. Ranks pad their tokens to the most of any rank. Experts that are
+//! reduce-scatter of the sums over this rank's experts. Adapters with dropout need the keys of their masks, too. Ranks pad their tokens to the most of any rank. Experts that are
 //! padded to their capacity need no counts.
 //!
 //! Dimensions: t tokens of this rank, d hidden size, k selected experts of a token, r ranks, u the most tokens of a rank
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Pending;
-use candlewick_model::ExpertCall;
+use candlewick_model::{ExpertCall, ExpertTokens, TokenExchange};
 use candlewick_ops::{DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
 
 use super::row_counts::exchange;
@@ -35,7 +35,8 @@ impl ExpertParallel {
         let tokens_d = self.start_gather(call.x, &sizes)?;
         let weights_k = self.start_gather(&call.routing.weights, &sizes)?;
         let experts_k = self.start_gather_of_experts(&call.routing.assignment, &sizes)?;
-        meanwhile()?;
+        let keys_k = call.dropout_keys.map(|keys| self.start_gather(keys, &sizes)).transpose()?;
+        meanwhile(TokenExchange::Dispatch)?;
         let tokens_d = self.gathered(call.x, tokens_d, &sizes)?;
         let weights_k = self.gathered(&call.routing.weights, weights_k, &sizes)?;
         let experts_k = experts_k.wait()?;
@@ -46,8 +47,17 @@ impl ExpertParallel {
             Some(padded) => padded,
             None => of_rank.without_dropped_rows(sizes.n_rows)?,
         };
-        let computed = call.compute_tokens(&tokens_d, &weights_k, &by_expert, TokensPerCall::Many)?;
-        self.scatter_sums(&computed, &sizes)
+        let keys_k = keys_k.map(Pending::wait).transpose()?;
+        let computed = call.compute_tokens(ExpertTokens {
+            x: &tokens_d,
+            weights: &weights_k,
+            assignment: &by_expert,
+            tokens: TokensPerCall::Many,
+            dropout: self.dropout(keys_k.as_ref()),
+        })?;
+        let sums = self.ep.start_reduce_scatter(&computed.contiguous()?)?;
+        meanwhile(TokenExchange::Combine)?;
+        self.scattered(&computed, sums, &sizes)
     }
 
     /// Returns the sizes. Without padding, ranks exchange the number of tokens of each rank, and of rows of each expert on
@@ -89,13 +99,16 @@ impl ExpertParallel {
         Ok(self.ep.start_all_gather(&Tensor::cat(&[experts, &padding], 0)?.contiguous()?)?)
     }
 
-    /// Sums the outputs over the ranks and returns those of this rank's tokens: [r * u, d] -> [t, d].
-    fn scatter_sums(&self, y: &Tensor, sizes: &GatherSizes) -> Result<Tensor> {
+    /// Waits for the sums of the outputs `y` over the ranks, of this rank's tokens: [r * u, d] -> [t, d]. Their gradients are
+    /// gathered. The ops that were recorded between the start and this call have their backward meanwhile.
+    fn scattered(&self, y: &Tensor, pending: Pending, sizes: &GatherSizes) -> Result<Tensor> {
         let (n_own, n_more) = (sizes.n_own, sizes.n_padded - sizes.n_own);
-        let sums = self.ep.reduce_scatter(&y.contiguous()?)?.narrow(0, 0, n_own)?.contiguous()?;
+        let sums = pending.wait()?.narrow(0, 0, n_own)?.contiguous()?;
         let ep = Arc::clone(&self.ep);
-        Ok(record("scatter_sums", [y.into()], sums, move |dx, _| {
-            Ok([Some(ep.all_gather(&dx.pad_with_zeros(0, 0, n_more)?.contiguous()?)?)])
+        Ok(record("scatter_sums", [y.into()], sums, move |dx, context| {
+            let pending = ep.start_all_gather(&dx.pad_with_zeros(0, 0, n_more)?.contiguous()?)?;
+            context.receive_later(0, Box::new(move || Ok(pending.wait()?)))?;
+            Ok([None])
         }))
     }
 }

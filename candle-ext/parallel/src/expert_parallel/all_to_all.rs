@@ -1,7 +1,7 @@
 //! The all-to-all dispatcher: rows travel to the ranks of their experts and back.
 //!
 //! Dispatch: rows sorted by expert, one all-gather of counts, then an all-to-all of rows and of their weights. Combine:
-//! the all-to-all back. Experts that are padded to their capacity need no counts. See Lepikhin et al., GShard, 2020,
+//! the all-to-all back. Adapters with dropout need the keys of their masks, a third all-to-all. Experts that are padded to their capacity need no counts. See Lepikhin et al., GShard, 2020,
 //! <https://arxiv.org/abs/2006.16668>.
 //!
 //! A row travels to every rank that holds a shard of its expert. The sum over a token's rows adds the shards' outputs.
@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Pending};
-use candlewick_model::ExpertCall;
-use candlewick_ops::{self as ops, TokensPerCall, record};
+use candlewick_model::{ExpertCall, ExpertTokens, TokenExchange};
+use candlewick_ops::{self as ops, ExpertAssignment, TokensPerCall, record};
 
 use super::row_counts::{RowCounts, counts_of_ranks};
 use super::{ExpertParallel, Meanwhile};
@@ -31,13 +31,22 @@ impl ExpertParallel {
         let weights = ops::repeat_weights(&call.routing.weights, self.n_shards)?;
         let rows = self.start_dispatch(ops::permute(call.x, &assignment)?, &counts)?;
         let weights = self.start_dispatch(ops::permute_weights(&weights, &assignment)?, &counts)?;
-        meanwhile()?;
+        let keys = self.start_dispatch_of_keys(call, &assignment, &counts)?;
+        meanwhile(TokenExchange::Dispatch)?;
         let (received_md, weights_m) = (rows.wait()?, weights.wait()?);
+        let keys_m1 = keys.map(|keys| keys.wait()?.unsqueeze(1)).transpose()?;
         let by_expert = counts.assignment(n_local, call.x)?;
         let weights_m1 = ops::reshape(&weights_m, (counts.experts.len(), 1))?;
-        let computed_md = call.compute_tokens(&received_md, &weights_m1, &by_expert, TokensPerCall::Many)?;
-        let returned_nd = self.combine(computed_md, &counts)?;
-        ops::unpermute(&returned_nd, &assignment)
+        let computed_md = call.compute_tokens(ExpertTokens {
+            x: &received_md,
+            weights: &weights_m1,
+            assignment: &by_expert,
+            tokens: TokensPerCall::Many,
+            dropout: self.dropout(keys_m1.as_ref()),
+        })?;
+        let returning = self.start_combine(computed_md, &counts)?;
+        meanwhile(TokenExchange::Combine)?;
+        ops::unpermute(&returning.wait()?, &assignment)
     }
 
     /// Starts to send rows sorted by expert to the ranks of their experts: [n, ..] -> [m, ..], in the order of the senders.
@@ -45,9 +54,21 @@ impl ExpertParallel {
         self.start("expert_dispatch", x, [&counts.send, &counts.recv])
     }
 
-    /// Returns computed rows to their senders: [m, ..] -> [n, ..].
-    fn combine(&self, y: Tensor, counts: &RowCounts) -> Result<Tensor> {
-        self.start("expert_combine", y, [&counts.recv, &counts.send])?.wait()
+    /// Starts to send the keys of dropout masks with the rows: i64 [n] -> [m]. Returns `None` without dropout.
+    fn start_dispatch_of_keys(
+        &self,
+        call: &ExpertCall,
+        assignment: &ExpertAssignment,
+        counts: &RowCounts,
+    ) -> Result<Option<Pending>> {
+        let Some(keys_tk) = call.dropout_keys else { return Ok(None) };
+        let keys_n = ops::permute_keys(&ops::repeat_keys(keys_tk, self.n_shards)?, assignment)?;
+        Ok(Some(self.ep.start_all_to_all(&keys_n, &counts.send, &counts.recv)?))
+    }
+
+    /// Starts to return computed rows to their senders: [m, ..] -> [n, ..].
+    fn start_combine(&self, y: Tensor, counts: &RowCounts) -> Result<TravellingRows> {
+        self.start("expert_combine", y, [&counts.recv, &counts.send])
     }
 
     fn start(&self, name: &'static str, x: Tensor, [send, recv]: [&Vec<usize>; 2]) -> Result<TravellingRows> {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
-use candlewick_model::{AttentionCall, ExpertCall, ParallelOps};
+use candlewick_model::{AttentionCall, ExpertCall, ExpertDropout, ParallelOps, TokenExchange};
 use candlewick_ops::{ColumnShard, Weight};
 
 /// Exchange of tokens between expert parallel ranks, with Megatron-LM's names.
@@ -25,8 +25,8 @@ pub enum TokenDispatcher {
     AllGather,
 }
 
-/// Computation that needs no tokens of other ranks, such as that of a shared expert.
-type Meanwhile<'m> = &'m mut dyn FnMut() -> Result<()>;
+/// Computation during an exchange that needs no tokens of other ranks, such as that of a shared expert.
+type Meanwhile<'m> = &'m mut dyn FnMut(TokenExchange) -> Result<()>;
 
 /// Expert parallel groups of a rank.
 #[derive(Clone)]
@@ -55,12 +55,18 @@ impl ExpertParallel {
         self.ep.size() > 1
     }
 
-    /// Computes the routed experts of a layer: [t, d] -> [t, d]. `meanwhile` runs during the dispatch. Collective.
+    /// Computes the routed experts of a layer: [t, d] -> [t, d]. `meanwhile` runs during both exchanges. Collective.
     fn compute(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {
         match self.dispatcher {
             TokenDispatcher::AllToAll => self.compute_by_all_to_all(call, meanwhile),
             TokenDispatcher::AllGather => self.compute_by_all_gather(call, meanwhile),
         }
+    }
+
+    /// Returns the dropout masks of this rank's experts from the keys of slots.
+    fn dropout<'a>(&self, keys: Option<&'a Tensor>) -> Option<ExpertDropout<'a>> {
+        let columns = ColumnShard { index: self.ep.rank() % self.n_shards, n_shards: self.n_shards };
+        keys.map(|keys| ExpertDropout { keys, columns })
     }
 
     /// Returns the number of experts that this rank holds, or holds shards of.

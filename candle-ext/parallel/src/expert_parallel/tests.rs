@@ -1,11 +1,17 @@
 //! Tests of the overlap of exchanges with a shared expert.
 #![allow(clippy::unwrap_used)]
 
+use std::collections::HashMap;
 use std::sync::Mutex;
 
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Pending, Recv, Result as CommResult, threads};
-use candlewick_ops::{self as ops, Tape, record};
+use candlewick_model::{
+    Config, ForwardContext, Model, ParamGroupKind, ParamSpec, RopeLengths, RouterContext, RouterSettings, TiledMlp,
+    UnitWeights, sequence_lengths,
+};
+use candlewick_ops::{self as ops, AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Tape, record};
+use serde_json::json;
 
 use super::all_gather::GatherSizes;
 use super::row_counts::RowCounts;
@@ -144,6 +150,106 @@ fn a_shared_expert_computes_while_rows_or_tokens_travel_in_forward_and_backward(
                 TokenDispatcher::AllGather => [2.0 * (1.0 + 2.0) + 3.0 * 2.0 * own; 2],
             };
             assert_eq!(grad, [[want[0]; 3], [want[1]; 3]].concat(), "{dispatcher:?}");
+        }
+    }
+}
+
+/// Sublayers of a rank, whose inputs and outputs are noted in forward and backward.
+struct NotesSublayers(Events);
+
+impl NotesSublayers {
+    fn noted(&self, x: &Tensor, [forward, backward]: [&'static str; 2]) -> Result<Tensor> {
+        self.0.lock().unwrap().push(forward);
+        let events = Arc::clone(&self.0);
+        Ok(record("noted", [x.into()], x.affine(1.0, 0.0)?, move |dy, _| {
+            events.lock().unwrap().push(backward);
+            Ok([Some(dy.clone())])
+        }))
+    }
+}
+
+impl ParallelOps for NotesSublayers {
+    fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
+        self.noted(x, ["in", "in backward"])
+    }
+
+    fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
+        self.noted(y, ["out", "out backward"])
+    }
+}
+
+/// Returns a layer of four experts, two of which this rank has, with a gated shared expert.
+fn layer(rank: usize) -> (Model, UnitWeights) {
+    let config = json!({
+        "model_type": "qwen2_moe", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "shared_expert_intermediate_size": 16, "initializer_range": 0.5,
+    });
+    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    let weight = |param: &ParamSpec| {
+        let mut values = vec![0.0; param.numel()];
+        param.initialise(3, &mut values);
+        let whole = Tensor::from_vec(values, param.shape.as_slice(), &Device::Cpu).unwrap();
+        let half = param.shape[0] / 2;
+        let own = match param.group {
+            ParamGroupKind::Dense => whole,
+            ParamGroupKind::Expert => whole.narrow(0, rank * half, half).unwrap().contiguous().unwrap(),
+        };
+        (param.name.clone(), Weight::frozen(own))
+    };
+    let units = model.units();
+    let weights: HashMap<_, _> = units.iter().flat_map(|unit| &unit.params).map(weight).collect();
+    let weights = UnitWeights::new(&units[1], weights).unwrap();
+    (model, weights)
+}
+
+/// Returns the events of forward and backward of a layer with its attention.
+fn events_of_layer(group: Arc<dyn Collective>, dispatcher: TokenDispatcher) -> Result<[Vec<&'static str>; 2]> {
+    let events = Events::default();
+    let experts = experts(group, &events, dispatcher);
+    let rank = experts.ep.rank();
+    let (model, weights) = layer(rank);
+    let positions: Vec<u32> = (0..6).collect();
+    let (cos, sin) = model.rope(&positions, RopeLengths::OfSequences(&sequence_lengths(&positions)), &Device::Cpu)?;
+    let inner = NotesSublayers(Arc::clone(&events));
+    let context = ForwardContext {
+        cos: &cos,
+        sin: &sin,
+        seqs: &CuSeqlens::packed(vec![0, 6])?,
+        dropout_key: None,
+        rows: &RowRanges::all(),
+        attention: AttentionChoice::default(),
+        experts_implementation: GroupedGemmImpl::default(),
+        tiled_mlp: TiledMlp::Off,
+        router: RouterContext { settings: &RouterSettings::default(), ..RouterContext::default() },
+        parallel_ops: &ExpertParallelOps { experts: &experts, inner: &inner },
+    };
+    let x = Tensor::arange(0f32, 48.0, &Device::Cpu)?.affine(0.1, rank as f64)?.sin()?.reshape((6, 8))?;
+    let tape = Tape::record(&[&x], || model.block(&weights, &x, &context))?;
+    let forward = std::mem::take(&mut *events.lock().unwrap());
+    let dx = tape.backward(&x)?.remove(&x).unwrap();
+    assert!(dx.abs()?.sum_all()?.to_scalar::<f32>()? > 0.0);
+    let backward = std::mem::take(&mut *events.lock().unwrap());
+    Ok([forward, backward])
+}
+
+/// Between the start of an exchange and its wait, one part of the shared expert begins and the other ends.
+#[test]
+fn the_shared_expert_of_a_layer_computes_during_dispatch_and_combine() {
+    let attention = ["in", "out"];
+    let counts = ["start", "wait"];
+    let combine = ["start", "out", "wait"];
+    for (dispatcher, dispatch) in [
+        (TokenDispatcher::AllToAll, &["start", "start", "in", "wait", "wait"][..]),
+        (TokenDispatcher::AllGather, &["start", "start", "start", "in", "wait", "wait", "wait"]),
+    ] {
+        let ranks = threads::run(2, Options::default(), |world| events_of_layer(world.group(), dispatcher)).unwrap();
+        for [forward, backward] in ranks {
+            assert_eq!(forward, [&attention[..], &counts, dispatch, &combine].concat(), "{dispatcher:?}");
+            let combine = ["start", "out backward", "wait"];
+            let dispatch = ["start", "start", "in backward", "wait", "wait"];
+            let attention = ["out backward", "in backward"];
+            assert_eq!(backward, [&combine[..], &dispatch, &attention].concat(), "{dispatcher:?}");
         }
     }
 }

@@ -30,6 +30,18 @@ pub(crate) struct ModelCase {
     fp8: Option<Fp8Config>,
     /// Scaling of RoPE that extends a context of 8 tokens, which some sequences exceed.
     rope: RopeScaling,
+    router: Router,
+}
+
+/// Router of a mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Router {
+    /// The family's.
+    Family,
+    /// Softmax after the selection, from two of four groups.
+    SoftmaxLast,
+    /// Square root of softplus, with expert biases and a factor.
+    SqrtSoftplus,
 }
 
 /// Scaling of RoPE.
@@ -65,6 +77,10 @@ pub(crate) const QWEN3_MOE: ModelCase = ModelCase::of("qwen3_moe", true);
 /// A mixture of experts with sigmoid scores, groups, an expert bias and a shared expert, after a dense layer.
 pub(crate) const DOTS1: ModelCase = ModelCase::of("dots1", false);
 
+/// Routers with keys of Megatron-LM that the family does not have.
+pub(crate) const ROUTERS: [ModelCase; 2] =
+    [ModelCase { router: Router::SoftmaxLast, ..QWEN3_MOE }, ModelCase { router: Router::SqrtSoftplus, ..QWEN3_MOE }];
+
 /// Half-rotated heads with biases, and a mixture of experts with sigmoid scores after a dense layer.
 pub(crate) const GLM4_MOE: ModelCase = ModelCase::of("glm4_moe", false);
 
@@ -75,6 +91,9 @@ pub(crate) const PARAMETERS: ModelCase =
 /// Adapters of gate, up and down projections of experts and of the routers, and of the shared experts.
 pub(crate) const EXPERT_MODULES: ModelCase =
     ModelCase { adapter: Some(0.0), targets: AdapterTargets::Experts, ..DOTS1 };
+
+/// [`EXPERT_MODULES`] with dropout.
+pub(crate) const DROPPED_EXPERT_MODULES: ModelCase = ModelCase { adapter: Some(0.3), ..EXPERT_MODULES };
 
 /// Adapters with dropout on all linear layers, also on the gate of the shared expert. The base is a mixture of experts with a
 /// gated shared expert in every second layer.
@@ -144,6 +163,7 @@ impl ModelCase {
             n_mtp_layers: 0,
             fp8: None,
             rope: RopeScaling::Default,
+            router: Router::Family,
         }
     }
 
@@ -208,7 +228,17 @@ impl ModelCase {
             }),
             _ => json!({}),
         };
-        for (key, value) in experts.as_object().unwrap() {
+        let router = match self.router {
+            Router::Family => json!({}),
+            Router::SoftmaxLast => json!({
+                "moe_router_pre_softmax": false, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+            }),
+            Router::SqrtSoftplus => json!({
+                "moe_router_score_function": "sqrtsoftplus", "moe_router_enable_expert_bias": true,
+                "moe_router_topk_scaling_factor": 1.5,
+            }),
+        };
+        for (key, value) in experts.as_object().unwrap().iter().chain(router.as_object().unwrap()) {
             config[key] = value.clone();
         }
         if self.biased {

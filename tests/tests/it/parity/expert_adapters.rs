@@ -1,9 +1,10 @@
 //! Adapters of experts, of routers and of shared experts' gates train as on one rank, on every axis of the mesh.
 
 use candlewick_comm::mesh::Degrees;
+use candlewick_model::TiledMlp;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{Batching, EXPERT_MODULES, PARAMETERS, SHARED_EXPERT_GATE};
+use super::case::{Batching, DROPPED_EXPERT_MODULES, EXPERT_MODULES, PARAMETERS, SHARED_EXPERT_GATE};
 use super::rank::{STEPS, Strategy, compare, one_rank, run};
 use super::{ONE, check_all};
 
@@ -92,5 +93,38 @@ fn parity_of_adapters_of_shared_experts_gates_with_dropout() {
             let one_rank = one_rank(SHARED_EXPERT_GATE, batching, STEPS);
             compare(&run(strategy, SHARED_EXPERT_GATE, batching), &one_rank).unwrap();
         }
+    }
+}
+
+/// A mask depends on a token's position in its micro-batch. So it is that of one rank where ranks split micro-batches, and that
+/// of replicas elsewhere.
+#[test]
+fn dropout_of_adapters_of_experts_has_the_masks_of_one_rank() {
+    let strategy = |degrees: Degrees, token_dispatcher| {
+        let zero_stage = (degrees.dp_shard > 1).then_some(ZeroStage::Three);
+        let sequence_parallel = SequenceParallel::On;
+        Strategy { degrees, zero_stage, token_dispatcher, sequence_parallel, ..Strategy::ONE_RANK }
+    };
+    let case = DROPPED_EXPERT_MODULES;
+    for (degrees, dispatcher) in [
+        (Degrees { tp: 2, ep: 2, ..ONE }, TokenDispatcher::AllToAll),
+        (Degrees { tp: 2, etp: 2, ..ONE }, TokenDispatcher::AllToAll),
+        (Degrees { cp: 2, ep: 2, ..ONE }, TokenDispatcher::AllGather),
+        (Degrees { tp: 2, cp: 2, ep: 2, etp: 2, ..ONE }, TokenDispatcher::AllToAll),
+        (Degrees { tp: 2, cp: 2, ep: 2, etp: 2, ..ONE }, TokenDispatcher::AllGather),
+    ] {
+        for batching in BATCHINGS {
+            let one_rank = one_rank(case, batching, STEPS);
+            let ours = run(strategy(degrees, dispatcher), case, batching);
+            compare(&ours, &one_rank).unwrap_or_else(|difference| panic!("{degrees} {batching:?}: {difference}"));
+            let tiled = Strategy { tiled_mlp: TiledMlp::On, ..strategy(degrees, dispatcher) };
+            compare(&run(tiled, case, batching), &one_rank).unwrap_or_else(|difference| panic!("tiled: {difference}"));
+            compare(&run(tiled, EXPERT_MODULES, batching), &one_rank).expect_err("dropout changes the losses");
+        }
+    }
+    let replicas = run(strategy(Degrees { dp_shard: 2, ..ONE }, TokenDispatcher::AllToAll), case, Batching::Packed);
+    for dispatcher in [TokenDispatcher::AllToAll, TokenDispatcher::AllGather] {
+        let ours = run(strategy(Degrees { dp_shard: 2, ep: 2, ..ONE }, dispatcher), case, Batching::Packed);
+        compare(&ours, &replicas).unwrap_or_else(|difference| panic!("{dispatcher:?}: {difference}"));
     }
 }

@@ -15,7 +15,7 @@ use candlewick_parallel::{
 };
 
 use super::ONE;
-use super::case::{Batching, DOTS1, ModelCase, QWEN3_MOE, micros};
+use super::case::{Batching, DOTS1, ModelCase, QWEN3_MOE, ROUTERS, micros};
 use super::rank::{HYPER, Strategy, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
 
 /// The objective 0, which leaves the gradients of the routers' losses.
@@ -141,10 +141,15 @@ fn check_close(what: &str, ours: &RouterStep, one_rank: &RouterStep) {
 /// Compares each loss with one rank. `losses` do not depend on the mesh.
 #[track_caller]
 fn check(degrees: Degrees, zero_stage: Option<ZeroStage>, losses: &[RouterLoss]) {
+    check_cases([DOTS1, QWEN3_MOE], degrees, zero_stage, losses);
+}
+
+#[track_caller]
+fn check_cases(cases: [ModelCase; 2], degrees: Degrees, zero_stage: Option<ZeroStage>, losses: &[RouterLoss]) {
     let sequence_parallel = SequenceParallel::On;
     let chunk_layers = (degrees.pp > 1).then_some(&[2usize, 2][..]);
     let strategy = Strategy { degrees, zero_stage, sequence_parallel, chunk_layers, ..Strategy::ONE_RANK };
-    for case in [DOTS1, QWEN3_MOE] {
+    for case in cases {
         for batching in [Batching::Accumulated(3), Batching::Packed] {
             for loss in losses {
                 let what = format!("{degrees} {case:?} {batching:?} {loss:?}");
@@ -173,6 +178,20 @@ fn losses_of_routers_are_those_of_one_rank_where_ranks_have_other_micro_batches(
     check(Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::Three), &losses);
     check(Degrees { dp_shard: 2, tp: 2, ep: 4, ..ONE }, Some(ZeroStage::One), &losses);
     check(Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::One), &losses);
+}
+
+#[test]
+fn routers_with_keys_of_megatron_are_those_of_one_rank() {
+    check_cases(ROUTERS, Degrees { tp: 2, ep: 2, ..ONE }, None, &RouterLoss::ALL);
+    let losses = [SequenceLoadBalancing, GlobalLoadBalancing];
+    check_cases(ROUTERS, Degrees { dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::Three), &losses);
+    for case in ROUTERS {
+        let grads = |case, objective| {
+            let router = RouterSettings { losses: vec![Z], ..RouterSettings::default() };
+            step_with(Strategy::ONE_RANK, case, Batching::Packed, &router, objective).grads
+        };
+        assert_ne!(grads(case, &CausalLm), grads(QWEN3_MOE, &CausalLm), "{case:?} has the family's router");
+    }
 }
 
 #[test]

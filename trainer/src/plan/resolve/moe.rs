@@ -1,6 +1,6 @@
 //! Resolution of the keys of mixture-of-experts models.
 
-use candlewick_model::{Model, QkNorm};
+use candlewick_model::QkNorm;
 use candlewick_ops::GroupedGemmImpl;
 
 use super::model::EXPERTS;
@@ -25,6 +25,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         report_keys_of_experts(resolver);
         return None;
     };
+    config.transformers_warning().into_iter().for_each(|warning| resolver.note(warning));
     if ranks.tensor > 1 && !ranks.sequence_parallel {
         let message = "sequence_parallel: with tensor parallelism a mixture of experts needs it, as in Megatron-LM";
         resolver.report_with_advice(&["sequence_parallel"], message, "remove the key or set it to true");
@@ -41,8 +42,8 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
             format!("{EXPERTS}: {name} needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
         resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
     }
-    let adapted = model.adapter.as_ref().and_then(|lora| Model::new(config.clone(), Some(lora.clone())).ok());
-    adapted.as_ref().into_iter().for_each(|adapted| report_dropout(resolver, adapted));
+    report_dropout(resolver, model);
+    report_router_keys(resolver, model);
     Some(router::resolve(resolver, model, moe))
 }
 
@@ -95,17 +96,27 @@ pub(super) fn token_dispatcher(resolver: &mut Resolver) -> TokenDispatcherType {
     resolver.pick(DISPATCHER, given, TokenDispatcherType::default())
 }
 
-/// Reports dropout of adapters on experts or routers, which PEFT refuses, too.
-fn report_dropout(resolver: &mut Resolver, adapted: &Model) {
-    let has_dropout = adapted.lora().is_some_and(|lora| lora.dropout() > 0.0);
-    if !has_dropout || !(adapted.adapts_experts() || adapted.adapts_routers()) {
+/// Reports dropout of adapters of `target_parameters`. PEFT adds them to weights, which have no input to drop.
+fn report_dropout(resolver: &mut Resolver, model: &ModelPlan) {
+    if !model.adapter.as_ref().is_some_and(|lora| lora.dropout() > 0.0 && lora.targets_parameters()) {
         return;
     }
     let model = &resolver.recipe().model;
     let key = if model.peft_config.is_some() { "model.peft_config" } else { "model.adapter_name_or_path" };
     let message =
-        format!("{key}: lora_dropout is not supported on experts and routers, as in PEFT's target_parameters");
-    resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or target other modules");
+        format!("{key}: PEFT refuses lora_dropout with target_parameters, whose adapters have no input of their own");
+    resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or name the modules in target_modules");
+}
+
+/// Reports keys of routers that an adapter's base model does not have. An adapter folder has no config of its model.
+fn report_router_keys(resolver: &mut Resolver, model: &ModelPlan) {
+    let is_of_router = |key: &&String| key.starts_with("moe_router_");
+    let Some(key) = model.hf_config_kwargs.keys().find(is_of_router).filter(|_| model.adapter.is_some()) else {
+        return;
+    };
+    let message = format!("model.hf_config_kwargs: an adapter cannot store {key}, so other programs would not know it");
+    let advice = "write the key into the config.json of the base model, or train without an adapter";
+    resolver.report_with_advice(&["model.hf_config_kwargs"], message, advice);
 }
 
 fn note_keys_without_effect(resolver: &mut Resolver) {

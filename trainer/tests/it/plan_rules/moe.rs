@@ -261,14 +261,35 @@ fn an_adapter_on_the_routers_trains_them_with_the_models_coefficient() {
 }
 
 #[test]
-fn dropout_of_adapters_on_experts_and_routers_is_refused() {
-    for targets in ["target_parameters: [experts.down_proj]", "target_modules: [up_proj]", "target_modules: [gate]"] {
-        let argument = |dropout| format!("model.peft_config={{peft_type: LORA, lora_dropout: {dropout}, {targets}}}");
-        let want = ["model.peft_config: lora_dropout is not supported on experts", "set lora_dropout to 0"];
-        refused_with_experts(1, &[&argument("0.1")], &want);
-        of_experts(1, &[&argument("0.0")]).unwrap();
+fn dropout_of_adapters_of_parameters_is_refused_as_by_peft() {
+    let argument =
+        |dropout, targets| format!("model.peft_config={{peft_type: LORA, lora_dropout: {dropout}, {targets}}}");
+    for targets in ["target_parameters: [experts.down_proj]", "target_parameters: [mlp.gate.weight]"] {
+        let want = ["model.peft_config: PEFT refuses lora_dropout with target_parameters", "set lora_dropout to 0"];
+        refused_with_experts(1, &[&argument("0.1", targets)], &want);
+        of_experts(1, &[&argument("0.0", targets)]).unwrap();
     }
-    of_experts(1, &["model.peft_config={peft_type: LORA, lora_dropout: 0.1, target_modules: all-linear}"]).unwrap();
+    for targets in ["target_modules: [up_proj]", "target_modules: [gate]", "target_modules: all-linear"] {
+        of_experts(1, &[&argument("0.1", targets)]).unwrap();
+    }
+}
+
+#[test]
+fn an_adapter_refuses_router_keys_that_it_cannot_store() {
+    let sigmoid = "model.hf_config_kwargs={moe_router_score_function: sigmoid}";
+    let lora = "model.peft_config={peft_type: LORA, target_modules: [q_proj]}";
+    let want = ["model.hf_config_kwargs: an adapter cannot store moe_router_score_function", "config.json"];
+    refused_with_experts(1, &[sigmoid, lora], &want);
+    let notes = of_experts(1, &[sigmoid]).unwrap().notes;
+    assert!(
+        notes.iter().any(|note| note.contains("transformers does not read moe_router_score_function")),
+        "{notes:?}"
+    );
+    let bias = of_experts(1, &[sigmoid, "moe.router_bias_update_rate=0.01"]).unwrap_err();
+    assert!(bias.contains("moe.router_bias_update_rate"), "{bias}");
+    let both = "model.hf_config_kwargs={moe_router_score_function: sigmoid, moe_router_enable_expert_bias: true}";
+    let rate = of_experts(1, &[both]).unwrap().moe.unwrap().bias_update_rate;
+    assert_eq!(rate, 1e-3, "the weights are initialized randomly");
 }
 
 #[test]

@@ -1,0 +1,130 @@
+//! Dropout of adapters on single experts, compared with a computation of one token after the other.
+
+use std::cell::Cell;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candlewick_model::{ExpertCall, LayerSpec, ParallelOps, SingleDevice, TokenExchange};
+use candlewick_ops::{Dropout, Tape, derive_key, dropout};
+
+use crate::tiny::{Reference, Tiny, assert_close, fixture};
+
+const P: f64 = 0.4;
+
+/// Compares the experts of each layer and their gradients with candle's.
+struct ChecksExperts<'a> {
+    tiny: &'a Tiny,
+    next_layer: Cell<usize>,
+}
+
+/// One matrix of all experts with its adapters.
+struct Matrix<'a> {
+    tiny: &'a Tiny,
+    layer: LayerSpec,
+    /// Index of the matrix: gate and up, or down.
+    idx: usize,
+    weight: Tensor,
+    factors: Vec<[Var; 2]>,
+}
+
+impl<'a> Matrix<'a> {
+    /// Reads the matrix of the layer with experts `layer_idx`.
+    fn new(tiny: &'a Tiny, layer_idx: usize, idx: usize) -> Result<Self> {
+        let layer = tiny.model.layers().filter(|layer| layer.n_experts().is_some()).nth(layer_idx).unwrap().clone();
+        let spec = layer.expert_matrices().nth(idx).unwrap();
+        let value = |name: &str| tiny.value(name).unwrap();
+        let factors = spec.adapters.iter().map(|adapter| {
+            Ok([
+                Var::from_tensor(&value(&adapter.adapter.a_name()))?,
+                Var::from_tensor(&value(&adapter.adapter.b_name()))?,
+            ])
+        });
+        let (weight, factors) = (value(&spec.name), factors.collect::<Result<_>>()?);
+        Ok(Self { tiny, layer, idx, weight, factors })
+    }
+
+    /// Computes a row of expert `expert`, whose masks have a key: [1, in] -> [1, out].
+    fn of_row(&self, x: &Tensor, expert: usize, key: i64) -> Result<Tensor> {
+        let spec = self.layer.expert_matrices().nth(self.idx).unwrap();
+        let mut y = x.matmul(&self.weight.narrow(0, expert * spec.out, spec.out)?.t()?)?;
+        for (adapter, [a, b]) in spec.adapters.iter().zip(&self.factors) {
+            let (r, columns) = (adapter.adapter.r, adapter.columns.clone());
+            let key = derive_key(key as u64, fnv1a(&adapter.adapter.module));
+            let mask = dropout(&Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?, Dropout { p: P, key })?;
+            let down = (x * mask)?.matmul(&a.narrow(0, expert * r, r)?.t()?)?;
+            let up = down.matmul(&b.narrow(0, expert * columns.len(), columns.len())?.t()?)?;
+            let up = (up * adapter.adapter.scaling)?;
+            y = (y + up.pad_with_zeros(1, columns.start, spec.out - columns.end)?)?;
+        }
+        Ok(y)
+    }
+
+    fn check_grads(&self, theirs: &candle_core::backprop::GradStore) {
+        let spec = self.layer.expert_matrices().nth(self.idx).unwrap();
+        for (adapter, factors) in spec.adapters.iter().zip(&self.factors) {
+            for (name, factor) in [adapter.adapter.a_name(), adapter.adapter.b_name()].iter().zip(factors) {
+                assert_close(name, &self.tiny.grad(name), theirs.get(factor).unwrap());
+            }
+        }
+    }
+}
+
+impl ParallelOps for ChecksExperts<'_> {
+    fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
+        meanwhile(TokenExchange::Dispatch)?;
+        meanwhile(TokenExchange::Combine)?;
+        let layer = self.next_layer.replace(self.next_layer.get() + 1);
+        let [gate_up, down] = [Matrix::new(self.tiny, layer, 0)?, Matrix::new(self.tiny, layer, 1)?];
+        let x = Var::from_tensor(call.x)?;
+        let experts = call.routing.assignment.experts.to_vec2::<u32>()?;
+        let (weights, keys) = (call.routing.weights.to_vec2::<f32>()?, call.dropout_keys.unwrap().to_vec2::<i64>()?);
+        let of_token = |token: usize| {
+            let row = x.narrow(0, token, 1)?;
+            let mut sum = row.zeros_like()?;
+            for (slot, expert) in experts[token].iter().enumerate() {
+                let (expert, key) = (*expert as usize, keys[token][slot]);
+                let hidden = gate_up.of_row(&row, expert, key)?;
+                let f = hidden.dim(1)? / 2;
+                let gated = (hidden.narrow(1, 0, f)?.silu()? * hidden.narrow(1, f, f)?)?;
+                sum = (sum + (down.of_row(&gated, expert, key)? * f64::from(weights[token][slot]))?)?;
+            }
+            Ok(sum)
+        };
+        let want = Tensor::cat(&(0..x.dim(0)?).map(of_token).collect::<Result<Vec<_>>>()?, 0)?;
+        let dy = Tensor::randn(0f32, 1., want.shape(), &Device::Cpu)?;
+        let theirs = (&want * &dy)?.sum_all()?.backward()?;
+
+        let tape = Tape::record(&[call.x], || call.compute())?;
+        let got = tape.output().clone();
+        assert_close(&format!("layer {layer}"), &got, &want);
+        let ours = tape.backward(&dy)?;
+        assert_close("dx", ours.get(call.x).unwrap(), theirs.get(&x).unwrap());
+        gate_up.check_grads(&theirs);
+        down.check_grads(&theirs);
+        Ok(got)
+    }
+}
+
+#[test]
+fn the_input_of_an_experts_adapter_has_dropout() {
+    for (base, adapter) in [("mixtral", "mixtral-experts-lora"), ("qwen2_moe", "qwen2_moe-up-lora")] {
+        let Reference { ids, lengths, .. } = Reference::load(adapter);
+        let tiny = |p, key| Tiny::load_with_dropout(base, &fixture(adapter), p, key);
+        let dropped = tiny(P, Some(9));
+        let checks = ChecksExperts { tiny: &dropped, next_layer: Cell::new(0) };
+        dropped.normed_with(&ids, &lengths, &checks).unwrap();
+        assert!(checks.next_layer.get() > 0);
+        let outputs = |tiny: &Tiny| tiny.normed_with(&ids, &lengths, &SingleDevice).unwrap();
+        let values = |tiny: &Tiny| outputs(tiny).to_vec2::<f32>().unwrap();
+        assert_eq!(values(&dropped), values(&tiny(P, Some(9))));
+        assert_ne!(values(&dropped), values(&tiny(P, Some(8))));
+        // Without a key, as in evaluation, and with a probability of zero there is none.
+        let plain = values(&Tiny::load_with_adapter(base, &fixture(adapter)));
+        assert_eq!((values(&tiny(P, None)), values(&tiny(0.0, Some(9)))), (plain.clone(), plain));
+    }
+}
+
+/// Returns the FNV-1a hash.
+fn fnv1a(text: &str) -> u64 {
+    let start = 0xcbf2_9ce4_8422_2325;
+    text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
