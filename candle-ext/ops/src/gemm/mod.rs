@@ -7,6 +7,8 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_bf16;
 #[cfg(target_arch = "x86_64")]
+mod amx_packing;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -30,7 +32,7 @@ use std::sync::OnceLock;
 pub(crate) use accumulate::Accumulate;
 use candle_core::{Result, bail};
 use half::bf16;
-pub(crate) use matrix::{Mat, MatMut, Output, Threads};
+pub(crate) use matrix::{Mat, MatMut, Output, Store, Threads};
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::measure_cpu_gemm_rate;
 
@@ -112,6 +114,15 @@ pub(crate) fn gemm_bf16<'a>(
 /// Returns true if [`gemm_bf16`] packs its operands as they are. The `gemm` crate needs them in f32 as a whole.
 pub(crate) fn packs_bf16() -> bool {
     !matches!(GemmKernel::of_process(), GemmKernel::Crate)
+}
+
+/// Returns true if the kernel prefetches f32 matrices while it packs them, so that a copy before packing costs time.
+pub(crate) fn prefetches_f32() -> bool {
+    match GemmKernel::of_process() {
+        #[cfg(target_arch = "x86_64")]
+        GemmKernel::Amx(_) => true,
+        _ => false,
+    }
 }
 
 /// Returns true if the kernel multiplies bf16 by instructions for bf16, faster than f32.
@@ -316,10 +327,13 @@ mod tests {
         let a_mat = Mat::with_stride(&a, a_rows, a_cols, a_cols + pad);
         let b_mat = Mat::with_stride(&b, b_rows, b_cols, b_cols + pad);
         let (a_mat, b_mat) = (if a_t { a_mat.t() } else { a_mat }, if b_t { b_mat.t() } else { b_mat });
-        for (accumulate, threads) in [(Accumulate::Overwrite, Threads::One), (Accumulate::Add, Threads::All)] {
+        let runs = [(Accumulate::Overwrite, Threads::One), (Accumulate::Add, Threads::All)];
+        for ((accumulate, threads), store) in runs.into_iter().flat_map(|run| [(run, Store::Cached), (run, Store::Streamed)])
+        {
             let before = numbers(m * (n + pad), 3);
             let mut out = before.clone();
-            kernel.run(MatMut::with_stride(&mut out, m, n, n + pad), accumulate, a_mat, b_mat, 2.0, threads);
+            let mat = MatMut::with_stride(&mut out, m, n, n + pad).stored(store);
+            kernel.run(mat, accumulate, a_mat, b_mat, 2.0, threads);
             for (at, (&got, &before)) in out.iter().zip(&before).enumerate() {
                 let (i, j) = (at / (n + pad), at % (n + pad));
                 let term =
