@@ -11,20 +11,11 @@ use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
 use super::accumulate::Accumulate;
-use super::amx_packing::{pack_a, pack_b};
+use super::amx_packing::{DEPTH, SIDE, STEP, pack_a, pack_b};
 use super::avx512::{LANES, write_lanes};
 use super::blocks::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::packed;
-
-/// Rows and columns of a tile: two by two AMX tiles.
-pub(super) const SIDE: usize = 32;
-/// Terms of one AMX multiplication.
-pub(super) const DEPTH: usize = 32;
-/// bf16 summands of an f32.
-pub(super) const PARTS: usize = packed::AMX_PARTS;
-/// Cache lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
-pub(super) const STEP: usize = PARTS * 2 * 16;
 
 /// Proof that the processor has AMX and that the operating system lets this process use it.
 #[derive(Clone, Copy)]

@@ -6,12 +6,21 @@ use std::arch::x86_64::{
     _mm512_setzero_ps, _mm512_srli_epi32, _mm512_store_si512, _mm512_sub_ps,
 };
 
-use super::amx::{DEPTH, PARTS, SIDE, STEP};
 use super::avx512::{LANES, load_strided, mask};
 use super::blocks::CacheLine;
 use super::matrix::Mat;
+use super::packed;
 use super::transpose::transpose;
 use crate::simd::prefetch;
+
+/// Rows and columns of a tile: two by two AMX tiles.
+pub(super) const SIDE: usize = 32;
+/// Terms of one AMX multiplication.
+pub(super) const DEPTH: usize = 32;
+/// bf16 summands of an f32.
+const PARTS: usize = packed::AMX_PARTS;
+/// Cache lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
+pub(super) const STEP: usize = PARTS * 2 * 16;
 
 /// Splits each number into three bf16 that add up to it, largest first, in the high halves of the lanes.
 #[target_feature(enable = "avx512f,avx512bw")]
