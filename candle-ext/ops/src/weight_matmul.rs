@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use crate::dot::{MatrixRows, dot, dots};
 use crate::floats::{Floats, first_of, wide_bf16};
-use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm, packs_bf16};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm, packs_bf16, prefetches_f32};
 use crate::quantized::cpu::QuantizedRows;
 use crate::simd::vectorised;
 
@@ -68,12 +68,18 @@ impl<'a> WeightOperand<'a> {
         }
     }
 
-    /// Copies `n` rows of `k` elements as f32, on the calling thread.
+    /// Returns `n` rows of `k` elements as f32, to be packed on the calling thread.
     ///
-    /// Packing reads a matrix in strides, which hardware prefetchers miss. A copy of f32 rows made grouped matmuls of
-    /// 128 rows each 7 % faster.
-    pub(crate) fn copied(self, n: usize, k: usize, scratch: &mut Vec<f32>) -> &[f32] {
-        let out = first_of(scratch, n * k);
+    /// Most kernels pack in strides, which hardware prefetchers miss. For them f32 rows are copied too, which made grouped
+    /// matmuls of 128 rows each 7 % faster.
+    pub(crate) fn to_pack<'s>(self, n: usize, k: usize, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        let out = match self {
+            Self::Dense(Floats::F32(rows)) if prefetches_f32() => return rows,
+            _ => first_of(scratch, n * k),
+        };
         match self {
             Self::Dense(floats) => floats.read_into(out),
             Self::Quantized(quantized) => {

@@ -6,13 +6,19 @@ use super::args::{Factors, StochasticRounding};
 use crate::dropout::random;
 use crate::floats::{Floats, FloatsMut, stochastic_bf16};
 use crate::grad_scaler::StepFactors;
-use crate::simd::vectorised;
+use crate::simd::{prefetch, vectorised};
 
 /// Elements per task.
 const CHUNK: usize = 1 << 13;
 
 /// Elements converted to f32 at once, few enough for the L1 cache.
 const BLOCK: usize = 1 << 10;
+
+/// Elements of a cache line.
+const LINE: usize = 16;
+
+/// Prefetch distance in elements. Hardware prefetchers alone reach nine tenths of the speed.
+const AHEAD: usize = 1 << 9;
 
 /// Scalars of an update with the step's bias corrections applied: `lr` and `eps` are the corrected ones.
 pub(super) struct AdamWUpdate<'a> {
@@ -102,16 +108,29 @@ fn round_stochastically(rounding: &StochasticRounding, first: usize, values: &mu
     }
 }
 
-/// Computes `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2` and `p = shrink p - lr m / (sqrt(v) + eps)`.
+/// Updates f32 buffers of equal length.
 fn step(by: &AdamWUpdate<'_>, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
-    let f = by.factors;
-    let grad_scale = by.grad_scale;
     vectorised!({
-        for ((p, g), (m, v)) in master.iter_mut().zip(grad).zip(mean.iter_mut().zip(square)) {
-            let g = g * grad_scale;
-            *m = *m * f.beta1 + g * f.one_minus_beta1;
-            *v = *v * f.beta2 + g * g * f.one_minus_beta2;
-            *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
+        let ((p_lines, p), (g_lines, g)) = (master.as_chunks_mut::<LINE>(), grad.as_chunks::<LINE>());
+        let ((m_lines, m), (v_lines, v)) = (mean.as_chunks_mut::<LINE>(), square.as_chunks_mut::<LINE>());
+        for ((p, g), (m, v)) in p_lines.iter_mut().zip(g_lines).zip(m_lines.iter_mut().zip(v_lines)) {
+            for line in [p.as_ptr(), g.as_ptr(), m.as_ptr(), v.as_ptr()] {
+                prefetch(line.wrapping_add(AHEAD), LINE);
+            }
+            step_elements(by, p, g, m, v);
         }
+        step_elements(by, p, g, m, v);
     });
+}
+
+/// Computes `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2` and `p = shrink p - lr m / (sqrt(v) + eps)`.
+#[inline(always)]
+fn step_elements(by: &AdamWUpdate<'_>, p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
+    let f = by.factors;
+    for ((p, g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
+        let g = g * by.grad_scale;
+        *m = *m * f.beta1 + g * f.one_minus_beta1;
+        *v = *v * f.beta2 + g * g * f.one_minus_beta2;
+        *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
+    }
 }

@@ -8,7 +8,8 @@ use std::arch::x86_64::{__m512, _mm512_castps_si512, _mm512_store_si512};
 use half::bf16;
 
 use super::accumulate::Accumulate;
-use super::amx::{Amx, SIDE, Sums};
+use super::amx::{Amx, Sums};
+use super::amx_packing::SIDE;
 use super::avx512::LANES;
 use super::blocks::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;

@@ -2,12 +2,12 @@
 
 use std::arch::x86_64::{
     __m512, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps,
-    _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_set1_ps, _mm512_setzero_ps, _mm512_stream_ps,
 };
 
 use super::accumulate::Accumulate;
 use super::blocks::{CacheLine, Kernel, Tile};
-use super::matrix::Mat;
+use super::matrix::{Mat, Store};
 use super::packed;
 use super::transpose::transpose;
 
@@ -202,6 +202,10 @@ pub(super) unsafe fn write_lanes(tile: Tile, i: usize, half: usize, sum: __m512,
             Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
             Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
         };
-        _mm512_mask_storeu_ps(to, lanes, value);
+        if tile.store == Store::Streamed && lanes == mask(LANES) && to.addr().is_multiple_of(64) {
+            _mm512_stream_ps(to, value);
+        } else {
+            _mm512_mask_storeu_ps(to, lanes, value);
+        }
     }
 }

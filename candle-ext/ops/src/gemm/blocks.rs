@@ -14,7 +14,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::accumulate::Accumulate;
-use super::matrix::{Mat, Output, Threads};
+use super::matrix::{Mat, Output, Store, Threads};
 use super::packed::{CACHE_LINE_BYTES, SUMS};
 use crate::floats::write_bf16;
 use crate::simd::{prefetch, vectorised};
@@ -83,12 +83,17 @@ pub(super) struct Tile {
     pub(super) stride: usize,
     pub(super) n_rows: usize,
     pub(super) n_cols: usize,
+    /// Streamed only if the tile is overwritten once.
+    pub(super) store: Store,
 }
 
 impl Tile {
-    /// Prefetches the rows.
+    /// Prefetches the rows, unless their stores bypass the caches.
     #[inline]
     pub(super) fn prefetch(&self) {
+        if self.store == Store::Streamed {
+            return;
+        }
         (0..self.n_rows)
             .for_each(|row| prefetch(self.data.wrapping_add(row * self.stride).cast_const(), 2 * LINE_FLOATS));
     }
@@ -149,6 +154,7 @@ fn even_parts(n: usize, max: usize) -> usize {
 struct Out {
     data: OutData,
     row_stride: usize,
+    store: Store,
 }
 
 #[derive(Clone, Copy)]
@@ -160,8 +166,12 @@ enum OutData {
 impl From<Output<'_>> for Out {
     fn from(out: Output<'_>) -> Self {
         match out {
-            Output::F32(out) => Self { data: OutData::F32(out.data.as_mut_ptr()), row_stride: out.row_stride },
-            Output::Bf16(out) => Self { data: OutData::Bf16(out.data.as_mut_ptr()), row_stride: out.row_stride },
+            Output::F32(out) => {
+                Self { data: OutData::F32(out.data.as_mut_ptr()), row_stride: out.row_stride, store: out.store }
+            }
+            Output::Bf16(out) => {
+                Self { data: OutData::Bf16(out.data.as_mut_ptr()), row_stride: out.row_stride, store: out.store }
+            }
         }
     }
 }
@@ -345,6 +355,11 @@ impl<K: Kernel> BlockedGemm<'_, K> {
                 }
             }
             self.kernel.end();
+            if self.out.store == Store::Streamed {
+                // SAFETY: a fence has no preconditions. It makes streamed stores visible to threads that synchronize with
+                // this one.
+                unsafe { std::arch::x86_64::_mm_sfence() };
+            }
             before += of_shared;
         }
     }
@@ -360,7 +375,10 @@ impl<K: Kernel> BlockedGemm<'_, K> {
         // SAFETY: the caller's contract.
         unsafe {
             let data = out.add(tile.row * stride + tile.col);
-            let to = Tile { data, stride, n_rows: tile.n_rows, n_cols: tile.n_cols };
+            // Partial sums are read again.
+            let is_final = accumulate == Accumulate::Overwrite && tile.terms.end == self.a.cols;
+            let store = if is_final { self.out.store } else { Store::Cached };
+            let to = Tile { data, stride, n_rows: tile.n_rows, n_cols: tile.n_cols, store };
             self.kernel.multiply(tile.terms.len(), tile.a, tile.b, to, self.scale, accumulate);
         }
     }
@@ -372,7 +390,8 @@ impl<K: Kernel> BlockedGemm<'_, K> {
     /// As for [`BlockedGemm::add_to_output`].
     unsafe fn add_and_round(&self, out: *mut bf16, tile: &TileProduct<'_>, sums: &mut [f32]) {
         let accumulate = if tile.terms.start > 0 { Accumulate::Add } else { Accumulate::Overwrite };
-        let to = Tile { data: sums.as_mut_ptr(), stride: K::NR, n_rows: tile.n_rows, n_cols: tile.n_cols };
+        let store = Store::Cached;
+        let to = Tile { data: sums.as_mut_ptr(), stride: K::NR, n_rows: tile.n_rows, n_cols: tile.n_cols, store };
         // SAFETY: the sums have MR rows of NR; the rest is the caller's contract.
         unsafe { self.kernel.multiply(tile.terms.len(), tile.a, tile.b, to, self.scale, accumulate) };
         if tile.terms.end < self.a.cols {

@@ -8,8 +8,9 @@ use std::marker::PhantomData;
 use half::bf16;
 
 use super::accumulate::Accumulate;
-use super::amx::{Amx, PARTS};
+use super::amx::Amx;
 use super::amx_bf16::AmxBf16;
+use super::amx_packing::PARTS;
 use super::amx_row;
 use super::avx512_bf16::Avx512Bf16;
 use super::blocks::{CacheLine, Kernel, Tile};

@@ -54,6 +54,17 @@ pub(crate) struct MatMut<'a, T = f32> {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) row_stride: usize,
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    pub(super) store: Store,
+}
+
+/// Treatment of the caches by a matmul's stores, where the kernel has both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Store {
+    /// Through the caches, for outputs that are read soon.
+    Cached,
+    /// Past the caches, without a read of the lines, for large outputs that are overwritten.
+    Streamed,
 }
 
 impl<'a, T> MatMut<'a, T> {
@@ -65,7 +76,12 @@ impl<'a, T> MatMut<'a, T> {
     /// Wraps rows of `cols` elements that start `row_stride` apart.
     pub(crate) fn with_stride(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_bounds(data.len(), rows, cols, row_stride);
-        Self { data, rows, cols, row_stride }
+        Self { data, rows, cols, row_stride, store: Store::Cached }
+    }
+
+    /// Returns the output with another treatment of the caches.
+    pub(crate) fn stored(self, store: Store) -> Self {
+        Self { store, ..self }
     }
 }
 

@@ -7,6 +7,8 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_bf16;
 #[cfg(target_arch = "x86_64")]
+mod amx_packing;
+#[cfg(target_arch = "x86_64")]
 mod amx_row;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -38,7 +40,7 @@ use std::sync::OnceLock;
 pub(crate) use accumulate::Accumulate;
 use candle_core::{Result, bail};
 use half::bf16;
-pub(crate) use matrix::{Mat, MatMut, Output, Threads};
+pub(crate) use matrix::{Mat, MatMut, Output, Store, Threads};
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::measure_cpu_gemm_rate;
 
@@ -128,6 +130,15 @@ pub(crate) fn has_bf16_row_kernel() -> bool {
     match GemmKernel::of_process() {
         #[cfg(target_arch = "x86_64")]
         GemmKernel::Amx(_) | GemmKernel::Avx512Bf16(_) | GemmKernel::Avx512(_) => true,
+        _ => false,
+    }
+}
+
+/// Returns true if the kernel prefetches f32 matrices while it packs them, so that a copy before packing costs time.
+pub(crate) fn prefetches_f32() -> bool {
+    match GemmKernel::of_process() {
+        #[cfg(target_arch = "x86_64")]
+        GemmKernel::Amx(_) => true,
         _ => false,
     }
 }

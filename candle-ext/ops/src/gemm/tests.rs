@@ -16,10 +16,14 @@ fn check(kernel: GemmKernel, (m, n, k): (usize, usize, usize), (a_t, b_t, pad): 
     let a_mat = Mat::with_stride(&a, a_rows, a_cols, a_cols + pad);
     let b_mat = Mat::with_stride(&b, b_rows, b_cols, b_cols + pad);
     let (a_mat, b_mat) = (if a_t { a_mat.t() } else { a_mat }, if b_t { b_mat.t() } else { b_mat });
-    for (accumulate, threads) in [(Accumulate::Overwrite, Threads::One), (Accumulate::Add, Threads::All)] {
+    let runs = [(Accumulate::Overwrite, Threads::One), (Accumulate::Add, Threads::All)];
+    for ((accumulate, threads), store) in
+        runs.into_iter().flat_map(|run| [(run, Store::Cached), (run, Store::Streamed)])
+    {
         let before = numbers(m * (n + pad), 3);
         let mut out = before.clone();
-        kernel.run(MatMut::with_stride(&mut out, m, n, n + pad), accumulate, a_mat, b_mat, 2.0, threads);
+        let mat = MatMut::with_stride(&mut out, m, n, n + pad).stored(store);
+        kernel.run(mat, accumulate, a_mat, b_mat, 2.0, threads);
         for (at, (&got, &before)) in out.iter().zip(&before).enumerate() {
             let (i, j) = (at / (n + pad), at % (n + pad));
             let term =

@@ -8,9 +8,11 @@ use std::ops::Range;
 
 use super::tasks::{Division, GemmTask, MAX_ROWS, run_largest_first};
 use crate::floats::{Floats, FloatsMut, first_of};
-use crate::gemm::{self, Accumulate, Mat, MatMut, Threads, gemm_bf16, gemm_by_rows};
+use crate::gemm::{self, Accumulate, Mat, MatMut, Store, Threads, gemm_bf16, gemm_by_rows};
 use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
 
+/// Elements of the f32 gradients of a call from which they are stored past the caches: 16 MiB.
+const STREAMED_FROM: usize = 1 << 22;
 /// Rows of x and dy per f32 copy in the weight gradient.
 const BLOCK_ROWS: usize = MAX_ROWS;
 
@@ -93,7 +95,7 @@ fn multiply(x: Floats<'_>, w: WeightOperand<'_>, y: Output<'_>, dims: Dims) {
         let height = w.panel_rows(n, k).max(1);
         for start in (0..n).step_by(height) {
             let end = (start + height).min(n);
-            let w = Mat::new(w.rows(start..end, k).copied(end - start, k, weights), end - start, k);
+            let w = Mat::new(w.rows(start..end, k).to_pack(end - start, k, weights), end - start, k);
             gemm_by_rows(MatMut::with_stride(&mut y[start..], t, end - start, n), Accumulate::Overwrite, x, w.t());
         }
     });
@@ -166,7 +168,7 @@ fn multiply_transposed(dy: Floats<'_>, w: WeightOperand<'_>, dx: FloatsMut<'_>, 
         for start in (0..n).step_by(height) {
             let end = (start + height).min(n);
             let accumulate = if start == 0 { Accumulate::Overwrite } else { Accumulate::Add };
-            let w = Mat::new(w.rows(start..end, k).copied(end - start, k, weights), end - start, k);
+            let w = Mat::new(w.rows(start..end, k).to_pack(end - start, k, weights), end - start, k);
             let dy = Mat::with_stride(&dy[start..], t, end - start, n);
             gemm_by_rows(MatMut::new(dx, t, k), accumulate, dy, w);
         }
@@ -180,6 +182,7 @@ pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: FloatsMut<'_>, accumulat
     if n * k == 0 {
         return;
     }
+    let store = if dw.len() >= STREAMED_FROM { Store::Streamed } else { Store::Cached };
     let division = Division::of(grouped.work());
     let mut tasks = Vec::new();
     for (rows, dw) in grouped.groups.iter().zip(dw.chunks(n * k)) {
@@ -197,9 +200,17 @@ pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: FloatsMut<'_>, accumulat
             return dw.clear();
         }
         let mut scratch = SCRATCH.take();
-        add_outer(dy, x, (rows, outputs), dw, accumulate, grouped.dims, &mut scratch);
+        let output = WeightGrad { dw, accumulate, store };
+        add_outer(dy, x, (rows, outputs), output, grouped.dims, &mut scratch);
         SCRATCH.set(scratch);
     });
+}
+
+/// Some rows of one group's dw.
+struct WeightGrad<'a> {
+    dw: FloatsMut<'a>,
+    accumulate: Accumulate,
+    store: Store,
 }
 
 /// Computes some rows of one group's dw = [dw +] dy^T x on this thread.
@@ -207,8 +218,7 @@ fn add_outer(
     dy: Floats<'_>,
     x: Floats<'_>,
     (rows, outputs): (Range<usize>, Range<usize>),
-    mut dw: FloatsMut<'_>,
-    accumulate: Accumulate,
+    WeightGrad { mut dw, accumulate, store }: WeightGrad<'_>,
     Dims { n, k, .. }: Dims,
     scratch: &mut Scratch,
 ) {
@@ -219,13 +229,14 @@ fn add_outer(
         let x = Mat::new(&x[rows.start * k..rows.end * k], rows.len(), k);
         return gemm_bf16(gemm::Output::new(dw, m, k), accumulate, dy.t(), x, 1.0, Threads::One);
     }
+    let store = if rows.len() > BLOCK_ROWS { Store::Cached } else { store };
     let mut sum_into = |dw: &mut [f32]| {
         for start in rows.clone().step_by(BLOCK_ROWS) {
             let block = start..(start + BLOCK_ROWS).min(rows.end);
             let accumulate = if start == rows.start { accumulate } else { Accumulate::Add };
             let x = Mat::new(x.slice(block.start * k..block.end * k).widened_here(x_wide), block.len(), k);
             let dy = columns(dy, &block, &outputs, n, dy_wide);
-            gemm_by_rows(MatMut::new(dw, m, k), accumulate, dy.t(), x);
+            gemm_by_rows(MatMut::new(dw, m, k).stored(store), accumulate, dy.t(), x);
         }
     };
     if let FloatsMut::F32(dw) = dw {
