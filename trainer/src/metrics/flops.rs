@@ -1,12 +1,15 @@
-//! FLOPs of a decoder (Llama, Mistral, Qwen2, Qwen3), by ArcticTraining's formula, so that TFLOPS are comparable:
+//! FLOPs of a decoder, by ArcticTraining's formula, so that TFLOPS are comparable:
 //!
-//! N = L (3 h i + h (q + k + v + o)) + V h   with q = o = n_heads k, k = v = n_kv_heads k
+//! N = sum over layers of (m + h (q + k + v + o)) + V h   with q = o = n_heads k, k = v = n_kv_heads k
+//! m = 3 h i of a dense MLP
+//! m = h e + 3 h (K i + i') + g of a mixture of experts: the router, the K experts of a token, the shared expert and its gate
 //! FLOPs = a N tokens + b k n_heads L sum(s^2)
 //!
 //! Recomputation in backward is counted separately, by the recomputed layers and MLPs. ArcticTraining's formula counts
 //! it for the LM head too, and for all layers or none.
 //!
-//! h hidden size, i intermediate size, k head dim, L layers, V vocabulary size, s length of a packed sequence.
+//! h hidden size, i intermediate size of an MLP or an expert, i' of the shared expert, e experts, K experts of a token,
+//! g = h with a gate of the shared expert and 0 without, k head dim, L layers, V vocabulary size, s length of a packed sequence.
 
 use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, Model};
 use candlewick_ops::{AttentionCost, LinearCost};
