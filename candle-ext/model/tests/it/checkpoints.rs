@@ -165,7 +165,12 @@ fn experts_are_written_as_on_the_hub_or_fused_as_in_transformers() {
             for param in source.model.base_params() {
                 let want = bits(&value(param).unwrap());
                 for checkpoint in [&again, &of_transformers] {
-                    assert_eq!(bits(&checkpoint.param(param, DType::F32, &Device::Cpu).unwrap()), want, "{}", param.name);
+                    assert_eq!(
+                        bits(&checkpoint.param(param, DType::F32, &Device::Cpu).unwrap()),
+                        want,
+                        "{}",
+                        param.name
+                    );
                 }
             }
             contents(&target)

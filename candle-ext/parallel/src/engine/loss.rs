@@ -126,7 +126,7 @@ impl<'a> AuxiliarySums<'a> {
         for (name, value) in tape.auxiliary_losses() {
             let i = self.position(name)?;
             let weight = self.scale.auxiliary_weight(&self.losses[i], value.device())?;
-            // The scores of each expert wait for the counts of all layers.
+            // A vector has the scores of each expert. Their factors are known once all layers have counted.
             let (value, weight) = match router.pooled_counts.filter(|_| value.rank() == 1) {
                 Some(counts) => {
                     let factors = counts.factors(router.micro_idx)?;

@@ -14,7 +14,6 @@ use candlewick_parallel::{
     ParamDtypes, PipelineLayout, StepLoss, TokenLosses,
 };
 
-const LOSS: RouterLoss = RouterLoss::TransformersLoadBalancing;
 /// Tolerance of f32 sums in another order.
 const TOLERANCE: f64 = 1e-5;
 
@@ -29,14 +28,14 @@ impl Objective for Nothing {
     }
 }
 
-fn engine(folder: &Path, checkpointing: ActivationCheckpointing) -> Engine {
+fn engine(folder: &Path, loss: RouterLoss, checkpointing: ActivationCheckpointing) -> Engine {
     let model = Model::new(Config::read(folder).unwrap(), None).unwrap();
     let mesh = Mesh::new(Degrees::default(), 1).unwrap();
     let groups = ParallelGroups::new(&mesh, &Solo).unwrap().with_experts(&mesh, &Solo).unwrap();
     let n_blocks = model.n_blocks();
     let spec = EngineSpec {
         checkpointing: vec![checkpointing; n_blocks],
-        router: RouterSettings { losses: vec![LOSS], ..RouterSettings::default() },
+        router: RouterSettings { losses: vec![loss], ..RouterSettings::default() },
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), PipelineLayout::single_stage(n_blocks))
     };
     let engine = spec.build(model, &groups, Device::Cpu).unwrap();
@@ -69,19 +68,19 @@ fn assert_close(what: &str, ours: &Tensor, theirs: &Tensor) {
     assert!(error <= TOLERANCE * norm(theirs), "{what}: off by {error:.1e} of {:.1e}", norm(theirs));
 }
 
-/// transformers pads both sequences to one length and masks the padding.
+/// Compares a loss times `coefficient`. transformers pads both sequences to one length and masks the padding.
 #[track_caller]
-fn check(name: &str, checkpointing: ActivationCheckpointing) {
+fn check(name: &str, checkpointing: ActivationCheckpointing, (loss, coefficient): (RouterLoss, f64)) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(name);
     let reference = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu).unwrap();
-    let (engine, micro) = (engine(&folder, checkpointing), micro(&reference));
+    let (engine, micro) = (engine(&folder, loss, checkpointing), micro(&reference));
     let n_layers = engine.model().layers().filter(|layer| layer.n_experts().is_some()).count();
     let normalizer = (micro.seqs.n_tokens() * n_layers) as f64;
-    let auxiliary = [AuxiliaryLoss { name: LOSS.name().to_owned(), coefficient: 1.0, normalizer }];
+    let auxiliary = [AuxiliaryLoss { name: loss.name().to_owned(), coefficient, normalizer }];
     let loss = StepLoss { objective: &Nothing, scale: LossScale::mean_over(1.0), auxiliary: &auxiliary };
     engine.store().zero_grads().unwrap();
     let losses = engine.forward_backward(&[micro], loss, |_| 0).unwrap();
-    let mean = (losses.auxiliary[0].sum_all().unwrap() / normalizer).unwrap();
+    let mean = (losses.auxiliary[0].sum_all().unwrap() * (coefficient / normalizer)).unwrap();
     assert_close(name, &mean, &reference["aux_loss"]);
     let mut n_grads = 0;
     for state in engine.store().states().unwrap() {
@@ -104,7 +103,13 @@ fn the_loss_over_all_layers_and_its_gradients_equal_those_of_transformers() {
             ActivationCheckpointing::Selective,
             ActivationCheckpointing::Offload,
         ] {
-            check(name, checkpointing);
+            check(name, checkpointing, (RouterLoss::TransformersLoadBalancing, 1.0));
         }
     }
+}
+
+/// One layer of this model has experts, of which a token selects two.
+#[test]
+fn the_loss_of_each_layer_times_k_over_layers_is_that_of_transformers_for_one_layer() {
+    check("qwen3_moe", ActivationCheckpointing::None, (RouterLoss::LoadBalancing, 2.0));
 }

@@ -9,7 +9,7 @@ use candlewick_model::{RouterLoss, RouterSettings, RouterTotal};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, Engine, MasterRounding, Micro, MicroLoss, Objective, OptimizerStep, StepResult, StepRouting,
-    TokenLosses, TrainBatch, ZeroGradCount,
+    TokenLosses, TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -128,12 +128,11 @@ impl RouterRun<'_> {
         let n_copies = self.strategy.n_counts() * self.strategy.degrees.tp as f64;
         let normalizer = sum(&*group, n_tokens)? / n_copies;
         let losses = self.router.losses.iter().enumerate();
-        let auxiliary: Vec<AuxiliaryLoss> = losses
-            .map(|(i, loss)| AuxiliaryLoss {
-                name: loss.name().to_owned(),
-                coefficient: 1.0 / (i + 1) as f64,
-                normalizer,
-            })
+        let of_routers = losses.map(|(i, loss)| (loss.name().to_owned(), 1.0 / (i + 1) as f64));
+        let of_mtp = (1..=self.case.n_mtp_layers()).map(|depth| (mtp_loss_name(depth), 0.0));
+        let auxiliary: Vec<AuxiliaryLoss> = of_routers
+            .chain(of_mtp)
+            .map(|(name, coefficient)| AuxiliaryLoss { name, coefficient, normalizer })
             .collect();
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
         let most_tokens = (self.expert_input == ExpertInput::Padded).then(|| most_tokens(self.batching, n_ranks));

@@ -13,7 +13,7 @@ use candlewick_ops::{DropPolicy, cpu_gemm_kernel};
 use candlewick_parallel::{CausalLm, LossScale, SequenceParallel, StepLoss, TokenDispatcher, ZeroStage};
 
 use super::ONE;
-use super::case::{Batching, DOTS1, QWEN3_MOE, WEIGHTED_INPUTS, micros};
+use super::case::{Batching, DOTS1, MOE_MTP, QWEN3_MOE, WEIGHTED_INPUTS, micros};
 use super::faulty_group::GroupOp;
 use super::rank::{Strategy, engine_with_routers};
 use super::router_step::{
@@ -55,6 +55,17 @@ fn losses_of_routers_are_those_of_one_rank_where_ranks_have_other_micro_batches(
     check(Degrees { dp_shard: 4, ep: 2, ..ONE }, Some(ZeroStage::Three), &losses);
     check(Degrees { dp_shard: 2, tp: 2, ep: 4, ..ONE }, Some(ZeroStage::One), &losses);
     check(Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::One), &losses);
+}
+
+/// Stages of several chunks, and an MTP layer with experts on the last stage.
+#[test]
+fn the_loss_over_all_layers_is_that_of_one_rank_on_pipeline_stages() {
+    let (chunks, stages) = (Some(&[1usize, 1, 1, 1][..]), Some(&[3usize, 1][..]));
+    for (case, chunk_layers) in [(DOTS1, chunks), (QWEN3_MOE, chunks), (MOE_MTP, stages)] {
+        let pipeline = Strategy { degrees: Degrees { pp: 2, ..ONE }, chunk_layers, ..Strategy::ONE_RANK };
+        let step = |strategy| step(strategy, case, Batching::Accumulated(3), TransformersLoadBalancing);
+        check_close(&format!("{case:?}"), &step(pipeline), &step(Strategy::ONE_RANK));
+    }
 }
 
 /// The micro-batches of one rank are those of the data parallel ranks.
@@ -136,15 +147,8 @@ fn a_corrupted_sum_of_counts_changes_each_balancing_loss() {
         let (batching, expert_input) = (Batching::Packed, ExpertInput::Ragged);
         let fault = &GroupOp { group: group.to_owned(), op: "all_reduce" };
         for case in [DOTS1, QWEN3_MOE] {
-            let run = RouterRun {
-                strategy,
-                case,
-                batching,
-                router,
-                objective: &Nothing,
-                expert_input,
-                fault: Some(fault),
-            };
+            let run =
+                RouterRun { strategy, case, batching, router, objective: &Nothing, expert_input, fault: Some(fault) };
             let one_rank = step(Strategy::ONE_RANK, case, batching, loss);
             let difference = compare_steps(&run.step(), &one_rank);
             assert!(difference.is_err(), "{degrees} {case:?} {loss:?}: a corrupted {fault} is not detected");

@@ -162,7 +162,11 @@ fn load_balancing_types(resolver: &mut Resolver) -> Vec<LoadBalancingType> {
     let is_repeated = |i: usize| types[..i].contains(&types[i]);
     if types.is_empty() || types.iter().any(|kind| loss(*kind).is_none()) || (0..types.len()).any(is_repeated) {
         let message = format!("{TYPE}: expected a list of different losses");
-        resolver.report_with_advice(&[TYPE], message, "list aux_loss, seq_aux_loss, global_aux_loss or transformers_aux_loss, each once");
+        resolver.report_with_advice(
+            &[TYPE],
+            message,
+            "list aux_loss, seq_aux_loss, global_aux_loss or transformers_aux_loss, each once",
+        );
         return Vec::new();
     }
     types
