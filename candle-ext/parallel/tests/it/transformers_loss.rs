@@ -54,7 +54,8 @@ fn micro(reference: &HashMap<String, Tensor>) -> Micro {
         Some(*end)
     });
     Micro {
-        targets: Tensor::full(Micro::IGNORED, ids.elem_count(), &Device::Cpu).unwrap(),
+        // Tokens without targets at the end would count as padding.
+        targets: Tensor::zeros(ids.elem_count(), DType::I64, &Device::Cpu).unwrap(),
         ids,
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
         seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect()).unwrap(),
