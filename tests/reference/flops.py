@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 OUT = Path(__file__).resolve().parents[2] / "trainer" / "tests" / "fixtures" / "flops.json"
 SMALL = dict(vocab_size=72, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
 # name: model type, what its config changes, lengths
 MODELS = {
     "llama": ("llama", {}, [24]),
@@ -26,6 +27,15 @@ MODELS = {
     "qwen2 tied, grouped": ("qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True), [9, 17]),
     "qwen3 grouped": ("qwen3", dict(num_key_value_heads=2, head_dim=12), [11, 3, 6]),
     "mistral, window 5": ("mistral", dict(num_key_value_heads=2, head_dim=8, sliding_window=5), [3, 5, 16]),
+    "mixtral": ("mixtral", dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2), [7, 12]),
+    "qwen3_moe, a dense layer": ("qwen3_moe", dict(**EXPERTS, head_dim=12, mlp_only_layers=[1]), [11, 3, 6]),
+    "qwen2_moe, a gated shared expert": ("qwen2_moe", dict(**EXPERTS, shared_expert_intermediate_size=28), [9, 17]),
+    "glm4_moe, a shared expert": (
+        "glm4_moe",
+        dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=2, head_dim=8,
+             first_k_dense_replace=1, partial_rotary_factor=0.5),
+        [13, 4],
+    ),
 }
 
 
@@ -70,7 +80,9 @@ def visible_pairs(model, lengths) -> list[int]:
 def count(name, model_type, changes, lengths) -> dict:
     torch.manual_seed(0)
     config = SMALL | changes
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager")
+    # The eager implementation multiplies each token with its experts only.
+    ways = dict(attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), **ways)
     return {
         "name": name,
         "config": {"model_type": model_type, **config},

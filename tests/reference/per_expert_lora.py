@@ -121,27 +121,33 @@ def make(name, base, linears, others, targets=None):
     save_file(reference(adapted, *inputs(model.config.vocab_size, None)), folder / "reference.safetensors")
 
 
-def split(name, source):
-    """Writes an adapter of 3-D `gate_up_proj` parameters with a module for each projection of each expert."""
-    config = json.loads((FIXTURES / source / "adapter_config.json").read_text())
-    assert config["target_parameters"] == ["experts.gate_up_proj"] and not config["target_modules"]
-    r, tensors = config["r"], {}
+def split(name, source, plain, changes):
+    """Writes an adapter of 3-D parameters with a module for each projection of each expert.
+
+    The factors of the parameter `plain` have the plain name; PEFT writes those of another parameter below `base_layer`.
+    """
+    config, tensors, n_experts = json.loads((FIXTURES / source / "adapter_config.json").read_text()), {}, 6
     factors = load_file(FIXTURES / source / "adapter_model.safetensors")
     for name_of_a in [name for name in factors if name.endswith(".lora_A.weight")]:
         module = name_of_a.removesuffix(".lora_A.weight")
         a, b = factors[name_of_a], factors[f"{module}.lora_B.weight"]
-        n_experts = a.shape[0] // r
+        if ".experts" not in module:
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            continue
+        parameter = plain if module.endswith("experts") else "gate_up_proj"
+        linears = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
         # A holds the ranks of one expert after those of another; in the columns of B, the expert varies fastest.
-        a, b = a.reshape(n_experts, r, -1), b.reshape(b.shape[0], r, n_experts)
+        a, b = a.reshape(n_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, n_experts)
         for index in range(n_experts):
-            for linear, rows in zip(("gate_proj", "up_proj"), b[..., index].chunk(2)):
-                tensors[f"{module}.{index}.{linear}.lora_A.weight"] = a[index].clone()
-                tensors[f"{module}.{index}.{linear}.lora_B.weight"] = rows.clone()
+            for linear, rows in zip(linears, b[..., index].chunk(len(linears))):
+                of_expert = f"{module.removesuffix('.base_layer')}.{index}.{linear}"
+                tensors[f"{of_expert}.lora_A.weight"] = a[index].clone()
+                tensors[f"{of_expert}.lora_B.weight"] = rows.clone()
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config |= dict(target_modules=["gate_proj", "up_proj"], target_parameters=None)
+    config |= dict(target_parameters=None) | changes
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -185,7 +191,11 @@ def main():
     make("mixtral-experts-lora", "mixtral", ["w1", "w2", "w3"], ["gate"])
     # One half of the fused parameter, and not the modules of the same name in shared experts and the dense layer.
     make("qwen2_moe-up-lora", "qwen2_moe", ["up_proj"], [], r".*\.experts\.\d+\.up_proj")
-    split("olmoe-split-lora", "olmoe-lora")
+    split("olmoe-split-lora", "olmoe-lora", "gate_up_proj", dict(target_modules=["gate_proj", "up_proj"]))
+    # The expression leaves the MLP of the dense layer out.
+    modules = r".*\.(q_proj|o_proj|mlp\.gate|experts\.\d+\.(gate|up|down)_proj)"
+    patterns = dict(rank_pattern={"down_proj": 2}, alpha_pattern={"mlp.gate": 9})
+    split("qwen3_moe-split-lora", "qwen3_moe-lora", "down_proj", dict(target_modules=modules) | patterns)
 
 
 if __name__ == "__main__":

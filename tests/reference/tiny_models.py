@@ -2,7 +2,7 @@
 
 For each: a model folder, and reference.safetensors with token ids of two sequences, labels, logits, the loss and
 every parameter's gradient, computed by torch on CPU in f32 with eager attention. Weights are rounded to the dtype on
-disk first.
+disk first. For mixtures of experts it also has transformers' load-balancing loss and the gradients of this loss.
 
     python tests/reference/tiny_models.py [NAME..]
 
@@ -81,18 +81,18 @@ def randomise(model):
             buffer.copy_(0.2 * torch.randn_like(buffer))
 
 
-def router_statistics(model, ids):
-    """transformers' load-balancing loss over all layers and tokens, the counts and the mean scores it is made of."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    config = model.config
-    if not hasattr(config, "router_aux_loss_coef"):
+def load_balancing(model, ids):
+    """transformers' load-balancing loss of both sequences, padded to one length, and its gradients; nothing without one."""
+    if not hasattr(model.config, "router_aux_loss_coef"):
         return {}
-    n_experts = getattr(config, "num_local_experts", None) or config.num_experts
-    rows = [model(row[None], output_router_logits=True).router_logits for row in ids.split(LENGTHS)]
-    logits = tuple(torch.cat(layer) for layer in zip(*rows))
-    loss = load_balancing_loss_func(logits, n_experts, config.num_experts_per_tok)
-    return {"aux_loss": loss.detach(), "router_logits": torch.stack(logits).detach()}
+    rows = ids.split(LENGTHS)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    model.zero_grad()
+    loss = model(padded, attention_mask=mask, output_router_logits=True).aux_loss
+    loss.backward()
+    grads = {f"aux_grad.{name}": p.grad.contiguous() for name, p in model.named_parameters() if p.grad is not None}
+    return {"aux_loss": loss.detach()} | {name: grad for name, grad in grads.items() if grad.any()}
 
 
 def inputs(vocab_size, pad_id):
@@ -120,7 +120,6 @@ def reference(model, ids, labels):
     loss.backward()
     result = {"ids": ids.int(), "labels": labels, "lengths": torch.tensor(LENGTHS)}
     result |= {"logits": torch.cat(logits).detach(), "loss": loss.detach()}
-    result |= router_statistics(model, ids)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             result[f"grad.{name}"] = parameter.grad.contiguous()
@@ -131,6 +130,17 @@ def fuse_experts(folder, model):
     """Replaces the tensors of each expert by the 3-D parameters that transformers holds in memory."""
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_fused(name):
+    """Writes fused/NAME, the weights of a model as transformers writes them with `save_original_format=False`."""
+    folder = FIXTURES / "fused" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / name, dtype="auto")
+    model.save_pretrained(folder, save_original_format=False)
+    for file in folder.iterdir():
+        if file.name != "model.safetensors":
+            file.unlink()
 
 
 def older_config(folder):
@@ -157,7 +167,8 @@ def make(name, model_type, dtype, extra):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if name == "llama3":
         older_config(folder)
-    save_file(reference(model, *inputs(config.vocab_size, config.pad_token_id)), folder / "reference.safetensors")
+    ids, labels = inputs(config.vocab_size, config.pad_token_id)
+    save_file(reference(model, ids, labels) | load_balancing(model, ids), folder / "reference.safetensors")
     return model
 
 
@@ -235,6 +246,8 @@ def main():
     models = {name: make(name, *how) for name, how in (MODELS | MOE_MODELS).items() if name in (sys.argv[1:] or [name])}
     if "qwen2" in models:
         make_adapter(models["qwen2"])
+    for name in models.keys() & MOE_MODELS.keys() - {"qwen3_moe"}:
+        save_fused(name)
     for name, how in MOE_ADAPTERS.items():
         if how["base"] in models or name in sys.argv[1:]:
             make_moe_adapter(name, **how)

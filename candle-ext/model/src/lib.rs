@@ -62,8 +62,8 @@ pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use rope::{RopeLengths, sequence_lengths};
 pub use router::{
-    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ReplayedExperts, RouterContext, RouterDtype,
-    RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
+    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, PooledExpertCounts, ReplayedExperts,
+    RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};

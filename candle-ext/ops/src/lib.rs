@@ -119,7 +119,9 @@ pub use moe::permute::{permute, permute_cost, permute_keys, permute_weights, unp
 pub use moe::router::{
     GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost, route_to,
 };
-pub use moe::router_loss::{load_balancing_loss, router_loss_cost, router_z_loss, sequence_load_balancing_loss};
+pub use moe::router_loss::{
+    expert_score_sums, load_balancing_loss, router_loss_cost, router_z_loss, sequence_load_balancing_loss,
+};
 pub use moe::router_noise::{InputJitter, biased_logits, input_jitter, random_logits};
 pub use moe::sinkhorn::sinkhorn;
 pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};

@@ -73,12 +73,13 @@ pub fn record<const N: usize>(
     output
 }
 
-/// Adds an auxiliary loss, an f32 scalar, to the innermost tape; outside of a tape it has no effect.
+/// Adds an auxiliary loss to the innermost tape; outside of a tape it has no effect. It is an f32 scalar, or the dot product of
+/// an f32 vector and factors that are known before backward.
 ///
 /// [`Tape::backward_with_losses`](crate::Tape::backward_with_losses) takes its weight, from which its backward starts.
 pub fn auxiliary_loss(name: &'static str, loss: &Tensor) -> Result<()> {
-    if loss.rank() != 0 || loss.dtype() != DType::F32 {
-        bail!("auxiliary loss `{name}`: want an f32 scalar, got {:?} {:?}", loss.dtype(), loss.dims())
+    if loss.rank() > 1 || loss.dtype() != DType::F32 {
+        bail!("auxiliary loss `{name}`: want an f32 scalar or vector, got {:?} {:?}", loss.dtype(), loss.dims())
     }
     with_recording(|recording| recording.auxiliary.push((name, loss.clone())));
     Ok(())

@@ -16,7 +16,7 @@ use crate::span::span;
 pub struct Tape {
     output: Tensor,
     nodes: Vec<TapeNode>,
-    /// Auxiliary losses by name, f32 scalars.
+    /// Auxiliary losses by name, f32 scalars or vectors.
     auxiliary: Vec<(&'static str, Tensor)>,
 }
 
@@ -63,7 +63,7 @@ impl Tape {
         self.nodes.is_empty()
     }
 
-    /// Returns the auxiliary losses of the forward by name, f32 scalars in the order of their computation.
+    /// Returns the auxiliary losses of the forward by name, f32 scalars or vectors in the order of their computation.
     pub fn auxiliary_losses(&self) -> &[(&'static str, Tensor)] {
         &self.auxiliary
     }
@@ -80,8 +80,8 @@ impl Tape {
         self.backward_with_losses(dy, &[])
     }
 
-    /// Runs [`Tape::backward`] from `dy` and from a weight per auxiliary loss, an f32 scalar: its coefficient in the
-    /// objective.
+    /// Runs [`Tape::backward`] from `dy` and from a weight per auxiliary loss, its coefficient in the objective: an f32 scalar or
+    /// vector, as the loss is.
     pub fn backward_with_losses(self, dy: &Tensor, weights: &[Tensor]) -> Result<Grads> {
         if let Some((name, _)) = self.auxiliary.get(weights.len()) {
             bail!("backward: the auxiliary loss `{name}` has no weight")

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use candlewick_model::Config;
 use serde_json::Value;
 use suite::{read, root, tracked_files};
-use trainer::estimate::{Capacity, EstimateReport, Setup, format_bytes, parse_bytes};
+use trainer::estimate::{Capacity, Category, EstimateReport, Setup, format_bytes, parse_bytes};
 use trainer::metrics::Console;
 use trainer::plan::{BuildFeatures, Environment, Plan, TempDir, TrackingEnv, WorldInfo};
 use trainer::recipe::shipped::{SHIPPED, ShippedRecipe};
@@ -103,12 +103,19 @@ fn plan(recipe: &ShippedRecipe, n_ranks: usize) -> Plan {
     let model = &loaded.recipe.model;
     let config = match (&model.config, &model.name_or_path) {
         (Some(ConfigSource::Inline(map)), _) => Config::from_handwritten(map).unwrap(),
-        (_, Some(name)) => {
-            let file = format!("tests/tests/fixtures/configs/{}.json", name.rsplit('/').next().unwrap());
-            Config::from_json(serde_json::from_str(&read(file)).unwrap()).unwrap()
-        }
+        (_, Some(name)) => committed_config(name),
         _ => panic!("{} names no model", recipe.name),
     };
+    resolve(&loaded, config, n_ranks)
+}
+
+/// Returns the committed `config.json` of a model on the Hub.
+fn committed_config(name: &str) -> Config {
+    let file = format!("tests/tests/fixtures/configs/{}.json", name.rsplit('/').next().unwrap());
+    Config::from_json(serde_json::from_str(&read(file)).unwrap()).unwrap()
+}
+
+fn resolve(loaded: &Loaded, config: Config, n_ranks: usize) -> Plan {
     let environment = Environment {
         config: Some(config),
         n_cores: 4,
@@ -123,7 +130,7 @@ fn plan(recipe: &ShippedRecipe, n_ranks: usize) -> Plan {
         tracking: TrackingEnv::default(),
         lock: None,
     };
-    Plan::resolve(&loaded, &environment).unwrap_or_else(|error| panic!("{error}"))
+    Plan::resolve(loaded, &environment).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Resolves every recipe for its ranks, and compares the memory in its comment with the estimate.
@@ -149,6 +156,43 @@ fn every_recipe_fits_its_devices_with_the_memory_that_it_states() {
         }
     }
     assert!(wrong.is_empty(), "the estimates are:\n{}", wrong.join("\n"));
+}
+
+/// Recomputes the table of the section Memory of docs/moe.md.
+#[test]
+fn the_memory_of_experts_in_the_documentation_is_the_estimate() {
+    let page = read("docs/moe.md");
+    let rows = page.lines().skip_while(|line| !line.starts_with("| model | GPUs | weights, master weights |")).skip(2);
+    let rows: Vec<Vec<&str>> = rows
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    assert_eq!(rows.len(), 4);
+    for row in rows {
+        let [model, n_ranks, weights, gradients, moments, peak] = row[..] else { panic!("{row:?}") };
+        let name = if model.starts_with("Mixtral") { "Mixtral-8x7B-Instruct-v0.1" } else { model };
+        let text = "{type: sft, micro_batch_size: 1, expert_parallel_size: 8, \
+                    deepspeed: {zero_optimization: {stage: 3}}, \
+                    model: {name_or_path: org/model, dtype: bf16, activation_checkpoint: full}, \
+                    data: {sources: [a.jsonl], max_length: 2048}}";
+        let loaded = Loaded::parse(Path::new("recipes/r.yaml"), text.to_owned(), &[]).unwrap();
+        let plan = resolve(&loaded, committed_config(name), n_ranks.parse().unwrap());
+        let capacity = Capacity::parse("h100-80g", plan.device).unwrap();
+        let capacity = Capacity { host: None, offload_disk: None, ..capacity };
+        let report = EstimateReport::new(name.to_owned(), &Setup::on(&plan, &capacity).unwrap(), &capacity);
+        let peak_phase = &report.estimate.peak().breakdown;
+        let of = |categories: &[Category]| categories.iter().map(|category| peak_phase.of(*category)).sum::<u64>();
+        for (what, stated, bytes) in [
+            ("weights", weights, of(&[Category::Weights, Category::Masters])),
+            ("gradients", gradients, of(&[Category::Gradients])),
+            ("moments", moments, of(&[Category::Moments])),
+            ("peak", peak.trim_end_matches(" (does not fit)"), report.peak_bytes),
+        ] {
+            let estimate = format_bytes(bytes);
+            assert!(is_near(stated, bytes), "{name} on {n_ranks} GPUs, {what}: {stated} for {estimate}");
+        }
+        assert_eq!(report.fits, Some(!peak.ends_with("(does not fit)")), "{name} on {n_ranks} GPUs");
+    }
 }
 
 /// Returns true if a text such as `1.5 GiB` differs from `bytes` by at most 2%, and 32 MiB for the size of the program, which

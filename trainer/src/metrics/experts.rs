@@ -31,8 +31,8 @@ pub struct LayerLoad {
     pub max_over_mean: f64,
     /// Entropy of the selections over its maximum.
     pub entropy: f64,
-    /// Experts without tokens.
-    pub n_unused: usize,
+    /// Fraction of experts without tokens.
+    pub unused: f64,
     /// Fraction of selections that the capacity dropped.
     pub dropped: f64,
     /// Mean of the router's logits.
@@ -58,14 +58,13 @@ impl ExpertLoad {
             ..LayerLoad::of(total)
         };
         let layers: Vec<LayerLoad> = routers.iter().map(of_layer).collect();
-        let n_experts: usize = routers.values().map(|total| total.expert_counts.len()).sum();
         let sum = |of: fn(&RouterTotal) -> f32| routers.values().map(|total| f64::from(of(total))).sum::<f64>();
         let n_selections = sum(|total| total.expert_counts.iter().sum()).max(1.0);
         (!layers.is_empty()).then(|| Self {
             dropped: sum(|total| total.n_dropped) / n_selections,
             max_over_mean: layers.iter().map(|layer| layer.max_over_mean).fold(0.0, f64::max),
             entropy: layers.iter().map(|layer| layer.entropy).fold(1.0, f64::min),
-            unused: layers.iter().map(|layer| layer.n_unused).sum::<usize>() as f64 / n_experts as f64,
+            unused: layers.iter().map(|layer| layer.unused).sum::<f64>() / layers.len() as f64,
             layers,
         })
     }
@@ -83,7 +82,7 @@ impl LayerLoad {
         Self {
             max_over_mean: fractions().fold(0.0, f64::max) * n_experts,
             entropy: if counts.len() > 1 { entropy / n_experts.ln() } else { 1.0 },
-            n_unused: counts.iter().filter(|count| **count == 0.0).count(),
+            unused: counts.iter().filter(|count| **count == 0.0).count() as f64 / n_experts,
             dropped: f64::from(router.n_dropped) / total.max(1.0),
             logit_mean,
             logit_std: (mean_square - logit_mean * logit_mean).max(0.0).sqrt(),
@@ -117,6 +116,7 @@ mod tests {
         assert_eq!(of_layers, [(1, 1.0), (3, 3.0)]);
         assert_eq!((load.dropped, load.layers[1].dropped), (0.25, 0.5));
         assert_eq!((load.max_over_mean, load.entropy, load.unused), (4.0, 0.0, 3.0 / 8.0));
+        assert_eq!(load.layers.iter().map(|layer| layer.unused).collect::<Vec<_>>(), [0.0, 0.75]);
         assert_eq!(ExpertLoad::of(&BTreeMap::new(), &losses), None);
     }
 

@@ -1,12 +1,17 @@
-//! FLOPs of a decoder (Llama, Mistral, Qwen2, Qwen3), by ArcticTraining's formula, so that TFLOPS are comparable:
+//! FLOPs of a decoder, by ArcticTraining's formula, so that TFLOPS are comparable:
 //!
-//! N = L (3 h i + h (q + k + v + o)) + V h   with q = o = n_heads k, k = v = n_kv_heads k
-//! FLOPs = a N tokens + b k n_heads L sum(s^2)
+//! N = sum over layers of (m + h (q + k + v + o)) + V h. Here q = o = n_heads k, and k = v = n_kv_heads k.
+//! FLOPs = a N tokens + b k n_heads L sum(s^2).
+//!
+//! A dense MLP has m = 3 h i. A mixture of experts has m = h e + 3 h (K i + i') + g: the router, the experts of a token, the
+//! shared expert and its gate.
 //!
 //! Recomputation in backward is counted separately, by the recomputed layers and MLPs. ArcticTraining's formula counts
 //! it for the LM head too, and for all layers or none.
 //!
-//! h hidden size, i intermediate size, k head dim, L layers, V vocabulary size, s length of a packed sequence.
+//! h is the hidden size, and i the intermediate size of an MLP or an expert; i' is that of the shared expert. e is the number of
+//! experts, and K that of a token. g is h with a gate of the shared expert, and 0 without. k is the head dim. L is the number of
+//! layers, V the vocabulary size, and s the length of a packed sequence.
 
 use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, Model};
 use candlewick_ops::{AttentionCost, LinearCost};

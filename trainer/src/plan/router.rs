@@ -53,7 +53,7 @@ pub struct RouterLossTerm {
     /// The loss.
     #[serde(serialize_with = "loss_name")]
     pub loss: RouterLoss,
-    /// The coefficient of each layer's loss, above 0.
+    /// The coefficient of each layer's loss, or of transformers' loss over all layers, above 0.
     pub coefficient: f64,
 }
 
@@ -94,10 +94,14 @@ impl RouterPlan {
     /// Returns the auxiliary losses of a step of `n_tokens` tokens.
     ///
     /// Metrics show the mean over tokens and layers. As in Megatron-LM, each layer adds its loss with the coefficient.
+    /// transformers' loss is that mean.
     pub fn auxiliary(&self, n_tokens: usize) -> Vec<AuxiliaryLoss> {
         let loss = |term: &RouterLossTerm| AuxiliaryLoss {
             name: term.loss.name().to_owned(),
-            coefficient: term.coefficient * self.n_layers as f64,
+            coefficient: match term.loss {
+                RouterLoss::TransformersLoadBalancing => term.coefficient,
+                _ => term.coefficient * self.n_layers as f64,
+            },
             normalizer: (n_tokens * self.n_layers) as f64,
         };
         self.losses.iter().map(loss).collect()

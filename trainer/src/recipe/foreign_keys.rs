@@ -63,6 +63,8 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("streaming", "data.streaming", "with `train_iters`"),
     key("dataset_streaming", "data.streaming", "with `train_iters`"),
     key("shuffle_buffer_size", "data.buffer_size", "with `data.streaming`"),
+    // Mixtures of experts.
+    key("arch_variant", "model.hf_config_kwargs", "`num_experts: 0` makes the dense model of the same sizes"),
     // FP8.
     key("fp8", "precision.recipe", "delayed, current or blockwise"),
     key("filter_fqns", "precision.exclude_modules", "texts in the names of modules"),

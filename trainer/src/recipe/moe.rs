@@ -9,11 +9,12 @@ use super::{HumanFloat, ValueOrList};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MoeSection {
-    /// The balancing of the experts' load: `aux_loss` (default), `seq_aux_loss`, `global_aux_loss`, `sinkhorn` or `none`. A
-    /// list of losses adds them, and `aux_loss_coeff` is then a list of the same length.
+    /// The balancing of the experts' load: `aux_loss` (default), `seq_aux_loss`, `global_aux_loss`, `transformers_aux_loss`,
+    /// `sinkhorn` or `none`. A list of losses adds them, and `aux_loss_coeff` is then a list of the same length.
     pub router_load_balancing_type: Option<ValueOrList<LoadBalancingType>>,
     /// The coefficient of each layer's load-balancing loss, which is 1 if all experts get equally many tokens. 0 turns it
-    /// off. Default: `router_aux_loss_coef` of the model; 0 with LoRA, unless routers have adapters.
+    /// off. `transformers_aux_loss` is one loss for all layers. Default: `router_aux_loss_coef` of the model, which the other
+    /// losses multiply by top-k over the number of layers with experts; 0 with LoRA, unless routers have adapters.
     pub aux_loss_coeff: Option<ValueOrList<HumanFloat>>,
     /// The coefficient of each layer's z-loss, the mean square of the log-sum-exp of the router's logits. Megatron-LM's
     /// documentation suggests 1e-3. Default 0.
@@ -44,7 +45,7 @@ pub struct MoeSection {
     pub routing_replay: RoutingReplaySection,
 }
 
-/// A balancing of the experts' load, with Megatron-LM's names.
+/// A balancing of the experts' load, with Megatron-LM's names, and transformers' loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LoadBalancingType {
@@ -54,6 +55,8 @@ pub enum LoadBalancingType {
     SeqAuxLoss,
     /// A loss with the selections of all micro-batches of the step so far, over all ranks.
     GlobalAuxLoss,
+    /// The loss of transformers models, with the selections of all layers of a micro-batch.
+    TransformersAuxLoss,
     /// Selections that balance each micro-batch, without a loss.
     Sinkhorn,
     /// Nothing.

@@ -81,7 +81,7 @@ fn experts(run: &ReportedRun) -> Vec<[String; 5]> {
             layer.layer.to_string(),
             format!("{:.3}", layer.max_over_mean),
             format!("{:.3}", layer.entropy),
-            layer.n_unused.to_string(),
+            format!("{:.1}%", 100.0 * layer.unused),
             format!("{:.1}%", 100.0 * layer.dropped),
         ]
     };

@@ -197,6 +197,14 @@ fn early_stopping_streams_and_mixtures_of_llama_factory_are_those_of_a_recipe() 
 }
 
 #[test]
+fn the_balancing_loss_of_llama_factory_is_that_of_transformers() {
+    let text = "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset_dir: ONLINE\n\
+                dataset: c/d\nmoe_aux_loss_coef: 0.01\n";
+    let moe = &recipe(&convert_text(text, None).unwrap())["moe"];
+    assert_eq!(moe, &json!({"router_load_balancing_type": "transformers_aux_loss", "aux_loss_coeff": 0.01}));
+}
+
+#[test]
 fn settings_of_the_loss_keep_their_values() {
     let axolotl = |sets: &str| {
         let text = format!("base_model: a/b\nmicro_batch_size: 1\nloss_watchdog_threshold: 5.0\ndatasets:\n{sets}");

@@ -18,6 +18,23 @@ fn a_resume_logs_changed_keys_of_experts() {
     assert!(!log.contains("capacity_factor:"), "{log}");
 }
 
+/// Experts compute at most half of a balanced load. So at least about half of the selections are dropped.
+#[test]
+fn metrics_show_the_selections_that_a_capacity_drops() {
+    let run = Run::of_experts();
+    run.train_ok(&["exit_iteration=3", "moe.expert_capacity_factor=0.5"]);
+    let records = run.metrics();
+    let loads: Vec<_> = records.iter().map(|record| &record["expert_load"]).filter(|load| load.is_object()).collect();
+    assert_eq!(loads.len(), 3);
+    for load in loads {
+        let layers = load["layers"].as_array().unwrap();
+        let dropped: Vec<f64> = layers.iter().map(|layer| layer["dropped"].as_f64().unwrap()).collect();
+        assert!(!dropped.is_empty() && dropped.iter().all(|share| (0.4..1.0).contains(share)), "{load}");
+        let mean = dropped.iter().sum::<f64>() / dropped.len() as f64;
+        assert!((load["dropped"].as_f64().unwrap() - mean).abs() < 1e-9, "{load}");
+    }
+}
+
 /// Tiles compute each row as without tiles; gradients of weights are sums in another order.
 #[test]
 fn a_run_with_tiles_of_experts_has_the_losses_of_one_without() {

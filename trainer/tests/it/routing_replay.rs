@@ -26,7 +26,7 @@ fn replay(dir: &Path) -> String {
 /// Returns the numbers of selections in each step and layer.
 fn loads(run: &Run) -> Vec<Value> {
     let of_layer = |layer: &Value| {
-        let number = |key: &str| layer[key].clone();
+        let number = |key: &str| Value::from(layer[key].as_f64().unwrap());
         Value::from(["layer", "max_over_mean", "entropy", "unused"].map(number).to_vec())
     };
     let of_step = |record: Value| {

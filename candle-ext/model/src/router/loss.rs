@@ -18,13 +18,21 @@ pub enum RouterLoss {
     /// Load-balancing loss with the fractions of all micro-batches and ranks of the step so far (Qiu et al., 2025,
     /// <https://arxiv.org/abs/2501.11873>).
     GlobalLoadBalancing,
+    /// Load-balancing loss with the fractions of each micro-batch pooled over layers, times k. transformers' `load_balancing_loss_func`.
+    TransformersLoadBalancing,
     /// Square of the log-sum-exp of the logits (ST-MoE).
     Z,
 }
 
 impl RouterLoss {
     /// All losses.
-    pub const ALL: [Self; 4] = [Self::LoadBalancing, Self::SequenceLoadBalancing, Self::GlobalLoadBalancing, Self::Z];
+    pub const ALL: [Self; 5] = [
+        Self::LoadBalancing,
+        Self::SequenceLoadBalancing,
+        Self::GlobalLoadBalancing,
+        Self::TransformersLoadBalancing,
+        Self::Z,
+    ];
 
     /// Returns the name in metrics, as in Megatron-LM.
     pub fn name(self) -> &'static str {
@@ -32,6 +40,7 @@ impl RouterLoss {
             Self::LoadBalancing => "load_balancing_loss",
             Self::SequenceLoadBalancing => "seq_load_balancing_loss",
             Self::GlobalLoadBalancing => "global_load_balancing_loss",
+            Self::TransformersLoadBalancing => "transformers_load_balancing_loss",
             Self::Z => "z_loss",
         }
     }

@@ -4,6 +4,7 @@ mod global_counts;
 mod loss;
 mod noise;
 mod observe;
+mod pooled_counts;
 mod replay;
 mod rows;
 mod select;
@@ -12,6 +13,7 @@ mod totals;
 
 pub use global_counts::GlobalExpertCounts;
 pub use loss::RouterLoss;
+pub use pooled_counts::PooledExpertCounts;
 pub use replay::{ReplayedExperts, RoutingRecord};
 pub use rows::RouterRows;
 pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings};
@@ -31,6 +33,8 @@ pub struct RouterContext<'a> {
     pub totals: Option<&'a RouterTotals>,
     /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
     pub global_counts: Option<&'a GlobalExpertCounts>,
+    /// Selections of all layers, for [`RouterLoss::TransformersLoadBalancing`].
+    pub pooled_counts: Option<&'a PooledExpertCounts>,
     /// Record of the selections to add to.
     pub record: Option<&'a RoutingRecord>,
     /// Experts that replace the selections.
@@ -51,6 +55,7 @@ impl Default for RouterContext<'_> {
             rows: None,
             totals: None,
             global_counts: None,
+            pooled_counts: None,
             record: None,
             replayed: None,
             micro_idx: 0,

@@ -4,7 +4,8 @@
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::{
-    self as ops, RouterSpec, Routing, expert_counts, load_balancing_loss, router_z_loss, sequence_load_balancing_loss,
+    self as ops, RouterSpec, Routing, expert_counts, expert_score_sums, load_balancing_loss, router_z_loss,
+    sequence_load_balancing_loss,
 };
 
 use super::loss::{best_experts, fractions};
@@ -68,7 +69,7 @@ impl RoutedLayer<'_> {
 }
 
 impl CountedTokens<'_> {
-    /// Returns a loss, summed over the tokens: an f32 scalar.
+    /// Returns a loss, summed over the tokens: an f32 scalar, or the scores of each expert [e] if their factors are not yet known.
     fn loss(&self, loss: RouterLoss, context: &RouterContext, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
         let (logits_ne, score) = (&self.logits_ne, self.spec.score);
         let balance = |counts_1e: &Tensor| load_balancing_loss(logits_ne, &fractions(counts_1e)?.squeeze(0)?, score);
@@ -85,6 +86,12 @@ impl CountedTokens<'_> {
                 let counts_1e = || parallel_ops.sum_over_data_parallel(&counts_1e()?);
                 let sums = context.global_counts.expect("a step with this loss has global counts");
                 balance(&sums.up_to(context.micro_idx, self.layer_idx, counts_1e)?)
+            }
+            RouterLoss::TransformersLoadBalancing => {
+                let counts_e = || parallel_ops.sum_over_micro_batch(&counts_1e()?.squeeze(0)?);
+                let pooled = context.pooled_counts.expect("a step with this loss has pooled counts");
+                pooled.add(context.micro_idx, self.layer_idx, counts_e)?;
+                expert_score_sums(logits_ne, score)
             }
             RouterLoss::Z => router_z_loss(logits_ne),
         }

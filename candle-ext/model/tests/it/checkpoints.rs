@@ -1,6 +1,9 @@
 //! Model folders: bit-equal round trips, and errors for malformed folders.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
@@ -133,12 +136,18 @@ fn contents(folder: &Path) -> std::collections::BTreeMap<String, (Vec<usize>, Ve
     tensors.iter().map(|(name, tensor)| (name.clone(), (tensor.dims().to_vec(), bits(tensor)))).collect()
 }
 
-/// transformers wrote the fixture `qwen3_moe` with `save_original_format=False`.
+/// Returns the folder that transformers wrote with `save_original_format=False`.
+fn fused_fixture(name: &str) -> PathBuf {
+    if name == "qwen3_moe" { fixture(name) } else { fixture("fused").join(name) }
+}
+
 #[test]
 fn experts_are_written_as_on_the_hub_or_fused_as_in_transformers() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["qwen3_moe", "mixtral", "qwen2_moe"] {
+    for name in ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "dots1", "glm4_moe"] {
         let source = Source::open(name);
+        let of_transformers = Checkpoint::open(&fused_fixture(name)).unwrap();
+        assert!(of_transformers.check(source.model.base_params()).unwrap().is_empty(), "{name}");
         let value = |param: &ParamSpec| Ok(source.checkpoint.param(param, DType::F32, &Device::Cpu).unwrap());
         let [separate, fused] = [ExpertTensors::Separate, ExpertTensors::Fused].map(|expert_tensors| {
             let target = folder.path().join(format!("{name}-{expert_tensors:?}"));
@@ -154,12 +163,58 @@ fn experts_are_written_as_on_the_hub_or_fused_as_in_transformers() {
             let again = Checkpoint::open(&target).unwrap();
             assert!(again.check(source.model.base_params()).unwrap().is_empty());
             for param in source.model.base_params() {
-                assert_eq!(bits(&again.param(param, DType::F32, &Device::Cpu).unwrap()), bits(&value(param).unwrap()));
+                let want = bits(&value(param).unwrap());
+                for checkpoint in [&again, &of_transformers] {
+                    assert_eq!(
+                        bits(&checkpoint.param(param, DType::F32, &Device::Cpu).unwrap()),
+                        want,
+                        "{}",
+                        param.name
+                    );
+                }
             }
             contents(&target)
         });
         assert!(separate.len() > fused.len());
-        assert_eq!(contents(&fixture(name)), if name == "qwen3_moe" { fused } else { separate }, "{name}");
+        assert_eq!(contents(&fused_fixture(name)), fused, "{name}");
+        if name != "qwen3_moe" {
+            assert_eq!(contents(&fixture(name)), separate, "{name}");
+        }
+    }
+}
+
+#[test]
+fn expert_biases_stay_in_f32_in_a_checkpoint_in_bf16() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["dots1", "glm4_moe"] {
+        let (source, target) = (Source::open(name), folder.path().join(name));
+        // Biases that bf16 would round.
+        let value = |param: &ParamSpec| {
+            let value = source.checkpoint.param(param, DType::F32, &Device::Cpu).unwrap();
+            if param.is_buffer() { value.affine(1.0, 1.0 / 3.0) } else { Ok(value) }
+        };
+        let export = CheckpointExport {
+            folder: &target,
+            config: source.model.config(),
+            auxiliary_files: AuxiliaryFiles::default(),
+            dtype: DType::BF16,
+            shard_bytes: 1 << 30,
+            expert_tensors: ExpertTensors::Separate,
+        };
+        export.save(source.model.base_params(), value).unwrap();
+        let on_disk = candle_core::safetensors::load(target.join("model.safetensors"), &Device::Cpu).unwrap();
+        let again = Checkpoint::open(&target).unwrap();
+        let mut n_biases = 0;
+        for param in source.model.base_params().filter(|param| param.is_buffer()) {
+            assert!(param.name.ends_with("e_score_correction_bias"), "{}", param.name);
+            assert_eq!(on_disk[&param.name].dtype(), DType::F32, "{}", param.name);
+            let want = value(param).unwrap();
+            assert_ne!(bits(&want), bits(&want.to_dtype(DType::BF16).unwrap()));
+            assert_eq!(bits(&again.param(param, DType::F32, &Device::Cpu).unwrap()), bits(&want));
+            n_biases += 1;
+        }
+        let n_in_f32 = on_disk.values().filter(|tensor| tensor.dtype() == DType::F32).count();
+        assert_eq!((n_biases, n_in_f32), (2, 2), "{name}");
     }
 }
 

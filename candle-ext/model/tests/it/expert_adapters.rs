@@ -120,13 +120,24 @@ fn an_adapter_of_the_shared_experts_gate_is_pefts() {
     assert!(modules("dots1", json!({"target_modules": "all-linear"})).iter().all(|name| !name.ends_with("gate")));
 }
 
-/// The adapter of a 3-D parameter has the same factors as one with two modules for each expert.
+/// Adapters of 3-D parameters have the same factors as those with a module for each projection of each expert.
 #[test]
 fn both_layouts_of_one_adapter_have_equal_outputs() {
-    let reference = Reference::load("olmoe-lora");
-    let split = Tiny::load_with_adapter("olmoe", &fixture("olmoe-split-lora"));
-    assert_eq!(split.model.adapters().count(), 2 * 2);
-    assert_close("logits", &split.logits(&reference.ids, &reference.lengths), reference.get("logits"));
+    // Gate and up projections of two layers; of one layer, with its down projections and router, and attention of two layers.
+    for (base, n_adapters) in [("olmoe", 2 * 2), ("qwen3_moe", 3 + 1 + 2 * 2)] {
+        let reference = Reference::load(&format!("{base}-lora"));
+        let split = Tiny::load_with_adapter(base, &fixture(&format!("{base}-split-lora")));
+        assert_eq!(split.model.adapters().count(), n_adapters);
+        let logits = split.logits(&reference.ids, &reference.lengths);
+        assert_close("logits", &logits, reference.get("logits"));
+        let folder = tempfile::tempdir().unwrap();
+        let merged = folder.path().join("merged");
+        merge(&merged, &fixture(base), &fixture(&format!("{base}-split-lora")), Some(DType::F32)).unwrap();
+        let checkpoint = Checkpoint::open(&merged).unwrap();
+        let model = Model::new(Config::read(&merged).unwrap(), None).unwrap();
+        let whole = Tiny::with_weights(model, |param| checkpoint.param(param, DType::F32, &Device::Cpu).unwrap());
+        assert_close("merged logits", &whole.logits(&reference.ids, &reference.lengths), reference.get("logits"));
+    }
 }
 
 fn config(family: &str) -> Config {

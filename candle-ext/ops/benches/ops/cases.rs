@@ -7,13 +7,14 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, GroupedGemmImpl, LossGrad, OutputDtype, Reduction, Tape, Weight, adamw, add, add_rms_norm,
-    attention, copy_into, dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
-    swiglu_joined, zero_,
+    GradScaler, GradSink, GroupedGemmImpl, LossGrad, Reduction, Tape, Weight, adamw, add, add_rms_norm, attention,
+    copy_into, dropout, embedding, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu_joined,
+    zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::linear::linears;
 use crate::measure::BenchRun;
 use crate::{grouped, moe};
 
@@ -64,7 +65,7 @@ const TINY: Model = Model { d: 64, f: 160, v: 500, hq: 4, hkv: 2, k: 16 };
 
 /// Returns the square bf16 matmul whose speed is the ceiling of compute-bound ops.
 pub(crate) fn square_product(n: usize) -> BenchCase {
-    linears(n, n, n).swap_remove(0)
+    linears(DType::BF16, n, n, n).swap_remove(0)
 }
 
 /// Returns the device-to-device copy whose speed is the ceiling of memory-bound ops.
@@ -109,10 +110,10 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<BenchCase> {
     cases.push(rows_set(t, hkv * k));
     cases.extend(embeddings(t, v, d));
     cases.extend(attentions(model, t, len));
-    cases.extend(linears(t, d, hq * k));
-    cases.extend(linears(t, d, f));
-    cases.extend(linears(t, f, d));
-    cases.extend(grouped::linears(grouped::FUSED, [2 * t, d, d / 2, 64]));
+    cases.extend(linears(DType::BF16, t, d, hq * k));
+    cases.extend(linears(DType::BF16, t, d, f));
+    cases.extend(linears(DType::BF16, t, f, d));
+    cases.extend(grouped::linears(grouped::FUSED, DType::BF16, [2 * t, d, d / 2, 64]));
     // Chunks of few tokens, as on a CPU, and of many.
     cases.push(head(t, model, (64 << 20) / (4 * v)));
     cases.push(head(t, model, t));
@@ -219,25 +220,6 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
     })
 }
 
-/// Cases of y = x w^T, dx = dy w and dw += dy^T x, with dw in f32, for k inputs and n outputs.
-pub(crate) fn linears(t: usize, k: usize, n: usize) -> Vec<BenchCase> {
-    let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
-    let flops = 2.0 * x * n as f64;
-    let cost = |bytes| BenchCost { bytes, flops };
-    let shape = || vec![("t", t), ("k", k), ("n", n)];
-    let product = |x: &Tensor, w: &Weight| linear(x, w, None, OutputDtype::SameAsInput);
-    let [forward, grad_x] = both("linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
-        let w = Weight::frozen(randn((n, k), device)?);
-        Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w)))
-    });
-    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
-    let [_, grad_w] = both("linear dw", shape(), [cost_w; 2], move |device| {
-        let (x, w) = (randn((t, k), device)?, trainable(&[n, k], device)?);
-        Ok(Graph::new([], move |_| product(&x, &w)))
-    });
-    vec![forward, BenchCase { op: "linear dx", ..grad_x }, grad_w]
-}
-
 /// Case of the loss with both gradients: three matmuls over x, dx, w, and dw in f32.
 fn head(t: usize, model: &Model, chunk: usize) -> BenchCase {
     let &Model { d, v, .. } = model;
@@ -330,7 +312,7 @@ impl Graph {
         let graph = Rc::new(self);
         let again = graph.clone();
         let y = (graph.op)(&graph.tracked)?;
-        let dy = randn(y.shape(), y.device())?;
+        let dy = randn_in(y.dtype(), y.shape(), y.device())?;
         Ok(Set {
             run: Box::new(move || keep(graph.record()?.backward(&dy)?)),
             forward: Some(Box::new(move || keep(again.record()?))),
@@ -383,12 +365,20 @@ pub(crate) fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>>
 }
 
 pub(crate) fn randn(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
-    Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(DType::BF16)
+    randn_in(DType::BF16, shape, device)
+}
+
+pub(crate) fn randn_in(dtype: DType, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(dtype)
 }
 
 pub(crate) fn trainable(shape: &[usize], device: &Device) -> Result<Weight> {
+    trainable_in(DType::BF16, shape, device)
+}
+
+pub(crate) fn trainable_in(dtype: DType, shape: &[usize], device: &Device) -> Result<Weight> {
     let sink = GradSink::new(Tensor::zeros(shape, DType::F32, device)?)?;
-    Ok(Weight::trainable(randn(shape, device)?, sink))
+    Ok(Weight::trainable(randn_in(dtype, shape, device)?, sink))
 }
 
 /// Returns n numbers below the bound.

@@ -10,7 +10,8 @@ use candlewick_ops::{
     Fp8Rounding, GradSink, OutputDtype, ScaleRule, Weight, fp8_swiglu_mlp, linear, swiglu,
 };
 
-use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, bytes, keep, linears, once, randn, trainable};
+use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, bytes, keep, once, randn, trainable};
+use crate::linear::linears;
 
 /// Linear layers of a model.
 pub(crate) struct Layers {
@@ -85,7 +86,7 @@ pub(crate) fn tiny() -> Vec<BenchCase> {
 fn of_layers(&Layers { t, sizes, mlp }: &Layers) -> Vec<BenchCase> {
     let mut cases = Vec::new();
     for &[k, n] in sizes {
-        cases.extend(linears(t, k, n));
+        cases.extend(linears(DType::BF16, t, k, n));
         for recipe in &RECIPES {
             cases.extend(layers_by(recipe, t, k, n));
             if !recipe.matmul.is_empty() {

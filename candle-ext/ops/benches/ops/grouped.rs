@@ -1,11 +1,12 @@
-//! Benchmark cases of grouped matmuls by our kernels and by CUTLASS.
+//! Benchmark cases of grouped matmuls by our kernels and by CUTLASS, and of dense ones of equal FLOPs.
 //!
 //! t rows in e groups, k inputs, n outputs of each group
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{GroupedCall, GroupedGemmImpl, TokensPerCall, Weight, grouped_linear};
 
-use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, randn, trainable};
+use crate::cases::{BenchCase, BenchCost, F32, Graph, both, randn_in, trainable_in};
+use crate::linear;
 use crate::moe;
 
 /// An implementation with the names of its cases.
@@ -23,6 +24,9 @@ pub(crate) const FUSED: Implementation = Implementation {
     layer: "moe layer",
 };
 
+/// Forward, dx and dw of our kernels in f32.
+const FUSED_F32: [&str; 3] = ["grouped_linear f32", "grouped_linear f32 dx", "grouped_linear f32 dw"];
+
 const CUTLASS: Implementation = Implementation {
     implementation: GroupedGemmImpl::Cutlass,
     linear: ["grouped_linear cutlass", "grouped_linear cutlass dx", "grouped_linear cutlass dw"],
@@ -31,16 +35,30 @@ const CUTLASS: Implementation = Implementation {
 
 /// t, k, n and e: of a 4B model's width, and both matmuls of an expert of Qwen3-30B-A3B.
 const SHAPES: [[usize; 4]; 3] = [[32_768, 2560, 1280, 64], [131_072, 2048, 1536, 128], [131_072, 768, 2048, 128]];
+/// t, k, n and e on a CPU: gate and up projections of 64 experts of width 256.
+const CPU_SHAPE: [usize; 4] = [8192, 512, 512, 64];
 const TINY: [usize; 4] = [96, 64, 40, 8];
 
-/// Returns the cases of all implementations that the device has.
+/// Returns the cases of all implementations that the device has, and dense matmuls of the FLOPs of the first shape.
 pub(crate) fn all(device: &Device) -> Vec<BenchCase> {
-    on(device, &SHAPES, moe::QWEN3_30B_A3B)
+    match device.is_cpu() {
+        true => on_cpu(CPU_SHAPE),
+        false => on(device, &SHAPES, moe::QWEN3_30B_A3B),
+    }
 }
 
 /// Returns the same cases at tiny sizes, for a trial run.
 pub(crate) fn tiny(device: &Device) -> Vec<BenchCase> {
-    on(device, &[TINY], moe::TINY)
+    let cpu = if device.is_cpu() { on_cpu(TINY) } else { Vec::new() };
+    cpu.into_iter().chain(on(device, &[TINY], moe::TINY)).collect()
+}
+
+/// Returns the cases of grouped matmuls in f32 and bf16, each followed by the dense matmul of equal FLOPs.
+fn on_cpu(shape: [usize; 4]) -> Vec<BenchCase> {
+    let [t, k, n, _] = shape;
+    let in_dtype = |dtype| linears(FUSED, dtype, shape).into_iter().zip(linear::linears(dtype, t, k, n));
+    let pairs = [DType::F32, DType::BF16].into_iter().flat_map(in_dtype);
+    pairs.flat_map(|(grouped, dense)| [grouped, dense]).collect()
 }
 
 fn on(device: &Device, shapes: &[[usize; 4]], layer: moe::MoeLayer) -> Vec<BenchCase> {
@@ -52,28 +70,31 @@ fn on(device: &Device, shapes: &[[usize; 4]], layer: moe::MoeLayer) -> Vec<Bench
         }
     });
     let of = |by: Implementation| {
-        let linears = shapes.iter().flat_map(move |shape| linears(by, *shape));
+        let linears = shapes.iter().flat_map(move |shape| linears(by, DType::BF16, *shape));
         linears.chain(moe::layers(by.layer, layer, by.implementation))
     };
-    all.flat_map(of).collect()
+    let [t, k, n, _] = shapes[0];
+    all.flat_map(of).chain(linear::linears(DType::BF16, t, k, n)).collect()
 }
 
 /// Returns the cases of a linear layer with t rows in e skewed groups.
-pub(crate) fn linears(by: Implementation, [t, k, n, e]: [usize; 4]) -> Vec<BenchCase> {
+pub(crate) fn linears(by: Implementation, dtype: DType, [t, k, n, e]: [usize; 4]) -> Vec<BenchCase> {
+    let of_element = dtype.size_in_bytes() as f64;
     let (x, w, y) = ((t * k) as f64, (e * n * k) as f64, (t * n) as f64);
     let cost = |bytes| BenchCost { bytes, flops: 2.0 * x * n as f64 };
     let shape = || vec![("t", t), ("k", k), ("n", n), ("e", e)];
     let offsets = move |device: &Device| Tensor::new(skewed_offsets(t, e), device);
     let call = GroupedCall { tokens: TokensPerCall::Many, implementation: by.implementation };
     let multiply = move |x: &Tensor, w: &Weight, offsets: &Tensor| grouped_linear(x, w, offsets, call);
-    let [name, name_dx, name_dw] = by.linear;
-    let [forward, grad_x] = both(name, shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
-        let (w, offsets) = (Weight::frozen(randn((e * n, k), device)?), offsets(device)?);
-        Ok(Graph::new([randn((t, k), device)?], move |x| multiply(&x[0], &w, &offsets)))
+    let [name, name_dx, name_dw] = if dtype == DType::F32 { FUSED_F32 } else { by.linear };
+    let [forward, grad_x] = both(name, shape(), [cost(of_element * (x + w + y)); 2], move |device| {
+        let (w, offsets) = (Weight::frozen(randn_in(dtype, (e * n, k), device)?), offsets(device)?);
+        Ok(Graph::new([randn_in(dtype, (t, k), device)?], move |x| multiply(&x[0], &w, &offsets)))
     });
-    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
+    let cost_w = cost(of_element * (x + y) + 2.0 * F32 * w);
     let [_, grad_w] = both(name_dw, shape(), [cost_w; 2], move |device| -> Result<Graph> {
-        let (x, w, offsets) = (randn((t, k), device)?, trainable(&[e * n, k], device)?, offsets(device)?);
+        let (x, w, offsets) =
+            (randn_in(dtype, (t, k), device)?, trainable_in(dtype, &[e * n, k], device)?, offsets(device)?);
         Ok(Graph::new([], move |_| multiply(&x, &w, &offsets)))
     });
     vec![forward, BenchCase { op: name_dx, ..grad_x }, grad_w]

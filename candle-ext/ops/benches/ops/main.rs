@@ -8,6 +8,7 @@ mod cases;
 mod fp8;
 mod grouped;
 mod host;
+mod linear;
 mod measure;
 mod moe;
 
@@ -40,7 +41,7 @@ struct Args {
     /// Implementation of the moe layer's experts
     #[arg(long, value_enum, default_value_t = Experts::Auto)]
     experts: Experts,
-    /// Run grouped matmuls and moe layers by our kernels and by CUTLASS, instead of the ops
+    /// Run grouped matmuls and moe layers by our kernels and by CUTLASS, and dense matmuls of equal FLOPs, instead of the ops
     #[arg(long, conflicts_with = "fp8")]
     grouped: bool,
     /// Output tile of CUTLASS's forward and dx, instead of the one for the sizes

@@ -76,6 +76,23 @@ __device__ __forceinline__ void loss_backward(const C* logits, const float* coun
     }
 }
 
+// Writes the normalized scores [t, e].
+template <typename C>
+__device__ __forceinline__ void normalized_scores(const C* logits, float* shares, int t, int e, int function) {
+    const long long token = static_cast<long long>(blockIdx.x) * LOSS_WARPS + threadIdx.x / 32;
+    if (token >= t) return;
+    logits += token * e;
+    shares += token * e;
+    const auto scores = Scores<C>::of_row(function, logits, e);
+    C divisor = C(1);
+    if (function != SOFTMAX) {
+        C sum = C(0);
+        for (int i = threadIdx.x % 32; i < e; i += 32) sum += scores.of(logits[i]);
+        divisor = sum_lanes(sum) + scores.epsilon();
+    }
+    for (int i = threadIdx.x % 32; i < e; i += 32) shares[i] = static_cast<float>(scores.of(logits[i]) / divisor);
+}
+
 #define ROUTER_LOSS(C, suffix)                                                                                        \
     KERNEL(128) token_losses_##suffix(const C* logits, const float* counts, const uint* sequences, double* partial,   \
             int t, int e, int function) {                                                                             \
@@ -84,6 +101,9 @@ __device__ __forceinline__ void loss_backward(const C* logits, const float* coun
     KERNEL(128) loss_backward_##suffix(const C* logits, const float* counts, const uint* sequences, const float* dy,  \
             C* d_logits, int t, int e, int function) {                                                                \
         loss_backward(logits, counts, sequences, dy, d_logits, t, e, function);                                       \
+    }                                                                                                                 \
+    KERNEL(128) normalized_scores_##suffix(const C* logits, float* shares, int t, int e, int function) {              \
+        normalized_scores(logits, shares, t, e, function);                                                            \
     }
 ROUTER_LOSS(float, f32)
 ROUTER_LOSS(double, f64)

@@ -1,6 +1,7 @@
 //! Loss of a training step: objective, normalization and auxiliary losses.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use candlewick_model::RouterContext;
 use candlewick_ops::{LossAndGrad, LossGrad, Reduction, Tape, add};
 
 use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
@@ -113,13 +114,28 @@ impl<'a> AuxiliarySums<'a> {
         Self { losses: loss.auxiliary, scale: &loss.scale, sums }
     }
 
-    /// Runs the backward of a layer from `dy` and its auxiliary losses, and returns the gradient of its input.
-    pub(super) fn input_grad(&mut self, layer_idx: usize, tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    /// Runs the backward of a layer from `dy` and its auxiliary losses, and returns the gradient of its input `x`.
+    pub(super) fn input_grad(
+        &mut self,
+        layer_idx: usize,
+        tape: Tape,
+        (x, dy): (&Tensor, &Tensor),
+        router: &RouterContext<'_>,
+    ) -> Result<Tensor> {
         let mut weights = Vec::new();
         for (name, value) in tape.auxiliary_losses() {
             let i = self.position(name)?;
-            self.add(i, layer_idx, value)?;
-            weights.push(self.scale.auxiliary_weight(&self.losses[i], value.device())?);
+            let weight = self.scale.auxiliary_weight(&self.losses[i], value.device())?;
+            // A vector has the scores of each expert. Their factors are known once all layers have counted.
+            let (value, weight) = match router.pooled_counts.filter(|_| value.rank() == 1) {
+                Some(counts) => {
+                    let factors = counts.factors(router.micro_idx)?;
+                    ((value * &factors)?.sum_all()?, factors.broadcast_mul(&weight)?)
+                }
+                None => (value.clone(), weight),
+            };
+            self.add(i, layer_idx, &value)?;
+            weights.push(weight);
         }
         input_grad(tape, x, dy, &weights)
     }

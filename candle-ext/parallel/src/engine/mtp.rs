@@ -70,7 +70,7 @@ impl Engine {
             self.store.fetch(unit_idx)?;
             self.store.prepare_grads(unit_idx)?;
             let dy = dx.map_or(Ok(dy.clone()), |dx| add(&dy, &dx))?;
-            dx = Some(auxiliary.input_grad(layer_idx, tape, &input, &dy)?);
+            dx = Some(auxiliary.input_grad(layer_idx, tape, (&input, &dy), &pass.context.router)?);
             self.release_unit(unit_idx, pass.position)?;
         }
         Ok(dx)

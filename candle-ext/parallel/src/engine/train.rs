@@ -6,13 +6,14 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{
-    ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext, RouterRows, RouterTotals,
-    RoutingRecord,
+    ForwardContext, GlobalExpertCounts, ParallelOps, PooledExpertCounts, ReplayedExperts, RouterContext, RouterRows,
+    RouterTotals, RoutingRecord,
 };
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
+use super::pooled_counts::MicroCounts;
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
 use crate::context_parallel::TokenShard;
@@ -65,6 +66,8 @@ struct MicroBatchState<'m> {
 struct StepRouters {
     totals: RouterTotals,
     global_counts: GlobalExpertCounts,
+    /// Counts pooled over layers, if a loss reads them.
+    pooled_counts: Option<PooledExpertCounts>,
     /// Record of the selections, if the step records them.
     record: Option<RoutingRecord>,
 }
@@ -76,6 +79,12 @@ struct Pass<'a> {
     micro_batch: MicroBatch,
     /// True if the next pass is this one's backward.
     backward_is_next: bool,
+}
+
+impl<'a> Pass<'a> {
+    fn pooled_counts(&self) -> MicroCounts<'a> {
+        MicroCounts { counts: self.routers.pooled_counts.as_ref(), micro_idx: self.chunk_pass.micro }
+    }
 }
 
 impl Engine {
@@ -107,7 +116,7 @@ impl Engine {
         let _fp8 = self.store.enable_fp8(fp8_key)?;
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
-        let mut routers = StepRouters { record, ..StepRouters::default() };
+        let mut routers = StepRouters { record, pooled_counts: self.pooled_counts(), ..StepRouters::default() };
         let given: Option<&[Option<MicroExperts>]> = match routing {
             StepRouting::Replay(micros) => Some(micros),
             StepRouting::Select | StepRouting::Record => None,
@@ -239,7 +248,9 @@ impl Engine {
             }
             false => {
                 let expected = self.hidden_states(micro.positions.len(), parallel_ops);
-                (None, self.pipeline.receive_activation(expected)?)
+                let x = self.pipeline.receive_activation(expected)?;
+                self.receive_counts_forward(pass.pooled_counts())?;
+                (None, x)
             }
         };
         let run = layout.blocks(stage, chunk);
@@ -255,6 +266,7 @@ impl Engine {
         }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
+            self.send_counts_forward(pass.pooled_counts())?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
         let (loss, dx) = self.loss_and_grad(&x, pass, state, loss, &context, auxiliary)?;
@@ -278,7 +290,9 @@ impl Engine {
             Some(dy) => dy,
             None => {
                 let expected = self.hidden_states(state.part.micro.positions.len(), parallel_ops);
-                self.pipeline.receive_gradient(expected)?
+                let dy = self.pipeline.receive_gradient(expected)?;
+                self.receive_counts_backward(pass.pooled_counts())?;
+                dy
             }
         };
         let run = self.pipeline.layout().blocks(self.pipeline.stage(), pass.chunk_pass.chunk);
@@ -286,7 +300,10 @@ impl Engine {
             dx = self.backward_block(block_idx, keep, &dx, &context, auxiliary)?;
             self.release_unit(block_idx + 1, pass.micro_batch)?;
         }
-        let Some(embedded) = embedded else { return self.pipeline.send_gradient(&dx) };
+        let Some(embedded) = embedded else {
+            self.pipeline.send_gradient(&dx)?;
+            return self.send_counts_backward(pass.pooled_counts());
+        };
         self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
         self.release_unit(0, pass.micro_batch)
@@ -306,6 +323,7 @@ impl Engine {
                 rows: router_rows.as_ref(),
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
+                pooled_counts: pass.routers.pooled_counts.as_ref(),
                 record: None,
                 replayed: replayed.as_ref(),
                 micro_idx: pass.chunk_pass.micro,
@@ -361,13 +379,13 @@ impl Engine {
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
         self.store.prepare_grads(block_idx + 1)?;
         let (x, outputs) = match kept {
-            SavedActivation::Tape(x, tape) => return auxiliary.input_grad(block_idx, tape, &x, dy),
+            SavedActivation::Tape(x, tape) => return auxiliary.input_grad(block_idx, tape, (&x, dy), &context.router),
             SavedActivation::Input(x, outputs) => (x, outputs),
             SavedActivation::Offloaded(offloaded) => (offloaded.fetch()?, SavedOutputs::default()),
         };
         let forward = || self.model.block(weights, &x, context);
         let tape = Tape::replay(outputs, &[&x], forward)?;
-        auxiliary.input_grad(block_idx, tape, &x, dy)
+        auxiliary.input_grad(block_idx, tape, (&x, dy), &context.router)
     }
 
     /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last layer's output.

@@ -9,3 +9,4 @@ mod inference;
 mod memory;
 mod modes;
 mod mtp;
+mod transformers_loss;

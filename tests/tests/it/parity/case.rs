@@ -28,6 +28,8 @@ pub(crate) struct ModelCase {
     n_mtp_layers: usize,
     /// Settings of FP8, in which all linear layers multiply.
     fp8: Option<Fp8Config>,
+    /// True if the weight of an expert multiplies its input. A token then selects one expert.
+    weighs_inputs: bool,
     /// Scaling of RoPE that extends a context of 8 tokens, which some sequences exceed.
     rope: RopeScaling,
     router: Router,
@@ -83,6 +85,9 @@ pub(crate) const ROUTERS: [ModelCase; 2] =
 
 /// Half-rotated heads with biases, and a mixture of experts with sigmoid scores after a dense layer.
 pub(crate) const GLM4_MOE: ModelCase = ModelCase::of("glm4_moe", false);
+
+/// A mixture of experts in every second layer, whose weights multiply the inputs of experts.
+pub(crate) const WEIGHTED_INPUTS: ModelCase = ModelCase { weighs_inputs: true, ..QWEN3_MOE };
 
 /// Adapters of the experts' 3-D parameters and of the routers.
 pub(crate) const PARAMETERS: ModelCase =
@@ -162,6 +167,7 @@ impl ModelCase {
             storage: WeightStorage::Dense,
             n_mtp_layers: 0,
             fp8: None,
+            weighs_inputs: false,
             rope: RopeScaling::Default,
             router: Router::Family,
         }
@@ -240,6 +246,12 @@ impl ModelCase {
         };
         for (key, value) in experts.as_object().unwrap().iter().chain(router.as_object().unwrap()) {
             config[key] = value.clone();
+        }
+        if self.weighs_inputs {
+            config["moe_apply_probs_on_input"] = json!(true);
+            config["num_experts_per_tok"] = json!(1);
+            // The normalized weight of a single expert is constant.
+            config["norm_topk_prob"] = json!(false);
         }
         if self.biased {
             config["attention_bias"] = json!(true);

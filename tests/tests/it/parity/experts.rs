@@ -3,7 +3,7 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE};
+use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE, WEIGHTED_INPUTS};
 use super::rank::{Strategy, run};
 use super::{ONE, check_all};
 
@@ -89,6 +89,18 @@ fn parity_of_the_all_gather_dispatcher() {
     ] {
         let strategy = Strategy { token_dispatcher: TokenDispatcher::AllGather, ..strategy(degrees, zero_stage) };
         check_all(strategy, &[DOTS1, QWEN3_MOE], &BATCHINGS, &[COUNTS, SUMS]);
+    }
+}
+
+#[test]
+fn parity_of_weights_on_the_inputs_of_experts() {
+    for (degrees, zero_stage, token_dispatcher) in [
+        (Degrees { dp_replicate: 4, ep: 4, ..ONE }, None, TokenDispatcher::AllToAll),
+        (Degrees { tp: 2, dp_replicate: 2, ep: 2, etp: 2, ..ONE }, None, TokenDispatcher::AllToAll),
+        (Degrees { dp_shard: 4, ep: 2, etp: 2, ..ONE }, Some(ZeroStage::Three), TokenDispatcher::AllGather),
+    ] {
+        let strategy = Strategy { token_dispatcher, ..strategy(degrees, zero_stage) };
+        check_all(strategy, &[WEIGHTED_INPUTS], &BATCHINGS, &[COUNTS]);
     }
 }
 

@@ -379,7 +379,7 @@ pub(crate) fn shards(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_
         .collect()
 }
 
-fn buffers(engine: &Engine) -> candle_core::Result<Vec<ParamShard>> {
+pub(crate) fn buffers(engine: &Engine) -> candle_core::Result<Vec<ParamShard>> {
     let of_buffer = |BufferState { name, shape, range, value, .. }| {
         let row_len = shape[0];
         Ok(ParamShard { name, shape, row_len, columns: 0..row_len, range, values: value.to_vec1()? })

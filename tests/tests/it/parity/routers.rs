@@ -1,142 +1,24 @@
 //! Losses and totals of routers are those of one rank on every mesh, and the gradient of each loss alone.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
-use candlewick_comm::{Options, World, sum, threads};
-use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
-use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings, RouterTotal};
-use candlewick_ops::{DropPolicy, GradPolicy, GradScaler, cpu_gemm_kernel};
-use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, LossScale, MasterRounding, Micro, MicroLoss, Objective, OptimizerStep, SequenceParallel,
-    StepLoss, StepRouting, TokenDispatcher, TokenLosses, TrainBatch, ZeroGradCount, ZeroStage,
+use candlewick_comm::{Options, World, threads};
+use candlewick_model::RouterLoss::{
+    self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, TransformersLoadBalancing, Z,
 };
+use candlewick_model::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings, RouterTotal};
+use candlewick_ops::{DropPolicy, cpu_gemm_kernel};
+use candlewick_parallel::{CausalLm, LossScale, SequenceParallel, StepLoss, TokenDispatcher, ZeroStage};
 
 use super::ONE;
-use super::case::{Batching, DOTS1, ModelCase, QWEN3_MOE, ROUTERS, micros};
-use super::rank::{HYPER, Strategy, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
-
-/// The objective 0, which leaves the gradients of the routers' losses.
-struct Nothing;
-
-impl Objective for Nothing {
-    fn loss(&self, tokens: &TokenLosses<'_>) -> Result<MicroLoss> {
-        let zero = Tensor::zeros((), DType::F32, &Device::Cpu)?;
-        let weights = Tensor::zeros(tokens.micro().seqs.n_tokens(), DType::F32, &Device::Cpu)?;
-        Ok(MicroLoss::Weighted { loss: zero, weights })
-    }
-}
-
-/// Results of a step that minimizes one loss of the routers.
-struct RouterStep {
-    /// Mean of the loss by layer.
-    layers: Vec<f64>,
-    totals: BTreeMap<usize, RouterTotal>,
-    /// Gradients that are not zero.
-    grads: BTreeMap<String, Vec<f32>>,
-}
-
-/// Takes a step that minimizes `loss` alone, without and with every activation checkpointing.
-fn step(strategy: Strategy, case: ModelCase, batching: Batching, loss: RouterLoss) -> RouterStep {
-    let router = RouterSettings { losses: vec![loss], ..RouterSettings::default() };
-    step_with(strategy, case, batching, &router, &Nothing)
-}
-
-/// Padding of experts to their capacity.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ExpertInput {
-    /// The rows of tokens.
-    Ragged,
-    /// Rows of padding up to the capacity.
-    Padded,
-}
-
-/// Takes a step that minimizes an objective and the first of the routers' losses.
-fn step_with(
-    strategy: Strategy,
-    case: ModelCase,
-    batching: Batching,
-    router: &RouterSettings,
-    objective: &'static dyn Objective,
-) -> RouterStep {
-    step_of(strategy, (case, batching), router, objective, ExpertInput::Ragged)
-}
-
-fn step_of(
-    strategy: Strategy,
-    (case, batching): (ModelCase, Batching),
-    router: &RouterSettings,
-    objective: &'static dyn Objective,
-    expert_input: ExpertInput,
-) -> RouterStep {
-    let loss = router.losses[0];
-    let rank = |world: &World| -> Result<_> {
-        let (rank, n_ranks) = data_rank(world, strategy);
-        let engine = engine_with_routers(world, strategy, case, router.clone(), None)?;
-        let (micros, n_targets) = micros(batching, 0, rank, n_ranks);
-        let n_tokens = micros.iter().map(|micro: &Micro| micro.seqs.n_tokens()).sum::<usize>() as f64;
-        let normalizer = sum(engine.group(), n_tokens)? / strategy.n_counts();
-        let auxiliary = [AuxiliaryLoss { name: loss.name().to_owned(), coefficient: 1.0, normalizer }];
-        let n_targets = sum(engine.group(), n_targets)? / strategy.n_counts();
-        let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
-        let dropout_keys = vec![5; micros.len()];
-        let most_tokens = (expert_input == ExpertInput::Padded).then(|| most_tokens(batching, n_ranks));
-        let batch = TrainBatch {
-            micros: &micros,
-            most_tokens: most_tokens.as_deref(),
-            dropout_keys: &dropout_keys,
-            n_targets,
-            auxiliary: &auxiliary,
-            routing: StepRouting::Select,
-        };
-        let optimizer = OptimizerStep {
-            adamw: HYPER,
-            scaler: &scaler,
-            rounding: MasterRounding::Nearest,
-            grad_zeros: ZeroGradCount::Off,
-            max_loss: f64::INFINITY,
-        };
-        let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
-        let layers = result.auxiliary_layers[loss.name()].clone();
-        Ok((layers, result.routers, shards(&engine, |state| &state.grad)?))
-    };
-    let options = Options { timeout: Duration::from_secs(120), record: false };
-    let ranks = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();
-    for (layers, totals, _) in &ranks {
-        assert_eq!((layers, totals), (&ranks[0].0, &ranks[0].1), "{strategy:?}: ranks disagree");
-    }
-    let mut grads = unsharded(ranks.iter().flat_map(|(.., shards)| shards));
-    grads.retain(|_, grad| grad.iter().any(|x| *x != 0.0));
-    RouterStep { layers: ranks[0].0.clone(), totals: ranks[0].1.clone(), grads }
-}
-
-/// Returns the most tokens of any data rank in each micro-batch of the first step.
-fn most_tokens(batching: Batching, n_ranks: usize) -> Vec<usize> {
-    let of_rank = |rank| micros(batching, 0, rank, n_ranks).0.iter().map(|micro| micro.seqs.n_tokens()).collect();
-    let ranks: Vec<Vec<usize>> = (0..n_ranks).map(of_rank).collect();
-    (0..ranks[0].len()).map(|micro| ranks.iter().map(|of_rank| of_rank[micro]).max().unwrap()).collect()
-}
-
-/// Compares two steps. Sums of logits round differently, by their absolute sum.
-fn check_close(what: &str, ours: &RouterStep, one_rank: &RouterStep) {
-    let is_close = |a: f64, b: f64, scale: f64| (a - b).abs() <= 1e-5 * scale.max(1e-3);
-    let layers = ours.layers.iter().zip(&one_rank.layers);
-    assert!(layers.clone().all(|(a, b)| is_close(*a, *b, b.abs())), "{what}: {:?}", layers.collect::<Vec<_>>());
-    assert!(one_rank.layers.iter().any(|mean| *mean > 0.0) && one_rank.layers.contains(&0.0), "no dense layer");
-    assert!(ours.totals.keys().eq(one_rank.totals.keys()), "{what}");
-    for (a, b) in ours.totals.values().zip(one_rank.totals.values()) {
-        assert_eq!((&a.expert_counts, a.n_tokens), (&b.expert_counts, b.n_tokens), "{what}");
-        assert_eq!(a.n_dropped, b.n_dropped, "{what}");
-        let scale = f64::from(b.logit_squares);
-        assert!(is_close(a.logit_sum.into(), b.logit_sum.into(), scale), "{what}: {a:?} {b:?}");
-        assert!(is_close(a.logit_squares.into(), b.logit_squares.into(), scale) && scale > 0.0, "{what}: {a:?} {b:?}");
-    }
-    assert!(one_rank.grads.keys().any(|name| name.ends_with("gate.weight")), "{what}");
-    compare_tensors("gradient", &ours.grads, &one_rank.grads)
-        .unwrap_or_else(|difference| panic!("{what}: {difference}"));
-}
+use super::case::{Batching, DOTS1, MOE_MTP, ModelCase, QWEN3_MOE, ROUTERS, WEIGHTED_INPUTS, micros};
+use super::faulty_group::GroupOp;
+use super::rank::{Strategy, engine_with_routers};
+use super::router_step::{
+    ExpertInput, Nothing, RouterRun, RouterStep, check_close, compare_steps, most_tokens, step, step_with,
+};
 
 /// Compares each loss with one rank. `losses` do not depend on the mesh.
 #[track_caller]
@@ -180,6 +62,126 @@ fn losses_of_routers_are_those_of_one_rank_where_ranks_have_other_micro_batches(
     check(Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::One), &losses);
 }
 
+/// Stages of several chunks, and an MTP layer with experts on the last stage.
+#[test]
+fn the_loss_over_all_layers_is_that_of_one_rank_on_pipeline_stages() {
+    let (chunks, stages) = (Some(&[1usize, 1, 1, 1][..]), Some(&[3usize, 1][..]));
+    for (case, chunk_layers) in [(DOTS1, chunks), (QWEN3_MOE, chunks), (MOE_MTP, stages)] {
+        let pipeline = Strategy { degrees: Degrees { pp: 2, ..ONE }, chunk_layers, ..Strategy::ONE_RANK };
+        let step = |strategy| step(strategy, case, Batching::Accumulated(3), TransformersLoadBalancing);
+        check_close(&format!("{case:?}"), &step(pipeline), &step(Strategy::ONE_RANK));
+    }
+}
+
+/// The micro-batches of one rank are those of the data parallel ranks.
+#[test]
+fn losses_of_micro_batches_are_those_of_one_rank_with_the_same_micro_batches() {
+    for case in [DOTS1, QWEN3_MOE] {
+        for loss in [LoadBalancing, TransformersLoadBalancing] {
+            let one_rank = step(Strategy::ONE_RANK, case, Batching::Accumulated(2), loss);
+            for (degrees, zero_stage) in [
+                (Degrees { dp_replicate: 2, ..ONE }, None),
+                (Degrees { dp_replicate: 2, ep: 2, ..ONE }, None),
+                (Degrees { dp_shard: 2, tp: 2, ep: 4, ..ONE }, Some(ZeroStage::Three)),
+                (Degrees { dp_shard: 2, cp: 2, ep: 2, ..ONE }, Some(ZeroStage::One)),
+            ] {
+                let sequence_parallel = SequenceParallel::On;
+                let strategy = Strategy { degrees, zero_stage, sequence_parallel, ..Strategy::ONE_RANK };
+                let what = format!("{degrees} {case:?} {loss:?}");
+                check_close(&what, &step(strategy, case, Batching::Packed, loss), &one_rank);
+            }
+        }
+    }
+}
+
+/// The second loss has half of the first one's coefficient.
+#[test]
+fn the_gradient_of_two_losses_is_the_sum_of_theirs() {
+    for losses in [[LoadBalancing, GlobalLoadBalancing], [TransformersLoadBalancing, SequenceLoadBalancing]] {
+        for degrees in [ONE, Degrees { cp: 2, ep: 2, ..ONE }] {
+            let strategy = Strategy { degrees, ..Strategy::ONE_RANK };
+            let [first, second] = losses.map(|loss| step(strategy, DOTS1, Batching::Accumulated(3), loss));
+            let router = RouterSettings { losses: losses.to_vec(), ..RouterSettings::default() };
+            let both = step_with(strategy, DOTS1, Batching::Accumulated(3), &router, &Nothing);
+            let mut sum = first;
+            sum.layers.extend(&second.layers);
+            assert_eq!(both.layers, sum.layers);
+            for (name, grad) in &mut sum.grads {
+                grad.iter_mut().zip(&second.grads[name]).for_each(|(sum, of_second)| *sum += of_second / 2.0);
+            }
+            check_close(&format!("{degrees} {losses:?}"), &both, &sum);
+        }
+    }
+}
+
+/// The third micro-batch of a step reads the counts of the first two. A later step begins with none.
+#[test]
+fn counts_of_a_step_are_not_those_of_the_next() {
+    for loss in [GlobalLoadBalancing, TransformersLoadBalancing] {
+        let router = &RouterSettings { losses: vec![loss], ..RouterSettings::default() };
+        for degrees in [ONE, Degrees { dp_replicate: 2, ep: 2, ..ONE }] {
+            let strategy = Strategy { degrees, ..Strategy::ONE_RANK };
+            let (batching, expert_input) = (Batching::Accumulated(3), ExpertInput::Ragged);
+            let run =
+                RouterRun { strategy, case: DOTS1, batching, router, objective: &Nothing, expert_input, fault: None };
+            let steps = run.steps_without_updates(3);
+            assert!(steps[1] == steps[0] && steps[2] == steps[0], "{degrees} {loss:?}: {steps:?}");
+        }
+    }
+}
+
+const ALL_TOKENS: &str = "cp-sp-tp";
+const ALL_RANKS: &str = "dp_replicate-dp_shard-cp-sp-tp";
+
+/// Each loss is detected as wrong if ranks do not sum its counts.
+#[test]
+fn a_corrupted_sum_of_counts_changes_each_balancing_loss() {
+    for (loss, degrees, group) in [
+        (LoadBalancing, Degrees { cp: 2, ep: 2, ..ONE }, ALL_TOKENS),
+        (LoadBalancing, Degrees { tp: 2, ep: 2, ..ONE }, ALL_TOKENS),
+        (SequenceLoadBalancing, Degrees { cp: 2, ep: 2, ..ONE }, ALL_TOKENS),
+        (SequenceLoadBalancing, Degrees { tp: 2, ep: 2, ..ONE }, ALL_TOKENS),
+        (TransformersLoadBalancing, Degrees { cp: 2, ep: 2, ..ONE }, ALL_TOKENS),
+        (TransformersLoadBalancing, Degrees { tp: 2, ep: 2, ..ONE }, ALL_TOKENS),
+        (GlobalLoadBalancing, Degrees { cp: 2, ep: 2, ..ONE }, ALL_RANKS),
+        (GlobalLoadBalancing, Degrees { dp_replicate: 2, ep: 2, ..ONE }, ALL_RANKS),
+    ] {
+        let sequence_parallel = SequenceParallel::On;
+        let strategy = Strategy { degrees, sequence_parallel, ..Strategy::ONE_RANK };
+        let router = &RouterSettings { losses: vec![loss], ..RouterSettings::default() };
+        let (batching, expert_input) = (Batching::Packed, ExpertInput::Ragged);
+        let fault = &GroupOp { group: group.to_owned(), op: "all_reduce" };
+        for case in [DOTS1, QWEN3_MOE] {
+            let run =
+                RouterRun { strategy, case, batching, router, objective: &Nothing, expert_input, fault: Some(fault) };
+            let one_rank = step(Strategy::ONE_RANK, case, batching, loss);
+            let difference = compare_steps(&run.step(), &one_rank);
+            assert!(difference.is_err(), "{degrees} {case:?} {loss:?}: a corrupted {fault} is not detected");
+        }
+    }
+}
+
+/// Counts of a step are summed over the ranks of the residual stream, then over all others.
+#[test]
+fn a_corrupted_sum_of_counts_changes_the_expert_biases() {
+    let router = &RouterSettings { losses: vec![Z], bias_update_rate: 0.02, ..RouterSettings::default() };
+    let (batching, objective, expert_input) = (Batching::Packed, &CausalLm, ExpertInput::Ragged);
+    let step = |degrees, fault: Option<&GroupOp>| {
+        let strategy = Strategy { degrees, sequence_parallel: SequenceParallel::On, ..Strategy::ONE_RANK };
+        RouterRun { strategy, case: DOTS1, batching, router, objective, expert_input, fault }.step()
+    };
+    let one_rank = step(ONE, None);
+    for (degrees, group) in [
+        (Degrees { dp_replicate: 2, ep: 2, ..ONE }, "pp-dp_replicate-dp_shard-cp-sp"),
+        (Degrees { cp: 2, ep: 2, ..ONE }, "pp-dp_replicate-dp_shard-cp-sp"),
+        (Degrees { tp: 2, ep: 2, ..ONE }, "tp"),
+    ] {
+        assert_eq!(step(degrees, None).biases, one_rank.biases, "{degrees}");
+        let fault = GroupOp { group: group.to_owned(), op: "all_reduce" };
+        assert_ne!(step(degrees, Some(&fault)).biases, one_rank.biases, "{degrees}: {fault} is not detected");
+    }
+}
+
 #[test]
 fn routers_with_keys_of_megatron_are_those_of_one_rank() {
     check_cases(ROUTERS, Degrees { tp: 2, ep: 2, ..ONE }, None, &RouterLoss::ALL);
@@ -199,6 +201,9 @@ fn losses_of_routers_differ() {
     let mean = |loss| step(Strategy::ONE_RANK, DOTS1, Batching::Accumulated(3), loss).layers.iter().sum::<f64>();
     let means = [LoadBalancing, SequenceLoadBalancing, GlobalLoadBalancing].map(mean);
     assert!(means[0] != means[1] && means[0] != means[2] && means[1] != means[2], "{means:?}");
+    // A token selects two experts.
+    let of_transformers = mean(TransformersLoadBalancing);
+    assert!(of_transformers > 2.0 && of_transformers != 2.0 * means[0], "{of_transformers} {means:?}");
 }
 
 #[test]
@@ -286,6 +291,28 @@ fn a_capacity_drops_the_same_tokens_under_expert_parallelism() {
     }
 }
 
+/// The first layer with experts has the same input with and without a capacity.
+#[test]
+fn losses_metrics_and_biases_count_the_selections_before_the_capacity_drops_any() {
+    for loss in [LoadBalancing, SequenceLoadBalancing, GlobalLoadBalancing, Z] {
+        for policy in [DropPolicy::Weights, DropPolicy::Position] {
+            let step = |capacity| {
+                let losses = vec![loss];
+                let router = RouterSettings { losses, capacity, bias_update_rate: 0.02, ..RouterSettings::default() };
+                step_with(Strategy::ONE_RANK, DOTS1, Batching::Packed, &router, &CausalLm)
+            };
+            let (limited, unlimited) = (step(Some(ExpertCapacity { factor: 0.5, policy })), step(None));
+            let (layer_idx, total) = limited.totals.first_key_value().unwrap();
+            assert!(total.n_dropped > 0.0 && unlimited.totals[layer_idx].n_dropped == 0.0);
+            assert_eq!(total.expert_counts, unlimited.totals[layer_idx].expert_counts);
+            assert!(limited.layers[*layer_idx] > 0.0);
+            assert_eq!(limited.layers[*layer_idx], unlimited.layers[*layer_idx], "{loss:?} {policy:?}");
+            let (name, bias) = limited.biases.first_key_value().unwrap();
+            assert!(name.starts_with(&format!("model.layers.{layer_idx}.")) && bias == &unlimited.biases[name]);
+        }
+    }
+}
+
 /// Ranks have different numbers of tokens. So experts have more rows than the capacity of most ranks.
 #[test]
 fn experts_padded_to_their_capacity_train_as_those_without_padding() {
@@ -316,9 +343,12 @@ fn check_padding(degrees: Degrees, token_dispatcher: TokenDispatcher) {
     for policy in [DropPolicy::Weights, DropPolicy::Position] {
         let capacity = Some(ExpertCapacity { factor: 0.75, policy });
         let router = RouterSettings { losses: vec![LoadBalancing], capacity, ..RouterSettings::default() };
-        for case in [DOTS1, QWEN3_MOE] {
+        for case in [DOTS1, QWEN3_MOE, WEIGHTED_INPUTS] {
             for batching in [Batching::Packed, Batching::Accumulated(3)] {
-                let step = |input| step_of(strategy, (case, batching), &router, &CausalLm, input);
+                let (router, objective, fault) = (&router, &CausalLm, None);
+                let step = |expert_input| {
+                    RouterRun { strategy, case, batching, router, objective, expert_input, fault }.step()
+                };
                 let (padded, ragged) = (step(ExpertInput::Padded), step(ExpertInput::Ragged));
                 let what = format!("{degrees} {token_dispatcher:?} {case:?} {batching:?} {policy:?}");
                 check_close(&what, &padded, &ragged);

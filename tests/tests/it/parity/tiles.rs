@@ -4,7 +4,7 @@ use candlewick_comm::mesh::Degrees;
 use candlewick_model::TiledMlp;
 use candlewick_parallel::{CpuOffload, PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
 
-use super::case::{ADAPTER, BATCHINGS, Batching, DOTS1, EXPERT_MODULES, MODELS, QWEN3_MOE};
+use super::case::{ADAPTER, BATCHINGS, Batching, DOTS1, EXPERT_MODULES, MODELS, QWEN3_MOE, WEIGHTED_INPUTS};
 use super::rank::{STEPS, Strategy, compare, one_rank, run};
 use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
@@ -68,7 +68,7 @@ fn parity_of_tiles_of_experts() {
         let (tiled_mlp, sequence_parallel) = (TiledMlp::On, SequenceParallel::On);
         let strategy =
             Strategy { degrees, zero_stage, token_dispatcher, sequence_parallel, tiled_mlp, ..Strategy::ONE_RANK };
-        for case in [DOTS1, QWEN3_MOE, EXPERT_MODULES] {
+        for case in [DOTS1, QWEN3_MOE, EXPERT_MODULES, WEIGHTED_INPUTS] {
             for batching in [Batching::Packed, Batching::Accumulated(2)] {
                 if let Err(difference) = compare(&run(strategy, case, batching), &one_rank(case, batching, STEPS)) {
                     panic!("{strategy:?}, {case:?}, {batching:?}: {difference}");

@@ -26,8 +26,9 @@ fn routers(key: &str, dir: &Path) -> String {
 
 /// Returns the numbers of selections of each step.
 fn loads(run: &TrainerRun) -> Vec<Value> {
-    let of_layer =
-        |layer: &Value| Value::from(["max_over_mean", "entropy", "unused"].map(|key| layer[key].clone()).to_vec());
+    let of_layer = |layer: &Value| {
+        Value::from(["max_over_mean", "entropy", "unused"].map(|key| layer[key].as_f64().unwrap()).to_vec())
+    };
     let of_step = |record: Value| Some(record["expert_load"]["layers"].as_array()?.iter().map(of_layer).collect());
     run.records().into_iter().filter_map(of_step).collect()
 }

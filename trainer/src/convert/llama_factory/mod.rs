@@ -188,7 +188,8 @@ fn attention(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 }
 
 fn aux_loss(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    converter.map(item, [("model.hf_config_kwargs.router_aux_loss_coef", item.scalar())]);
+    let kind = ("moe.router_load_balancing_type", "transformers_aux_loss".into());
+    converter.map(item, [kind, ("moe.aux_loss_coeff", item.scalar())]);
 }
 
 fn no_checkpointing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

@@ -162,7 +162,11 @@ fn load_balancing_types(resolver: &mut Resolver) -> Vec<LoadBalancingType> {
     let is_repeated = |i: usize| types[..i].contains(&types[i]);
     if types.is_empty() || types.iter().any(|kind| loss(*kind).is_none()) || (0..types.len()).any(is_repeated) {
         let message = format!("{TYPE}: expected a list of different losses");
-        resolver.report_with_advice(&[TYPE], message, "list aux_loss, seq_aux_loss or global_aux_loss, each once");
+        resolver.report_with_advice(
+            &[TYPE],
+            message,
+            "list aux_loss, seq_aux_loss, global_aux_loss or transformers_aux_loss, each once",
+        );
         return Vec::new();
     }
     types
@@ -174,6 +178,7 @@ fn loss(kind: LoadBalancingType) -> Option<RouterLoss> {
         LoadBalancingType::AuxLoss => Some(RouterLoss::LoadBalancing),
         LoadBalancingType::SeqAuxLoss => Some(RouterLoss::SequenceLoadBalancing),
         LoadBalancingType::GlobalAuxLoss => Some(RouterLoss::GlobalLoadBalancing),
+        LoadBalancingType::TransformersAuxLoss => Some(RouterLoss::TransformersLoadBalancing),
         LoadBalancingType::Sinkhorn | LoadBalancingType::None => None,
     }
 }
@@ -194,7 +199,10 @@ fn balancing_losses(
         }
         return Vec::new();
     }
-    let default = if trains_routers(model) && losses.len() == 1 { moe.aux_loss_coefficient } else { 0.0 };
+    let default = match losses[..] {
+        [loss] if trains_routers(model) => default_coefficient(loss, moe),
+        _ => 0.0,
+    };
     let coefficients = resolver.pick(COEFF, given.clone(), ValueOrList::Value(HumanFloat(default)));
     let coefficients = coefficients.values();
     if let Some(HumanFloat(low)) = coefficients.iter().find(|HumanFloat(c)| *c < 0.0) {
@@ -207,6 +215,17 @@ fn balancing_losses(
     }
     let terms = losses.into_iter().zip(coefficients);
     terms.map(|(loss, HumanFloat(coefficient))| RouterLossTerm { loss, coefficient: *coefficient }).collect()
+}
+
+/// Returns the coefficient of a loss that equals the model's coefficient of transformers' loss, if the load is balanced.
+///
+/// transformers' loss is then k, over all layers. Ours is 1, for each layer.
+fn default_coefficient(loss: RouterLoss, moe: &MoeConfig) -> f64 {
+    let n_layers = moe.layers.iter().filter(|is_moe| **is_moe).count().max(1);
+    match loss {
+        RouterLoss::TransformersLoadBalancing => moe.aux_loss_coefficient,
+        _ => moe.aux_loss_coefficient * moe.router.top_k as f64 / n_layers as f64,
+    }
 }
 
 /// Returns the update rate of the expert biases; 0 for a model without them.

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use candlewick_model::RouterLoss::{self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, Z};
+use candlewick_model::RouterLoss::{
+    self, GlobalLoadBalancing, LoadBalancing, SequenceLoadBalancing, TransformersLoadBalancing, Z,
+};
 use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad, RouterDtype, RouterSettings};
 use candlewick_ops::{DropPolicy, GroupedGemmImpl};
 use serde_json::json;
@@ -120,6 +122,12 @@ fn coefficients_of_router_losses_come_from_the_model_or_the_recipe() {
     assert_eq!(losses(&[]), [balancing]);
     assert_eq!(losses(&["moe.aux_loss_coeff=0.5", "moe.z_loss_coeff=1e-3"]), [(LoadBalancing, 0.5), (Z, 1e-3)]);
     assert_eq!(losses(&["moe.aux_loss_coeff=0"]), []);
+    // Three experts per token over two layers: transformers' loss of a balanced load is 3, and the sum of ours 2.
+    let top_3 = |kind: &str| {
+        losses(&[kind, "model.hf_config_kwargs={num_experts_per_tok: 3}"]).iter().map(|(_, c)| *c).collect::<Vec<_>>()
+    };
+    assert_eq!(top_3("moe.router_load_balancing_type=aux_loss"), [0.25 * 3.0 / 2.0]);
+    assert_eq!(top_3("moe.router_load_balancing_type=transformers_aux_loss"), [0.25]);
     assert_eq!(losses(&["model.peft_config={peft_type: LORA, r: 4, target_modules: all-linear}"]), []);
     refused_with_experts(1, &["moe.aux_loss_coeff=-1"], &["moe.aux_loss_coeff: expected at least 0, found -1"]);
     assert_eq!(of_experts(1, &[]).unwrap().moe.unwrap().n_layers, 2);
@@ -137,6 +145,7 @@ fn load_balancing_types_are_megatrons() {
     assert_eq!(of_type("aux_loss"), [(LoadBalancing, 0.25)]);
     assert_eq!(of_type("seq_aux_loss"), [(SequenceLoadBalancing, 0.25)]);
     assert_eq!(of_type("global_aux_loss"), [(GlobalLoadBalancing, 0.25)]);
+    assert_eq!(of_type("transformers_aux_loss"), [(TransformersLoadBalancing, 0.25)]);
     assert_eq!(of_type("none"), []);
     let lists = ["moe.router_load_balancing_type=[global_aux_loss, aux_loss]", "moe.aux_loss_coeff=[0.5, 1e-2]"];
     assert_eq!(losses(&lists), [(GlobalLoadBalancing, 0.5), (LoadBalancing, 0.01)]);

@@ -48,6 +48,27 @@ pub(super) fn backward<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_expe
     d_logits
 }
 
+/// Returns the sum of the normalized scores over rows of `n_experts` logits.
+pub(super) fn score_sums<T: WithDType>(score: ScoreFunction, logits: &[T], n_experts: usize) -> Vec<f64> {
+    let add = |mut sums: Vec<f64>, other: &[f64]| {
+        sums.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
+        sums
+    };
+    let partial = |logits: &[T]| {
+        let (mut row, mut p) = (vec![0.0; n_experts], vec![0.0; n_experts]);
+        logits.chunks_exact(n_experts).fold(vec![0.0; n_experts], |sums, logits| {
+            read(logits, &mut row);
+            score.scores(&row, &mut p);
+            if score != ScoreFunction::Softmax {
+                normalize(&mut p, score.epsilon());
+            }
+            add(sums, &p)
+        })
+    };
+    let partials: Vec<Vec<f64>> = logits.par_chunks(TOKENS * n_experts).map(partial).collect();
+    partials.iter().fold(vec![0.0; n_experts], |sums, partial| add(sums, partial))
+}
+
 fn read<T: WithDType>(logits: &[T], row: &mut [f64]) {
     row.iter_mut().zip(logits).for_each(|(to, from)| *to = from.to_f64());
 }

@@ -30,6 +30,19 @@ pub(super) fn sum(logits: &Tensor, balance: Option<&BalanceInputs>) -> Result<Te
     Ok(loss.into_tensor(()))
 }
 
+/// Returns the sum of the normalized scores over tokens, f32 [e].
+pub(super) fn score_sums(logits: &Tensor, score: ScoreFunction) -> Result<Tensor> {
+    let on = gpu(OP, logits)?;
+    let [t, e] = [0, 1].map(|dim| logits.dims()[dim]);
+    let shares = Out::new(on, DType::F32, t * e)?;
+    let addresses = [address(OP, logits)?, shares.address].map(Arg::Address);
+    let args = [&addresses[..], &[Arg::I32(t as i32), Arg::I32(e as i32), score.arg()]].concat();
+    let name = format!("normalized_scores_{}", logits_suffix(logits.dtype()));
+    // SAFETY: logits and scores are [t, e].
+    unsafe { KERNELS.launch(on, &name, [t.div_ceil(WARPS), 1, 1], WARPS * 32, &args)? };
+    shares.into_tensor((t, e)).sum(0)
+}
+
 /// Returns the gradient of the logits for the upstream gradient `dy`, a scalar on the device.
 pub(super) fn backward(logits: &Tensor, balance: Option<&BalanceInputs>, dy: &Tensor) -> Result<Tensor> {
     let on = gpu(OP, logits)?;

@@ -67,6 +67,29 @@ fn balance_loss(op: &'static str, logits: &Tensor, inputs: BalanceInputs) -> Res
     }))
 }
 
+/// Computes sum_t(p[t, e]) of each expert, f32 [e], for logits [t, e] in f32 or f64.
+///
+/// p is that of [`load_balancing_loss`], which is the dot product of these sums and the counts. Use them if the counts are known
+/// only before backward.
+pub fn expert_score_sums(logits: &Tensor, score: ScoreFunction) -> Result<Tensor> {
+    const OP: &str = "expert_score_sums";
+    let _span = span(OP, "forward");
+    let e = check_logits(OP, logits)?;
+    let source = logits.contiguous()?;
+    let sums_e = on_device!(OP, source, {
+        cpu => cpu_score_sums(OP, &source, score)?,
+        cuda => cuda::score_sums(&source, score)?,
+    });
+    Ok(record(OP, [logits.into()], sums_e, move |dy, _| {
+        let (one, counts) = (Tensor::new(1f32, dy.device())?, dy.reshape(e)?);
+        let inputs = BalanceInputs { counts, sequences: None, score };
+        on_device!(OP, source, {
+            cpu => Ok([Some(inputs.with_balance(OP, |balance| grad(OP, balance, &source, &one))?)]),
+            cuda => Ok([Some(cuda::backward(&source, Some(&inputs), &one)?)]),
+        })
+    }))
+}
+
 /// Computes sum_t(logsumexp(logits_t)^2), an f32 scalar, for logits [t, e] in f32 or f64 (ST-MoE, equation 5).
 pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
     const OP: &str = "router_z_loss";
@@ -85,9 +108,19 @@ pub fn router_z_loss(logits: &Tensor) -> Result<Tensor> {
     }))
 }
 
-/// Returns the cost of either loss for `n_tokens` tokens, beyond the logits that the router saves: their gradient.
+/// Returns the cost of a loss for `n_tokens` tokens, beyond the logits that the router saves: their gradient.
 pub fn router_loss_cost(n_tokens: u64, n_experts: u64) -> Cost {
     Cost { scratch_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
+}
+
+fn cpu_score_sums(op: &str, logits: &Tensor, score: ScoreFunction) -> Result<Tensor> {
+    let source = host(op, logits)?;
+    let e = logits.dims()[1];
+    let sums = match logits.dtype() {
+        DType::F64 => cpu::score_sums::<f64>(score, source.slice()?, e),
+        _ => cpu::score_sums::<f32>(score, source.slice()?, e),
+    };
+    Tensor::from_iter(sums.into_iter().map(|sum| sum as f32), logits.device())
 }
 
 fn sum(op: &str, loss: &impl TokenLoss, logits: &Tensor) -> Result<Tensor> {

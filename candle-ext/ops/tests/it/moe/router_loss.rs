@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{ScoreFunction, load_balancing_loss, router_z_loss};
+use candlewick_ops::{ScoreFunction, expert_score_sums, load_balancing_loss, router_z_loss};
 
 use super::devices;
 use crate::cases::{assert_close, assert_error, check_each, randn, tape, values};
@@ -54,6 +54,30 @@ fn the_load_balancing_loss_and_its_gradient_equal_the_reference() {
         // A single expert's share is constant: its gradient is zero up to rounding.
         if e > 1 {
             check(t, e, &loss, &naive);
+        }
+    });
+}
+
+/// The dot product of the sums and the counts is the loss.
+#[test]
+fn score_sums_and_their_gradient_are_those_of_the_load_balancing_loss() {
+    let scores = [ScoreFunction::Softmax, ScoreFunction::Sigmoid, ScoreFunction::SqrtSoftplus];
+    check_each(SHAPES.into_iter().flat_map(|shape| scores.map(|score| (shape, score))), |((t, e), score)| {
+        let logits = (randn((t, e), 1) * 3.0).unwrap();
+        let counts = (randn(e, 4).abs().unwrap() * 9.0).unwrap();
+        for (test_device, dtype) in devices().iter().flat_map(|d| [DType::F32, DType::F64].map(|t| (d, t))) {
+            let logits = test_device.put(&logits.to_dtype(dtype).unwrap());
+            let counts = test_device.put(&counts);
+            test_device.run(|| {
+                let of_sums = tape(std::slice::from_ref(&logits), || expert_score_sums(&logits, score));
+                let loss = tape(std::slice::from_ref(&logits), || load_balancing_loss(&logits, &counts, score));
+                let dot = (of_sums.output() * &counts).unwrap().sum_all().unwrap();
+                assert_close("loss", &dot, loss.output(), 1e-6);
+                let grad = of_sums.backward(&counts).unwrap().remove(&logits).unwrap();
+                let one = test_device.put(&Tensor::new(1f32, &Device::Cpu).unwrap());
+                let want = loss.backward(&one).unwrap().remove(&logits).unwrap();
+                assert_eq!((grad.dtype(), values(&grad)), (dtype, values(&want)));
+            });
         }
     });
 }
