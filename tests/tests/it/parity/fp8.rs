@@ -37,6 +37,10 @@ pub(super) const DELAYED: Fp8Config =
 pub(super) const CURRENT: Fp8Config = config(Fp8Recipe::Current(rule(false)));
 pub(super) const CURRENT_POWER_OF_TWO: Fp8Config = config(Fp8Recipe::Current(rule(true)));
 const BLOCKWISE: Fp8Config = config(Fp8Recipe::Blockwise(rule(true)));
+/// The formats that blockwise scaling has by default.
+const BLOCKWISE_E4M3: Fp8Config = Fp8Config { formats: Fp8Formats::E4m3, ..BLOCKWISE };
+const DELAYED_E4M3: Fp8Config = Fp8Config { formats: Fp8Formats::E4m3, ..DELAYED };
+const FAKE: Fp8Config = Fp8Config { fake_quantize: true, ..CURRENT_POWER_OF_TWO };
 
 fn two_pipeline_stages() -> Strategy {
     pipeline(Degrees { pp: 2, ..ONE }, PipelineScheduleKind::OneForwardOneBackward, &[2, 2])
@@ -95,10 +99,25 @@ fn parity_of_fp8_with_scales_that_do_not_depend_on_the_mesh() {
     }
 }
 
+/// Gradients in E4M3, and linear layers that round to FP8 but multiply in the dtype of the model.
+#[test]
+fn parity_of_fp8_with_other_formats_and_with_fake_quantization() {
+    let strategies = [
+        zero(2, ZeroStage::Three),
+        tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On),
+        ulysses(1, 2, None),
+        two_pipeline_stages(),
+    ];
+    for fp8 in [DELAYED_E4M3, BLOCKWISE_E4M3, FAKE] {
+        let case = MODELS[1].with_fp8(fp8);
+        check(&strategies, case, Batching::Padded, &one_rank(case, Batching::Padded, FEW_STEPS));
+    }
+}
+
 /// Each expert has its scales on the rank that holds it.
 #[test]
 fn parity_of_experts_in_fp8() {
-    for fp8 in [DELAYED, CURRENT_POWER_OF_TWO, BLOCKWISE] {
+    for fp8 in [DELAYED, CURRENT_POWER_OF_TWO, BLOCKWISE, BLOCKWISE_E4M3] {
         let case = QWEN3_MOE.with_fp8(fp8);
         check(&expert_strategies(), case, Batching::Padded, &one_rank(case, Batching::Padded, FEW_STEPS));
     }
@@ -143,7 +162,7 @@ fn of_weights(scales: &[Vec<f32>]) -> Vec<f32> {
 fn delayed_scales_are_those_of_all_ranks() {
     let case = MODELS[0].with_fp8(DELAYED);
     let one = delayed_scales(Strategy::ONE_RANK, case).remove(0);
-    assert!(one.iter().flatten().all(|scale| *scale != 1.0), "every slot has an amax");
+    assert!(one.iter().flatten().all(|scale| *scale != 0.0), "every slot has an amax");
     for strategy in strategies() {
         let all = delayed_scales(strategy, case);
         for of_rank in &all {
@@ -160,7 +179,7 @@ fn delayed_scales_of_experts_are_those_of_all_ranks() {
     let case = QWEN3_MOE.with_fp8(DELAYED);
     let one = delayed_scales(Strategy::ONE_RANK, case).remove(0);
     let weights = of_weights(&one);
-    assert!(weights.iter().all(|scale| *scale != 1.0), "every weight has an amax");
+    assert!(weights.iter().all(|scale| *scale != 0.0), "every weight has an amax");
     let n_matrices: Vec<usize> = one.iter().map(|scales| scales.len() / 3).collect();
     assert!(n_matrices.iter().any(|n| *n > 1), "experts have scales: {n_matrices:?}");
     for strategy in expert_strategies() {
@@ -183,7 +202,7 @@ fn parity_of_fp8_with_adapters() {
 /// The results are those of FP8, and FP8 is off in evaluation.
 #[test]
 fn fp8_changes_the_results_by_its_rounding() {
-    for fp8 in [DELAYED, CURRENT, BLOCKWISE] {
+    for fp8 in [DELAYED, CURRENT, BLOCKWISE, DELAYED_E4M3, BLOCKWISE_E4M3, FAKE] {
         let dense = one_rank(MODELS[1], Batching::Padded, FEW_STEPS);
         let quantized = one_rank(MODELS[1].with_fp8(fp8), Batching::Padded, FEW_STEPS);
         assert!(compare_within(100.0 * TOLERANCE, &quantized, &dense).is_err(), "{fp8:?}");
