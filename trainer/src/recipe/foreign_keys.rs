@@ -64,7 +64,11 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("dataset_streaming", "data.streaming", "with `train_iters`"),
     key("shuffle_buffer_size", "data.buffer_size", "with `data.streaming`"),
     // FP8.
-    key("fp8", "precision.recipe", "delayed, current or blockwise"),
+    key(
+        "fp8",
+        "precision.recipe",
+        "delayed, current or blockwise; `fp8: auto` is precision.exclude_slower_modules, next to it",
+    ),
     key("filter_fqns", "precision.exclude_modules", "texts in the names of modules"),
     key("fake_quant", "precision.fake_quantize", ""),
     key("fp8_format", "precision.format", ""),

@@ -25,6 +25,8 @@ pub(super) struct TrainingRun<'a> {
     pub(super) notes: &'a [String],
     /// Peak FLOPs per second of the device at the start, if known.
     pub(super) peak: Option<f64>,
+    /// Modules that `precision.exclude_slower_modules` keeps in the compute dtype.
+    pub(super) slower_modules: Option<&'a [String]>,
     pub(super) prepared: &'a PreparedData,
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// The metric that selects the best checkpoint, without values.
