@@ -22,7 +22,7 @@ use super::{ONE, dp, pipeline, tensor, ulysses, zero};
 
 /// Returns the tolerance where a few elements get another code.
 fn flips(case: ModelCase) -> f64 {
-    match case.fp8.map(|fp8| fp8.formats) {
+    match case.fp8().map(|fp8| fp8.formats) {
         Some(Fp8Formats::E4m3) => 0.05,
         Some(Fp8Formats::Hybrid) | None => 0.1,
     }
