@@ -49,7 +49,9 @@ QWEN_MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", h
 DENSE_TWIN = {**{key: QWEN_MOE[key] for key in SHAPES["Qwen3-4B"]}, "architectures": ["Qwen3ForCausalLM"],
               "model_type": "qwen3"}
 BF16_STATE = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
-FP8_RECIPES = ("delayed", "current", "blockwise")
+# Sections `precision` of models in FP8. `auto` keeps layers in bf16 that are slower in FP8.
+FP8 = {recipe: {"recipe": recipe} for recipe in ("delayed", "current", "blockwise")} | {
+    "auto": {"recipe": "delayed", "exclude_slower_modules": True}}
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": "all-linear"}
 # Larger models, by name only: the config, the recipe's keys, and a published throughput in tokens/s on one H100 with its source.
 LARGE = {
@@ -59,9 +61,8 @@ LARGE = {
 }
 # By name only, too: models in FP8, each after the same model in bf16, and a mixture of experts after its dense twin.
 BASES = {"4B": (SHAPES["Qwen3-4B"], {}), "8B": (LLAMA_8B, BF16_STATE)}
-NAMED = {f"{name}-{precision}": (config, keys if precision == "bf16" else {**keys, "precision": {"recipe": precision}},
-                                 None, None)
-         for name, (config, keys) in BASES.items() for precision in ("bf16", *FP8_RECIPES)}
+NAMED = {f"{name}-{precision}": (config, keys if precision == "bf16" else {**keys, "precision": FP8[precision]}, None, None)
+         for name, (config, keys) in BASES.items() for precision in ("bf16", *FP8)}
 NAMED |= {"MoE-dense-twin": (DENSE_TWIN, {}, None, None), "MoE": (QWEN_MOE, {"model": {"experts_implementation": "auto"}}, None, None),
           "MoE-fused": (QWEN_MOE, {"model": {"experts_implementation": "fused"}}, None, None),
           "MoE-delayed": (QWEN_MOE, {"precision": {"recipe": "delayed"}}, None, None)}
@@ -241,7 +242,7 @@ def line(row: dict, side: str) -> str:
     if "error" in result:
         return f"{row['name']:15} {side:15} {result['error'][:300]}"
     used = result.get("device_used_bytes") or 0
-    chosen = [note for note in result.get("notes", []) if "attention" in note or note.startswith("experts: ")]
+    chosen = [note for note in result.get("notes", []) if "attention" in note or note.startswith(("experts: ", "precision."))]
     how = [result["model"]] if "model" in result else chosen
     if row["recompute"] if "model" in result else result.get("mode", "none") != "none":
         how.append("recomputes" if "model" in result else f"recomputes: {result['mode']}")
@@ -259,7 +260,7 @@ def compared(rows: list) -> list:
     for name, fp8 in ours_by_name.items():
         base, _, precision = name.rpartition("-")
         bf16 = ours_by_name.get(f"{base}-bf16" if f"{base}-bf16" in ours_by_name else base)
-        if precision not in FP8_RECIPES or bf16 is None:
+        if precision not in FP8 or bf16 is None:
             continue
         gap = "losses of other steps"
         if fp8["record"]["iter"] == bf16["record"]["iter"]:

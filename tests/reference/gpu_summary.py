@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from gpu_bench import SIDES, compared, line as step_line
+from gpu_fp8_advice import lines as advice_lines
 from gpu_long import line as long_line
 from gpu_ops_bench_rows import line as op_line
 from gpu_runs import line as run_line
@@ -28,7 +29,7 @@ def read(path):
 def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
-        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "host", "fp8-steps", "moe-steps", "long",
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-advise", "host", "fp8-steps", "moe-steps", "long",
         *GROUPED)}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
@@ -51,6 +52,8 @@ def main():
     for row in (of["host"] or {}).get("rows", []):
         print(f"host, linear layers of {row['layers']} decoder layers, {row['precision']}: {row['cached_ms']:.2f} ms a step, "
               f"{row['not_cached_ms']:.2f} ms with new descriptors")
+    for name, found in (of["fp8-advise"] or {}).items():
+        print(*advice_lines(name, found), sep="\n")
     for title in ("bench", "tune", "large", "fp8-steps", "moe-steps"):
         rows = of[title] or []
         if rows:

@@ -135,6 +135,9 @@ fn measure(shape: LayerShape, config: Fp8Config, device: &Device) -> Result<[f64
     let fp8_weight = weight.clone().with_fp8(layer);
     let run = |weight: &Weight| -> Result<f64> {
         buffer.drop_fp8_copies();
+        // Each run is a step of its own: codes of an earlier one would save a quantization.
+        debug_assert!(!layers.is_enabled(), "FP8 is on before the step");
+        let _on = layers.enable(0)?;
         device.synchronize()?;
         let started = Instant::now();
         let tape = Tape::record(&[&x], || linear(&x, weight, None, OutputDtype::SameAsInput))?;
@@ -142,7 +145,6 @@ fn measure(shape: LayerShape, config: Fp8Config, device: &Device) -> Result<[f64
         device.synchronize()?;
         Ok(started.elapsed().as_secs_f64() * 1e3)
     };
-    let _on = layers.enable(0)?;
     let mut times = [Vec::new(), Vec::new()];
     for round in 0..=ROUNDS {
         let pair = [run(&weight)?, run(&fp8_weight)?];
@@ -186,5 +188,32 @@ impl fmt::Display for Fp8Advice {
             n if n == sizes.len() && experts.is_empty() => write!(f, "all layers are faster in FP8"),
             _ => write!(f, "precision.exclude_slower_modules: true keeps the slower layers in {dtype}"),
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_that_fp8_does_not_make_faster_are_slower() {
+        let size = |name: &str, dense_ms, fp8_ms| SizeAdvice {
+            modules: vec![format!("{name}.0"), format!("{name}.1")],
+            n_out: 16,
+            n_in: 32,
+            dense_ms,
+            fp8_ms,
+        };
+        let advice = Fp8Advice {
+            device: "cpu".to_owned(),
+            recipe: "current".to_owned(),
+            dtype: "bf16".to_owned(),
+            n_tokens: 8,
+            sizes: vec![size("fast", 2.0, 1.0), size("equal", 1.0, 1.0), size("slow", 1.0, 2.0)],
+            experts: vec!["experts".to_owned()],
+        };
+        let slower: Vec<&str> = advice.slower_modules().collect();
+        assert_eq!(slower, ["equal.0", "equal.1", "slow.0", "slow.1", "experts"]);
     }
 }

@@ -87,6 +87,27 @@ fn steps_in_fp8_are_compared_with_those_in_bf16() {
     }
 }
 
+/// Steps with `precision.exclude_slower_modules`, and the advice alone. On a CPU all or nearly all layers are slower in FP8.
+#[test]
+fn layers_that_are_slower_in_fp8_are_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let (steps, advice) = (folder.path().join("fp8-steps.json"), folder.path().join("fp8-advise.json"));
+    let on_cpu = ["--device", "cpu", "--quick"];
+    let trainer = trainer();
+    let arguments = [&[trainer.as_str(), steps.to_str().unwrap()], &on_cpu[..]].concat();
+    python("gpu_bench.py", &[&arguments[..], &["--sides", "ours", "--shapes", "4B-bf16,4B-auto"]].concat(), &[]);
+    let arguments = [&[trainer.as_str(), advice.to_str().unwrap()], &on_cpu[..]].concat();
+    let said = python("gpu_fp8_advice.py", &arguments, &[]);
+    assert_eq!(
+        said.lines().filter(|line| line.starts_with("fp8-advise ")).count(),
+        6,
+        "two shapes, three recipes: {said}"
+    );
+    let summary = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
+    assert!(summary.contains(&said), "{summary}");
+    assert!(summary.contains("4B-auto: ") && summary.contains("linear layers multiply in FP8"), "{summary}");
+}
+
 #[test]
 fn without_transformer_engine_its_benchmark_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();

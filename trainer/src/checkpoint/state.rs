@@ -135,6 +135,9 @@ pub struct RunState {
     /// The settings that may change between runs, with a note: the optimizer, the schedule, the seed.
     #[serde(default)]
     pub settings: Fingerprint,
+    /// The modules that `precision.exclude_slower_modules` keeps in the compute dtype.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slower_modules: Option<Vec<String>>,
 }
 
 impl RunState {

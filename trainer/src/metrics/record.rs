@@ -125,7 +125,8 @@ impl Fp8Record {
             let tensors = ["input", "weight", "grad_output"].into_iter().zip(layer.tensors);
             (layer.module, tensors.filter_map(tensor).collect())
         };
-        Self { epoch, iter, fp8: layers.into_iter().map(of_layer).collect() }
+        let measured = layers.into_iter().filter(|layer| layer.tensors.iter().any(Option::is_some));
+        Self { epoch, iter, fp8: measured.map(of_layer).collect() }
     }
 }
 

@@ -2,11 +2,11 @@
 
 use candlewick_model::Config;
 use candlewick_ops::{
-    AmaxHistoryPolicy, DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, Fp8Rounding, ScaleRule, derive_key,
+    AmaxHistoryPolicy, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, Fp8Rounding, ScaleRule, derive_key,
 };
 use serde::Serialize;
 
-use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, GradientRounding};
+use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, Fp8TensorName, GradientRounding};
 
 /// Settings of FP8 training.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -22,6 +22,12 @@ pub struct Fp8Plan {
     /// Number of steps between statistics; 0 without them.
     #[serde(skip)]
     pub stats_interval: usize,
+    /// Texts in the names of modules that have statistics; empty for all.
+    #[serde(skip)]
+    pub stats_modules: Vec<String>,
+    /// Tensors that have statistics.
+    #[serde(skip)]
+    pub stats_tensors: Vec<Fp8TensorName>,
     /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes. It changes no result.
     #[serde(skip)]
     pub param_gather: bool,
@@ -100,6 +106,18 @@ impl Fp8Plan {
         Fp8Config { recipe, formats, gradient_rounding, fake_quantize: self.fake_quantize }
     }
 
+    /// Returns true if a step has statistics.
+    pub fn has_stats(&self, step: usize) -> bool {
+        self.stats_interval > 0 && step.is_multiple_of(self.stats_interval)
+    }
+
+    /// Returns true if a module's operand has statistics.
+    pub fn measures(&self, module: &str, operand: Fp8Operand) -> bool {
+        let is_named = |text: &String| module.contains(text.as_str());
+        let is_module = self.stats_modules.is_empty() || self.stats_modules.iter().any(is_named);
+        is_module && self.stats_tensors.iter().any(|tensor| Fp8Operand::from(*tensor) == operand)
+    }
+
     /// Returns the names of the linear layers and routed experts that multiply in FP8.
     pub(super) fn modules(&self, config: &Config) -> Vec<String> {
         let [at_start, at_end] = self.layers_in_bf16;
@@ -111,6 +129,16 @@ impl Fp8Plan {
             linears.chain(layer.expert_matrices().map(|matrix| matrix.name.clone())).collect::<Vec<_>>()
         });
         names.filter(|name| !is_excluded(name)).collect()
+    }
+}
+
+impl From<Fp8TensorName> for Fp8Operand {
+    fn from(name: Fp8TensorName) -> Self {
+        match name {
+            Fp8TensorName::Input => Self::Input,
+            Fp8TensorName::Weight => Self::Weight,
+            Fp8TensorName::GradOutput => Self::GradOutput,
+        }
     }
 }
 

@@ -66,7 +66,11 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     // Mixtures of experts.
     key("arch_variant", "model.hf_config_kwargs", "`num_experts: 0` makes the dense model of the same sizes"),
     // FP8.
-    key("fp8", "precision.recipe", "delayed, current or blockwise"),
+    key(
+        "fp8",
+        "precision.recipe",
+        "delayed, current or blockwise; `fp8: auto` is precision.exclude_slower_modules, next to it",
+    ),
     key("filter_fqns", "precision.exclude_modules", "texts in the names of modules"),
     key("fake_quant", "precision.fake_quantize", ""),
     key("fp8_format", "precision.format", ""),

@@ -64,7 +64,9 @@ pub use output::{
     AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, MlflowSection, OnNonfinite,
     Prompt, RankList, TrackerName, WandbSection,
 };
-pub use precision::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, PrecisionRecipe, PrecisionSection};
+pub use precision::{
+    AmaxComputeAlgo, Fp8FormatName, Fp8TensorName, GradientRounding, PrecisionRecipe, PrecisionSection,
+};
 pub use reference::key_reference;
 pub use schema::json_schema;
 pub use value_or_list::ValueOrList;

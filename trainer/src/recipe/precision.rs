@@ -40,6 +40,11 @@ pub struct PrecisionSection {
     /// The number of steps between statistics of all quantized tensors in metrics.jsonl, as TransformerEngine's debug feature
     /// `LogFp8TensorStats`: amax, underflows, overflows and mean squared error. Such a step takes longer. Default 0: none.
     pub stats_interval: Option<HumanInt>,
+    /// The modules that have statistics: those whose names contain one of these texts, as in `exclude_modules`. Default: all.
+    pub stats_modules: Option<Vec<String>>,
+    /// The tensors that have statistics: of `input`, `weight` and `grad_output`. TransformerEngine's names are `activation`,
+    /// `weight` and `gradient`. Default: all.
+    pub stats_tensors: Option<Vec<Fp8TensorName>>,
     /// Measures at the start of the run which linear layers are faster in FP8 on rank 0's device, with the time of
     /// quantization, and keeps the others in `model.dtype`. `trainer fp8-advise` prints the measurement. Default false.
     pub exclude_slower_modules: Option<bool>,
@@ -75,6 +80,25 @@ pub enum Fp8FormatName {
     Hybrid,
     /// E4M3.
     E4m3,
+}
+
+/// A tensor that a linear layer quantizes to FP8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Fp8TensorName {
+    /// The input.
+    #[serde(alias = "activation")]
+    Input,
+    /// The weight.
+    Weight,
+    /// The gradient of the output.
+    #[serde(alias = "gradient")]
+    GradOutput,
+}
+
+impl Fp8TensorName {
+    /// All tensors.
+    pub const ALL: [Self; 3] = [Self::Input, Self::Weight, Self::GradOutput];
 }
 
 /// The amax of a history that decides a scale.

@@ -64,6 +64,7 @@ pub static SHIPPED: &[ShippedRecipe] = &shipped![
     "qwen3-4b-sft"
     "qwen3-4b-lora"
     "qwen3-8b-sft"
+    "qwen3-8b-fp8-sft"
     "qwen3-8b-lora"
     "qwen3-14b-sft"
     "qwen3-14b-lora"

@@ -4,15 +4,15 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
 use candlewick_inference::weights::{WeightSource, load_weights};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Config, Model};
+use candlewick_model::{AdapterFolder, Config};
 use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
 use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDtypes};
 
 use crate::exit::ExitCode;
-use crate::fp8_advice::advise;
 use crate::metrics::{PeakRate, gpu_peak};
 use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, WeightInit, checkpointing, dtype};
 
+use super::slower_modules::{self, EarlierRun};
 use super::{Assets, RankContext};
 
 /// An engine, with notes and measurements from its construction.
@@ -22,10 +22,12 @@ pub(super) struct Built {
     pub(super) notes: Vec<String>,
     /// Peak rate of the device's matmuls, if known.
     pub(super) peak: Option<PeakRate>,
+    /// Modules that `precision.exclude_slower_modules` keeps in the compute dtype.
+    pub(super) slower_modules: Option<Vec<String>>,
 }
 
 /// Builds the model and sets its weights.
-pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Result<Built> {
+pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier: &EarlierRun<'_>) -> Result<Built> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
     let n_ids = assets.tokenizer.min_embedding_rows() as usize;
     if n_ids > config.vocab_size() {
@@ -63,7 +65,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
         true => OffloadTarget::Folder(plan.model.activation_offload_dir.clone()),
         false => OffloadTarget::HostMemory,
     };
-    let model = without_slower_modules(plan, model, ranks, &mut notes)?;
+    let (model, slower_modules) = slower_modules::exclude(plan, model, ranks, earlier, &mut notes)?;
     let dtypes = ParamDtypes { compute, masters, moments };
     let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
@@ -76,7 +78,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext) -> Resul
     for note in load(plan, assets, &engine)? {
         tracing::warn!("{note}");
     }
-    Ok(Built { engine, notes, peak })
+    Ok(Built { engine, notes, peak, slower_modules })
 }
 
 /// Describes the implementation of the experts' matmuls, if the model has experts.
@@ -84,26 +86,6 @@ fn explain_experts(plan: &Plan, config: &Config, device: &Device) -> candle_core
     let Some(moe) = config.moe() else { return Ok(None) };
     let sizes = [config.hidden_size(), moe.expert_size / plan.ranks.expert_tensor.max(1)];
     plan.model.experts_implementation.explain(device, dtype(plan.model.dtype), sizes)
-}
-
-/// With `precision.exclude_slower_modules`, keeps layers in the compute dtype that FP8 does not make faster on the first
-/// rank's device.
-fn without_slower_modules(plan: &Plan, model: Model, ranks: &RankContext, notes: &mut Vec<String>) -> Result<Model> {
-    let Some(fp8) = plan.fp8.as_ref().filter(|fp8| fp8.exclude_slower_modules) else { return Ok(model) };
-    let own = || {
-        let advice = advise(plan, &model, fp8.config(plan.seed), &ranks.device)?;
-        Ok(serde_json::to_vec(&advice.slower_modules().collect::<Vec<_>>())?)
-    };
-    let all = ranks.process.exchange(if ranks.process.rank() == 0 { own() } else { Ok(Vec::new()) })?;
-    let slower: Vec<String> = serde_json::from_slice(&all[0])?;
-    let names = model.fp8_modules().into_iter().map(|module| module.name);
-    let faster: Vec<String> = names.filter(|name| !slower.contains(name)).collect();
-    notes.push(format!(
-        "precision.exclude_slower_modules: {} linear layers multiply in FP8, {} are faster in model.dtype",
-        faster.len(),
-        slower.len()
-    ));
-    Ok(model.with_fp8(&faster))
 }
 
 /// Returns the spec of an f32 engine with the plan's activation checkpointing, on the mesh of `ranks` and the stages of

@@ -26,6 +26,8 @@ pub(super) struct TrainingRun<'a> {
     pub(super) notes: &'a [String],
     /// Peak rate of the device's matmuls at the start, if known.
     pub(super) peak: Option<PeakRate>,
+    /// Modules that `precision.exclude_slower_modules` keeps in the compute dtype.
+    pub(super) slower_modules: Option<&'a [String]>,
     pub(super) prepared: &'a PreparedData,
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// The metric that selects the best checkpoint, without values.

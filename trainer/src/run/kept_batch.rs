@@ -45,6 +45,9 @@ pub struct KeptBatch {
     pub recipe_path: PathBuf,
     /// The recipe with its bases and arguments.
     pub recipe: Value,
+    /// The modules that `precision.exclude_slower_modules` kept in the compute dtype.
+    #[serde(default)]
+    pub slower_modules: Option<Vec<String>>,
     /// The micro-batches of all ranks.
     pub micro_batches: Vec<KeptMicroBatch>,
 }
@@ -153,6 +156,7 @@ impl Session<'_> {
             folder: std::env::current_dir().unwrap_or_default(),
             recipe_path: plan.recipe.clone(),
             recipe: plan.merged_recipe.clone(),
+            slower_modules: self.run.slower_modules.map(<[String]>::to_vec),
             micro_batches: step.micro_batches.iter().map(|batch| KeptMicroBatch::of(batch, &self.stream)).collect(),
         }
     }

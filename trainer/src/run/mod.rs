@@ -22,6 +22,7 @@ mod replay;
 mod routing;
 mod samples;
 mod session;
+mod slower_modules;
 mod state;
 mod step;
 mod step_experts;
@@ -61,6 +62,7 @@ use build::Built;
 use context::{EndReason, TrainingRun};
 use ranks::RankContext;
 use session::Session;
+use slower_modules::EarlierRun;
 use tasks::Tasks;
 
 /// The device of a rank, and the measurements of this process.
@@ -191,16 +193,30 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
     let open = || open_tasks(plan, selection.as_ref(), chat.as_ref(), hub);
     let tasks = ranks.process.one_rank_per_node_first(open)?;
     let explain = |error| out_of_memory::explain(error, plan, &ranks.device, None);
-    let Built { engine, notes, peak } = {
+    let Built { engine, notes, peak, slower_modules } = {
         let _span = span("build model", "");
-        build::engine(plan, &assets, ranks).map_err(explain)?
+        build::engine(plan, &assets, ranks, &EarlierRun::Resumed).map_err(explain)?
     };
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
     stop.set_reaction(SignalReaction::Request);
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, early_stopping, stop) = (&notes, tasks.as_ref(), &scores, &early_stopping, &stop);
-    let run =
-        TrainingRun { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, early_stopping, run_id, stop };
+    let slower_modules = slower_modules.as_deref();
+    let run = TrainingRun {
+        plan,
+        ranks,
+        assets,
+        engine,
+        notes,
+        peak,
+        slower_modules,
+        prepared,
+        tasks,
+        scores,
+        early_stopping,
+        run_id,
+        stop,
+    };
     train_and_finish(run, run_json)
 }
 

@@ -23,6 +23,7 @@ use super::assets::Assets;
 use super::build::{self, Built};
 use super::kept_batch::KeptBatch;
 use super::ranks::RankContext;
+use super::slower_modules::EarlierRun;
 use super::state::EngineState;
 use super::step;
 
@@ -101,7 +102,8 @@ pub fn replay(
     let world = World::solo();
     let ranks = RankContext::new(&world, device, &plan.ranks)?;
     let assets = Assets::find(plan, hub, RunId::now())?;
-    let Built { engine, .. } = build::engine(plan, &assets, &ranks)?;
+    let earlier = EarlierRun::Replayed(kept.slower_modules.as_deref());
+    let Built { engine, .. } = build::engine(plan, &assets, &ranks, &earlier)?;
     let loaded = load(kept, weights, &engine)?;
     let step = kept.global_batch();
     ensure!(step.n_tokens() > 0, anyhow!("failed to replay: the batch has no tokens").context(ExitCode::Data));

@@ -9,6 +9,7 @@ use crate::support::{Run, stderr};
 
 const DELAYED: &[&str] = &["precision.recipe=delayed", "precision.amax_history_len=4"];
 const STOCHASTIC: &[&str] = &["precision.recipe=current", "precision.gradient_rounding=stochastic"];
+const EXCLUDING: &[&str] = &["precision.recipe=current", "precision.exclude_slower_modules=true"];
 const BLOCKWISE: &[&str] = &["precision.recipe=blockwise", "precision.format=hybrid"];
 
 #[test]
@@ -116,6 +117,47 @@ fn statistics_of_quantized_tensors_are_in_the_metrics() {
     assert_eq!(with_stats.losses(), silent.losses());
 }
 
+/// Statistics are those of the selected modules and tensors alone, with the numbers that they have among all.
+#[test]
+fn statistics_are_those_of_the_selected_modules_and_tensors() {
+    let stats = |arguments: &[&str]| {
+        let run = Run::new();
+        run.train_ok(
+            &[DELAYED, &["precision.stats_interval=2", "train_iters=2", "checkpoint=null"], arguments].concat(),
+        );
+        run.metrics().into_iter().find(|record| record["fp8"].is_object()).unwrap()["fp8"].clone()
+    };
+    let all = stats(&[]);
+    let some =
+        stats(&["precision.stats_modules=[layers.1.mlp, q_proj]", "precision.stats_tensors=[activation, grad_output]"]);
+    let modules: Vec<&String> = some.as_object().unwrap().keys().collect();
+    let (mlp, q) = ("model.layers.1.mlp", "self_attn.q_proj");
+    assert!(modules.len() == 5 && modules.iter().all(|name| name.contains(mlp) || name.ends_with(q)), "{modules:?}");
+    for (module, tensors) in some.as_object().unwrap() {
+        let names: Vec<&String> = tensors.as_object().unwrap().keys().collect();
+        assert_eq!(names, ["grad_output", "input"], "{module}");
+        assert!(names.into_iter().all(|name| tensors[name] == all[module][name]), "{module}: {tensors}");
+    }
+}
+
+/// Operands that are rounded but multiplied in the dtype of the model show the effect of FP8 on the loss: the loss is nearly that of
+/// FP8 with scales that are powers of two.
+#[test]
+fn fake_quantization_has_the_losses_of_fp8() {
+    let losses = |arguments: &[&str]| {
+        let run = Run::new();
+        run.train_ok(&[&["train_iters=6", "checkpoint=null"], arguments].concat());
+        run.losses()
+    };
+    let dense = losses(&[]);
+    for recipe in ["precision={recipe: current, power_of_two_scales: true}", "precision={recipe: blockwise}"] {
+        let (fp8, fake) = (losses(&[recipe]), losses(&[recipe, "precision.fake_quantize=true"]));
+        for ((fp8, fake), dense) in fp8.iter().zip(&fake).zip(&dense) {
+            assert!(fake != dense && (fake - fp8).abs() < 0.1 * (fp8 - dense).abs().max(1e-3), "{fake} {fp8} {dense}");
+        }
+    }
+}
+
 /// The advice has each size once, for the recipe's scales or for all three.
 #[test]
 fn advice_measures_every_size() {
@@ -145,18 +187,54 @@ fn advice_measures_every_size() {
     assert!(text.contains("precision.recipe: delayed on cpu") && text.contains("speed-up"), "{text}");
 }
 
-/// Layers that are slower in FP8 stay in the dtype of the model: on the CPU these are all or nearly all.
+/// Layers that are slower in FP8 stay in the dtype of the model: on the CPU these are all or nearly all. The run has the losses of
+/// one that excludes them by name.
 #[test]
-fn the_exclusion_of_slower_modules_is_reported() {
+fn slower_modules_stay_in_the_dtype_of_the_model() {
     let run = Run::new();
-    let arguments =
-        ["precision.recipe=current", "precision.exclude_slower_modules=true", "train_iters=1", "checkpoint=null"];
-    let output = run.train(&arguments);
-    let log = stderr(&output);
-    assert!(output.status.success(), "{log}");
-    let (_, rest) = log.split_once("precision.exclude_slower_modules: ").expect("a note");
-    let numbers: Vec<usize> = rest.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect();
-    assert_eq!(numbers[0] + numbers[2], 2 * 7, "{rest}");
+    let log = run.train(&[EXCLUDING, &["exit_iteration=7"]].concat());
+    assert!(log.status.success(), "{}", stderr(&log));
+    let slower = slower_modules(&run);
+    let text = stderr(&log);
+    let numbers =
+        format!("{} linear layers multiply in FP8, {} are faster in model.dtype", 14 - slower.len(), slower.len());
+    assert!(!slower.is_empty() && text.contains(&numbers), "{slower:?}: {text}");
+    let named = Run::new();
+    let exclude = format!("precision.exclude_modules=[{}]", slower.join(", "));
+    match slower.len() {
+        14 => named.train_ok(&["exit_iteration=7"]),
+        _ => named.train_ok(&["precision.recipe=current", &exclude, "exit_iteration=7"]),
+    }
+    assert_eq!(run.losses(), named.losses());
+}
+
+/// A resumed run does not measure again, because times differ: it keeps the modules of its checkpoint. With other settings of FP8
+/// it measures.
+#[test]
+fn a_resumed_run_keeps_the_slower_modules_of_its_checkpoint() {
+    let run = Run::new();
+    run.train_ok(&[EXCLUDING, &["exit_iteration=7"]].concat());
+    let slower = slower_modules(&run);
+    let resumed = run.train(&[EXCLUDING, &["exit_iteration=14"]].concat());
+    let log = stderr(&resumed);
+    let note = format!("{} stay in model.dtype, as in the run that is continued", slower.len());
+    assert!(resumed.status.success() && log.contains(&note), "{log}");
+    run.assert_resumed();
+    assert_eq!(slower_modules(&run), slower);
+    let changed = run.train(&[EXCLUDING, &["precision.format=e4m3"]].concat());
+    let log = stderr(&changed);
+    assert!(changed.status.success() && log.contains("are faster in model.dtype"), "{log}");
+}
+
+/// Returns the modules that the newest checkpoint names as slower.
+fn slower_modules(run: &Run) -> Vec<String> {
+    let folders = std::fs::read_dir(run.path().join("checkpoints")).unwrap();
+    let mut states: Vec<Value> = folders
+        .filter_map(|folder| std::fs::read(folder.unwrap().path().join("state.json")).ok())
+        .map(|state| serde_json::from_slice(&state).unwrap())
+        .collect();
+    states.sort_by_key(|state| state["step"].as_u64());
+    serde_json::from_value(states.last().unwrap()["slower_modules"].clone()).unwrap()
 }
 
 /// The export of a run with delayed scaling has the scales of its last step, which inference can use. They change the loss as

@@ -41,7 +41,10 @@ struct Recipe {
     read: f64,
 }
 
-const RULE: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
+/// Rule of scales, exact or powers of two: TransformerEngine's default for current and for blockwise scaling.
+const fn rule(power_of_two: bool) -> ScaleRule {
+    ScaleRule { power_of_two, amax_epsilon: 0.0 }
+}
 
 pub(crate) const DELAYED: Fp8Recipe =
     Fp8Recipe::Delayed(DelayedScaling { margin: 0, amax_history_len: 1024, amax_compute: AmaxHistoryPolicy::Max });
@@ -57,7 +60,7 @@ const RECIPES: [Recipe; 3] = [
     },
     // The amax of the whole matrix precedes its quantization.
     Recipe {
-        recipe: Fp8Recipe::Current(RULE),
+        recipe: Fp8Recipe::Current(rule(false)),
         layer: ["fp8 current", "fp8 current dx", "fp8 current dw"],
         matmul: "",
         mlp: "fp8 current mlp",
@@ -65,7 +68,7 @@ const RECIPES: [Recipe; 3] = [
         read: 2.0 * BF16,
     },
     Recipe {
-        recipe: Fp8Recipe::Blockwise(RULE),
+        recipe: Fp8Recipe::Blockwise(rule(true)),
         layer: ["fp8 block", "fp8 block dx", "fp8 block dw"],
         matmul: "fp8 block matmul",
         mlp: "fp8 block mlp",
@@ -104,9 +107,13 @@ fn of_layers(&Layers { t, sizes, mlp }: &Layers) -> Vec<BenchCase> {
     cases
 }
 
-/// Returns layers after their first step: before it, delayed scaling reads each tensor twice.
+/// Returns layers after their first step: before it, delayed scaling reads each tensor twice. The formats are TransformerEngine's
+/// defaults, which `gpu_te_bench.py` times.
 pub(crate) fn fp8_layers(recipe: Fp8Recipe, names: &[&str], device: &Device) -> Result<Arc<Fp8Layers>> {
-    let formats = Fp8Formats::Hybrid;
+    let formats = match recipe {
+        Fp8Recipe::Blockwise(_) => Fp8Formats::E4m3,
+        Fp8Recipe::Delayed(_) | Fp8Recipe::Current(_) => Fp8Formats::Hybrid,
+    };
     let config = Fp8Config { recipe, formats, gradient_rounding: Fp8Rounding::Nearest, fake_quantize: false };
     let layers = Fp8Layers::new(config, names.iter().map(|name| Fp8Module::linear(*name)).collect(), device)?;
     if let Some(amaxes) = layers.amaxes() {

@@ -30,9 +30,11 @@ impl BlockSizes {
 
 /// Returns the largest magnitude; NaN counts as nothing.
 pub(super) fn amax(x: Floats<'_>) -> f32 {
-    tasks(x.len())
-        .map_init(Vec::new, |wide, range| largest(x.slice(range).widened_here(wide)))
-        .reduce(|| 0.0, |a, b| if a < b { b } else { a })
+    tasks(x.len()).map_init(Vec::new, |wide, range| largest(x.slice(range).widened_here(wide))).reduce(|| 0.0, larger)
+}
+
+fn larger(a: f32, b: f32) -> f32 {
+    if a < b { b } else { a }
 }
 
 fn largest(x: &[f32]) -> f32 {
@@ -58,6 +60,19 @@ pub(super) fn encode(x: Floats<'_>, scale: f32, format: Fp8Format, rounding: Fp8
         encode_row(x, codes, |_| scale, (format, rounding, start));
     });
     codes
+}
+
+/// Encodes like [`encode`], and returns also the largest magnitude. Each task reads its elements from memory once.
+pub(super) fn encode_with_amax(x: Floats<'_>, scale: f32, format: Fp8Format, rounding: Fp8Rounding) -> (Vec<u8>, f32) {
+    let mut codes = vec![0; x.len()];
+    let of_tasks = codes.par_chunks_mut(TASK).enumerate().map_init(Vec::new, |wide, (i, codes)| {
+        let start = i * TASK;
+        let x = x.slice(start..start + codes.len()).widened_here(wide);
+        encode_row(x, codes, |_| scale, (format, rounding, start));
+        largest(x)
+    });
+    let amax = of_tasks.reduce(|| 0.0, larger);
+    (codes, amax)
 }
 
 /// Encodes a matrix with a scale per block. Returns the codes and the inverse scale of each block, row by row.
@@ -143,4 +158,25 @@ fn encode_row(
 /// Splits `len` elements into the ranges of tasks.
 fn tasks(len: usize) -> impl ParallelIterator<Item = Range<usize>> {
     (0..len.div_ceil(TASK)).into_par_iter().map(move |i| i * TASK..((i + 1) * TASK).min(len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One pass has the codes and the amax of two, over several tasks and with numbers that are not finite.
+    #[test]
+    fn codes_with_their_amax_are_those_of_two_passes() {
+        for len in [0, 1, 17, TASK, 2 * TASK + 5] {
+            for odd in [1.0, f32::NAN, f32::INFINITY] {
+                let mut x: Vec<f32> = (0..len).map(|i| (i as f32 * 0.7).sin()).collect();
+                x.iter_mut().skip(len / 2).take(1).for_each(|x| *x = odd);
+                let x = Floats::F32(&x);
+                for rounding in [Fp8Rounding::Nearest, Fp8Rounding::Stochastic { key: 3 }] {
+                    let (codes, largest) = encode_with_amax(x, 3.5, Fp8Format::E5m2, rounding);
+                    assert!(codes == encode(x, 3.5, Fp8Format::E5m2, rounding) && largest == amax(x), "{len} {odd}");
+                }
+            }
+        }
+    }
 }

@@ -17,7 +17,7 @@ pub(super) struct DelayedState {
     pub(super) amaxes: Tensor,
     /// Amaxes of the last steps, the newest first, f32 [slots, amax_history_len].
     pub(super) history: Tensor,
-    /// Scales, f32 [slots].
+    /// Scales, f32 [slots]. 0: no step has given the slot an amax yet.
     pub(super) scales: Tensor,
 }
 
@@ -31,7 +31,7 @@ impl DelayedState {
         Ok(Self {
             amaxes: Tensor::zeros(n_slots, DType::F32, device)?,
             history: Tensor::zeros((n_slots, scaling.amax_history_len), DType::F32, device)?,
-            scales: Tensor::ones(n_slots, DType::F32, device)?,
+            scales: Tensor::zeros(n_slots, DType::F32, device)?,
         })
     }
 

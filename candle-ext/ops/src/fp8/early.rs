@@ -16,7 +16,7 @@ impl Fp8Linear {
         match saved.norm() {
             Some(norm)
                 if Fp8Kernels::selected() == Fp8Kernels::Fused
-                    && self.can_quantize_early()
+                    && self.can_quantize_early(&[Fp8Operand::Input])
                     && !self.scales_are_current() =>
             {
                 self.normed_input(norm, saved, orientation)

@@ -59,7 +59,8 @@ __device__ __forceinline__ void group_amaxes(const GroupInput<T>& input, float* 
     if (slots) raise(slots + static_cast<long long>(tile.group) * stride, most);
 }
 
-// Quantizes with a scale per group: the given one, every `stride` elements, or by `rule` from the group's amax.
+// Quantizes with a scale per group: the given one, every `stride` elements, or by `rule` from the group's amax. A given 0 is no
+// scale.
 template <typename F, typename T>
 __device__ __forceinline__ void round_groups(const GroupInput<T>& input, const float* scales, int stride, const float* amaxes,
                                              Rule rule, T* y) {
@@ -69,10 +70,9 @@ __device__ __forceinline__ void round_groups(const GroupInput<T>& input, const f
     long long place = static_cast<long long>(tile.first) * input.columns + blockIdx.y * blockDim.x + threadIdx.x;
     const bool is_in_group = tile.group < input.e;
     float scale = 1.0f;
-    if (is_in_group && scales) {
-        scale = __uint_as_float(__float_as_uint(scales[static_cast<long long>(tile.group) * stride]) & 0x7f800000u);
-    } else if (is_in_group) {
-        scale = rule.scale<F>(amaxes[tile.group]);
+    if (is_in_group) {
+        const float given = scales ? scales[static_cast<long long>(tile.group) * stride] : 0.0f;
+        scale = given == 0.0f ? rule.scale<F>(amaxes[tile.group]) : __uint_as_float(__float_as_uint(given) & 0x7f800000u);
     }
     for (; place < end; place += gridDim.y * blockDim.x) {
         y[place] = is_in_group ? input.template rounded<F>(place, scale) : narrow<T>(0.0f);

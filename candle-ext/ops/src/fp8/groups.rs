@@ -126,7 +126,7 @@ impl Fp8Linear {
             cuda::Slots { first, stride: SLOTS }
         }
         // The slots of the other matrices follow those of the first.
-        self.with_scale_source(operand, 0, |source| match source {
+        self.with_scales_of_groups(operand, |source| match source {
             ScaleSource::Fixed { scale } => input.with_scales(slots(scale), None),
             ScaleSource::Delayed { scale, slot } => input.with_scales(slots(scale), Some(slots(slot))),
             ScaleSource::First { rule, slot } => input.with_current_scales(rule, Some(slots(slot))),

@@ -62,8 +62,23 @@ pub fn fp8_quantize(x: &Tensor, scale: &Tensor, format: Fp8Format, rounding: Fp8
     Ok(Fp8Matrix { codes, scale_inv, format, block: ScaleBlock::Tensor, scale_order: ScaleOrder::Rows })
 }
 
-/// Quantizes a matrix with scales by `rule` from the amax of each block. Returns also the amax of the matrix, f32 [1], if
-/// it is one block.
+/// Quantizes a matrix in CPU memory like [`fp8_quantize`]. Returns also its amax, f32 [1].
+pub(super) fn quantize_with_amax_on_cpu(
+    x: &Tensor,
+    scale: &Tensor,
+    format: Fp8Format,
+    rounding: Fp8Rounding,
+) -> Result<(Fp8Matrix, Tensor)> {
+    let x = matrix(x)?;
+    let scale = host("fp8_quantize", scale)?.slice::<f32>()?[0];
+    let (codes, amax) = cpu::encode_with_amax(host("fp8_quantize", &x)?.floats()?, scale, format, rounding);
+    let codes = Tensor::from_vec(codes, x.shape(), x.device())?;
+    let scale_inv = Tensor::new(&[1.0 / scale], x.device())?;
+    let (block, scale_order) = (ScaleBlock::Tensor, ScaleOrder::Rows);
+    Ok((Fp8Matrix { codes, scale_inv, format, block, scale_order }, Tensor::new(&[amax], x.device())?))
+}
+
+/// Quantizes a matrix with scales by `rule` from the amax of each block.
 pub fn fp8_quantize_current(
     x: &Tensor,
     block: ScaleBlock,

@@ -1,8 +1,8 @@
 //! FP8 training with TransformerEngine's recipes: delayed, current and blockwise scaling.
 //!
 //! An operand is stored as codes of a byte with the inverse scales of its blocks. On the CPU matmuls multiply the values
-//! of the codes exactly and sum in f32, in the order of the bf16 GEMM; factors of whole matrices are applied to the sums.
-//! Scales of blocks that are no powers of two take the f32 GEMM. On a GPU matmuls are cuBLASLt's, and quantization has the
+//! of the codes exactly and sum in f32, in the order of the bf16 GEMM, which docs/fp8.md gives for each processor; factors of
+//! whole matrices are applied to the sums. Scales of blocks that are no powers of two take the f32 GEMM. On a GPU matmuls are cuBLASLt's, and quantization has the
 //! CPU's bits.
 
 mod cpu;

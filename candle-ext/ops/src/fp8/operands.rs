@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor, bail};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
 use super::format::Fp8Format;
-use super::matrix::{Fp8Matrix, ScaleOrder, amax, fp8_quantize, fp8_quantize_current};
+use super::matrix::{Fp8Matrix, ScaleOrder, amax, fp8_quantize, fp8_quantize_current, quantize_with_amax_on_cpu};
 use super::recipe::{Contraction, Fp8Operand, Fp8Orientation, Fp8Recipe, ScaleRule};
 use super::rounding::Fp8Rounding;
 use crate::device::on_device;
@@ -31,9 +31,9 @@ pub struct Fp8Operands {
 pub(super) enum ScaleSource<'a> {
     /// A scale that never changes, f32 [1].
     Fixed { scale: &'a Tensor },
-    /// A scale from earlier steps, f32 [1]. The amax of the matrix raises `slot`, f32 [1].
+    /// A scale from earlier steps, f32 [1], which is 0 if there is none yet. The amax of the matrix raises `slot`, f32 [1].
     Delayed { scale: &'a Tensor, slot: &'a Tensor },
-    /// The amax of the matrix, in the first step of delayed scaling. It raises `slot`, f32 [1].
+    /// The amax of the matrix, with delayed scaling and without a scale from earlier steps. It raises `slot`, f32 [1].
     First { rule: ScaleRule, slot: &'a Tensor },
     /// The amax of the matrix.
     Current(ScaleRule),
@@ -59,6 +59,20 @@ pub(super) enum AmaxUse {
     Slot,
     /// Other layers that read the matrix raise their slots by it.
     OtherSlots,
+}
+
+/// Scales of the first tensors of a slot of delayed scaling. A power of two changes no rounding, so that ranks with other
+/// amaxes round alike.
+pub(super) const FIRST_SCALES: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
+
+impl<'a> ScaleSource<'a> {
+    /// Returns the source without scales from earlier steps.
+    pub(super) fn of_first_tensors(self) -> ScaleSource<'a> {
+        match self {
+            Self::Delayed { slot, .. } => Self::First { rule: FIRST_SCALES, slot },
+            source => source,
+        }
+    }
 }
 
 impl Fp8Operands {
@@ -180,7 +194,13 @@ fn quantize_on_cpu(
     quantization: Quantization,
 ) -> Result<(Fp8Operands, Option<Tensor>)> {
     let amax = match source {
-        ScaleSource::Delayed { slot, .. } | ScaleSource::First { slot, .. } => {
+        ScaleSource::Delayed { scale, slot } => {
+            let Quantization { format, rounding, .. } = quantization;
+            let (matrix, amax) = quantize_with_amax_on_cpu(x, scale, format, rounding)?;
+            raise_amax(slot, &amax)?;
+            return Ok((Fp8Operands { rowwise: Some(matrix.clone()), columnwise: Some(matrix) }, Some(amax)));
+        }
+        ScaleSource::First { slot, .. } => {
             let amax = amax(x)?;
             raise_amax(slot, &amax)?;
             Some(amax)

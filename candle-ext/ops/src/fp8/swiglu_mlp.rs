@@ -11,8 +11,8 @@ use crate::weight::Weight;
 /// Computes the MLP down(silu(gate(x)) * up(x)) in FP8 on a GPU, with x [t, d] in bf16. Bits and gradients are those of the
 /// ops [`linear`](crate::linear()) and [`swiglu`](crate::swiglu()).
 ///
-/// Returns `None` where these ops must compute it: on a CPU, without FP8, in the first step of delayed scaling, in a step with
-/// statistics, and for numbers of tokens that are no multiples of 16.
+/// Returns `None` where these ops must compute it: on a CPU, without FP8, before delayed scaling has scales of all tensors, in a step
+/// with statistics, and for numbers of tokens that are no multiples of 16.
 #[cfg_attr(
     not(any(feature = "cuda", feature = "emulate")),
     expect(unused_variables, reason = "the CPU multiplies activations in memory")
@@ -42,6 +42,9 @@ mod fused {
     use crate::swiglu::swiglu_grads;
     use crate::weight::Weight;
     use crate::weight_matmul::Dims;
+
+    /// Operands that are quantized where they are computed.
+    const OPERANDS: [Fp8Operand; 2] = [Fp8Operand::Input, Fp8Operand::GradOutput];
 
     /// A linear layer of the MLP.
     struct MlpLinear {
@@ -96,7 +99,7 @@ mod fused {
             return Ok(None);
         }
         let linear = |w: &Weight| {
-            let layer = w.fp8().filter(|layer| layer.can_quantize_early())?.clone();
+            let layer = w.fp8().filter(|layer| layer.can_quantize_early(&OPERANDS))?.clone();
             let &[n, k] = w.dims() else { return None };
             let is_wide = n.is_multiple_of(cuda::MULTIPLE) && k.is_multiple_of(cuda::MULTIPLE);
             is_wide.then(|| MlpLinear { layer, w: w.clone(), dims: Dims { t, n, k } })

@@ -9,7 +9,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
-use crate::fp8::{DELAYED, config, devices, recipes, rule};
+use crate::fp8::{DELAYED, config, devices, recipes_in_formats, rule};
 
 /// Row offsets of four experts, one without rows and one larger than a block; ten rows belong to none.
 const OFFSETS: [u32; 5] = [0, 5, 5, 140, 300];
@@ -38,8 +38,8 @@ fn case(k: usize, n: usize, dtype: DType) -> Case {
     }
 }
 
-fn offsets(test_device: &TestDevice) -> Tensor {
-    test_device.put(&Tensor::new(&OFFSETS, &Device::Cpu).unwrap())
+fn put_offsets(offsets: [u32; 5], test_device: &TestDevice) -> Tensor {
+    test_device.put(&Tensor::new(&offsets, &Device::Cpu).unwrap())
 }
 
 fn experts(config: Fp8Config, test_device: &TestDevice) -> Arc<Fp8Layers> {
@@ -49,8 +49,13 @@ fn experts(config: Fp8Config, test_device: &TestDevice) -> Arc<Fp8Layers> {
 
 /// Returns y, dx and dw of a step.
 fn step(layers: &Arc<Fp8Layers>, case: &Case, test_device: &TestDevice) -> [Tensor; 3] {
+    step_of_rows(OFFSETS, layers, case, test_device)
+}
+
+/// Returns y, dx and dw of a step in which the experts have these rows.
+fn step_of_rows(offsets: [u32; 5], layers: &Arc<Fp8Layers>, case: &Case, test_device: &TestDevice) -> [Tensor; 3] {
     let w = trainable(&test_device.put(&case.w)).with_fp8(layers.layer("experts").unwrap());
-    let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), offsets(test_device));
+    let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), put_offsets(offsets, test_device));
     test_device.run(|| {
         let _on = layers.enable(0).unwrap();
         let tape = tape(std::slice::from_ref(&x), || grouped_linear(&x, &w, &offsets, TokensPerCall::Many));
@@ -60,9 +65,13 @@ fn step(layers: &Arc<Fp8Layers>, case: &Case, test_device: &TestDevice) -> [Tens
     })
 }
 
-/// Returns the rows or the matrix of an expert.
+/// Returns the rows of an expert.
 fn of_expert(x: &Tensor, expert: usize) -> Tensor {
-    let (start, end) = (OFFSETS[expert] as usize, OFFSETS[expert + 1] as usize);
+    rows_of(x, OFFSETS, expert)
+}
+
+fn rows_of(x: &Tensor, offsets: [u32; 5], expert: usize) -> Tensor {
+    let (start, end) = (offsets[expert] as usize, offsets[expert + 1] as usize);
     x.narrow(0, start, end - start).unwrap()
 }
 
@@ -72,21 +81,30 @@ fn matrix_of(w: &Tensor, expert: usize) -> Tensor {
 }
 
 /// Quantizes and dequantizes as `recipe` does for one expert in its first step, by ops that are proven on their own.
-fn rounded(recipe: Fp8Recipe, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
+fn rounded(config: Fp8Config, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
+    let Fp8Config { recipe, formats, .. } = config;
     let rule = match recipe {
         Fp8Recipe::Delayed(_) => rule(true),
         Fp8Recipe::Current(rule) | Fp8Recipe::Blockwise(rule) => ScaleRule { power_of_two: true, ..rule },
     };
-    let format = Fp8Formats::Hybrid.of(operand);
+    let format = formats.of(operand);
     let matrix = fp8_quantize_current(x, recipe.block(operand, contraction), rule, format, Fp8Rounding::Nearest);
     matrix.unwrap().dequantize().unwrap().to_dtype(DType::F64).unwrap()
 }
 
 /// Computes y, dx and dw in f64 with operands that `round` has made of each expert's.
 fn wanted(case: &Case, round: impl Fn(usize, &Tensor, Fp8Operand, Contraction) -> Tensor) -> [Tensor; 3] {
+    wanted_of_rows(OFFSETS, case, round)
+}
+
+fn wanted_of_rows(
+    offsets: [u32; 5],
+    case: &Case,
+    round: impl Fn(usize, &Tensor, Fp8Operand, Contraction) -> Tensor,
+) -> [Tensor; 3] {
     let (mut y, mut dx, mut dw) = (Vec::new(), Vec::new(), Vec::new());
     for expert in 0..N_EXPERTS {
-        let [x, dy] = [&case.x, &case.dy].map(|x| of_expert(x, expert));
+        let [x, dy] = [&case.x, &case.dy].map(|x| rows_of(x, offsets, expert));
         let w = matrix_of(&case.w, expert);
         if x.dim(0).unwrap() == 0 {
             dw.push(w.zeros_like().unwrap().to_dtype(DType::F64).unwrap());
@@ -99,7 +117,7 @@ fn wanted(case: &Case, round: impl Fn(usize, &Tensor, Fp8Operand, Contraction) -
         let dy_rows = of(&dy, Fp8Operand::GradOutput, Contraction::Rows);
         dw.push(dy_rows.t().unwrap().matmul(&of(&x, Fp8Operand::Input, Contraction::Rows)).unwrap());
     }
-    let n_rest = N_ROWS - OFFSETS[N_EXPERTS] as usize;
+    let n_rest = N_ROWS - offsets[N_EXPERTS] as usize;
     for rows in [&mut y, &mut dx] {
         let width = rows[0].dim(1).unwrap();
         rows.push(Tensor::zeros((n_rest, width), DType::F64, &Device::Cpu).unwrap());
@@ -116,13 +134,13 @@ fn assert_step(what: &str, got: &[Tensor; 3], want: &[Tensor; 3]) {
 /// Outputs and gradients equal f64 matmuls of the rounded rows and matrices of each expert.
 #[test]
 fn experts_multiply_quantized_rows_and_matrices() {
-    check_each(recipes().into_iter().flat_map(|recipe| [(130, 48), (16, 136)].map(|size| (recipe, size))), |case_| {
-        let (recipe, (k, n)) = case_;
+    check_each(recipes_in_formats().flat_map(|config| [(130, 48), (16, 136)].map(|size| (config, size))), |case_| {
+        let (config, (k, n)) = case_;
         let case = case(k, n, DType::F32);
-        let want = wanted(&case, |_, x, operand, contraction| rounded(recipe, x, operand, contraction));
+        let want = wanted(&case, |_, x, operand, contraction| rounded(config, x, operand, contraction));
         for test_device in devices() {
-            let got = step(&experts(config(recipe), &test_device), &case, &test_device);
-            assert_step(&format!("{recipe:?} {k} {n} {test_device:?}"), &got, &want);
+            let got = step(&experts(config, &test_device), &case, &test_device);
+            assert_step(&format!("{config:?} {k} {n} {test_device:?}"), &got, &want);
         }
     });
 }
@@ -168,7 +186,7 @@ fn each_expert_has_delayed_scales() {
                 let want = Fp8Formats::Hybrid.of(operand).max() / amax;
                 let has_amax = is_used || operand == Fp8Operand::Weight;
                 let got = scales[3 * expert + operand as usize];
-                assert_eq!(got, if has_amax { want } else { 1.0 }, "{expert} {operand:?} {test_device:?}");
+                assert_eq!(got, if has_amax { want } else { 0.0 }, "{expert} {operand:?} {test_device:?}");
             }
         }
         // The next step's tensors are twice as large. Their scales are the old ones, rounded down to powers of two.
@@ -182,6 +200,35 @@ fn each_expert_has_delayed_scales() {
             let matrix = fp8_quantize(x, &scale, format, Fp8Rounding::Nearest).unwrap();
             matrix.dequantize().unwrap().to_dtype(DType::F64).unwrap()
         });
+        assert_step(&format!("{test_device:?}"), &got, &want);
+    }
+}
+
+/// An expert without rows in the first step has no scales of input and gradient. When its first rows come, their scales follow from
+/// the rows themselves, as those of the other experts did. At a scale of 1 its gradients would be zero.
+#[test]
+fn the_scales_of_an_expert_with_late_rows_follow_from_them() {
+    let case = case(64, 32, DType::F32);
+    let case = Case { dy: (case.dy * 1e-4).unwrap(), ..case };
+    let late = [0, 0, 70, 140, 300];
+    for test_device in devices() {
+        let layers = experts(config(DELAYED), &test_device);
+        step(&layers, &case, &test_device);
+        layers.update(&layers.amaxes().unwrap().copy().unwrap()).unwrap();
+        let scales =
+            layers.states().unwrap().remove(1).scales.to_device(&Device::Cpu).unwrap().to_vec1::<f32>().unwrap();
+        let got = step_of_rows(late, &layers, &case, &test_device);
+        let want = wanted_of_rows(late, &case, |expert, x, operand, contraction| {
+            if expert == 1 && operand != Fp8Operand::Weight {
+                return rounded(config(DELAYED), x, operand, contraction);
+            }
+            let scale = f32::from_bits(scales[3 * expert + operand as usize].to_bits() & f32::INFINITY.to_bits());
+            let scale = Tensor::new(&[scale], &Device::Cpu).unwrap();
+            let format = Fp8Formats::Hybrid.of(operand);
+            let matrix = fp8_quantize(x, &scale, format, Fp8Rounding::Nearest).unwrap();
+            matrix.dequantize().unwrap().to_dtype(DType::F64).unwrap()
+        });
+        assert!(rows_of(&got[1], late, 1).abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 0.0);
         assert_step(&format!("{test_device:?}"), &got, &want);
     }
 }
@@ -222,6 +269,18 @@ fn statistics_of_experts_count_their_rows() {
     }
 }
 
+/// Statistics that are requested for one operand count no other.
+#[test]
+fn statistics_of_experts_are_those_of_the_selected_operands() {
+    let case = case(32, 16, DType::F32);
+    let layers = experts(config(Fp8Recipe::Current(rule(false))), &TestDevice::Cpu);
+    layers.request_stats_of(|module, operand| module == "experts" && operand == Fp8Operand::GradOutput);
+    step(&layers, &case, &TestDevice::Cpu);
+    let stats = layers.take_stats().unwrap();
+    let n_elements: Vec<f64> = stats.sums.to_vec2::<f64>().unwrap().iter().map(|sums| sums[0]).collect();
+    assert_eq!(n_elements, [0.0, 0.0, 0.0, 0.0, 0.0, 300.0 * 16.0]);
+}
+
 /// A weight with scales for another number of experts is an error.
 #[test]
 fn the_scales_of_other_experts_are_an_error() {
@@ -229,7 +288,7 @@ fn the_scales_of_other_experts_are_an_error() {
     let case = case(32, 16, DType::F32);
     let w = Weight::frozen(case.w.clone()).with_fp8(layers.layer("experts").unwrap().with_matrices(1..3));
     let _on = layers.enable(0).unwrap();
-    let got = grouped_linear(&case.x, &w, &offsets(&TestDevice::Cpu), TokensPerCall::Many);
+    let got = grouped_linear(&case.x, &w, &put_offsets(OFFSETS, &TestDevice::Cpu), TokensPerCall::Many);
     assert_error(got, "experts: the scales of 2 matrices cannot serve 4 groups");
 }
 

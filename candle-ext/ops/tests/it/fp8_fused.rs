@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    Fp8Config, Fp8Format, Fp8Kernels, Fp8Layers, Fp8Module, Fp8Recipe, Fp8Rounding, OutputDtype, ScaleBlock, Weight,
-    add_rms_norm, fp8_quantize_current, fp8_swiglu_mlp, linear, record_exchange, rms_norm, swiglu,
+    Fp8Config, Fp8Format, Fp8Formats, Fp8Kernels, Fp8Layers, Fp8Module, Fp8Recipe, Fp8Rounding, OutputDtype,
+    ScaleBlock, Weight, add_rms_norm, fp8_quantize_current, fp8_swiglu_mlp, linear, record_exchange, rms_norm, swiglu,
 };
 
 use crate::cases::{TestDevice, bits, grad_of, randn, tape, trainable};
-use crate::fp8::{DELAYED, config, rule};
+use crate::fp8::{DELAYED, config, config_in, rule};
 
 const NAMES: [&str; 3] = ["gate", "up", "down"];
 
@@ -137,6 +137,9 @@ fn fused_and_separate_ops_have_the_same_bits(test_device: &TestDevice) {
         (blockwise, [48, 32, 80], [true; 3], false),
         (blockwise, [144, 32, 144], [true; 3], true),
         (blockwise, [16, 32, 16], [false, true, false], false),
+        (config_in(Fp8Formats::E4m3, DELAYED), [48, 32, 80], [true; 3], false),
+        (config_in(Fp8Formats::E4m3, Fp8Recipe::Current(rule(false))), [144, 32, 48], [true; 3], false),
+        (config_in(Fp8Formats::E4m3, blockwise.recipe), [144, 32, 80], [true; 3], false),
     ];
     for (config, [t, d, f], is_trained, follows) in cases {
         let (x, dy) = (bf16(test_device, (t, d), 4), bf16(test_device, (t, d), 5));

@@ -54,13 +54,17 @@ impl Engine {
     }
 
     /// Returns the current scales of delayed scaling by module name, those of each matrix; `None` with another recipe or without
-    /// FP8. MTP layers, which compute in the compute dtype, have none.
+    /// FP8. MTP layers, which compute in the compute dtype, have none. A tensor without a scale yet, such as the input of an expert
+    /// without tokens, has 1.
     pub fn fp8_scales(&self) -> Result<Option<BTreeMap<String, Vec<Fp8LinearScales>>>> {
         let Some(fp8) = self.store.fp8().filter(|fp8| fp8.amaxes().is_some()) else { return Ok(None) };
         let of_module = |module: Fp8LayerState| {
             let scales = to_host(&module.scales.contiguous()?)?.to_vec1::<f32>()?;
             let of_matrix = |scales: &[f32; Fp8Operand::ALL.len()]| {
-                let of = |operand: Fp8Operand| scales[operand as usize];
+                let of = |operand: Fp8Operand| match scales[operand as usize] {
+                    0.0 => 1.0,
+                    scale => scale,
+                };
                 Fp8LinearScales { input: of(Fp8Operand::Input), weight: of(Fp8Operand::Weight) }
             };
             Ok((module.module, scales.as_chunks().0.iter().map(of_matrix).collect()))

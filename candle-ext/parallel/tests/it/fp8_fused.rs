@@ -12,13 +12,16 @@ use candlewick_parallel::{ActivationCheckpointing, CpuOffload, Engine, ParamDtyp
 
 use crate::engine::{config, filled_store, grads, micro, sequences, train};
 
-fn engine(recipe: Fp8Recipe, checkpointing: ActivationCheckpointing, tiled_mlp: TiledMlp) -> Engine {
+fn engine(
+    (formats, recipe): (Fp8Formats, Fp8Recipe),
+    checkpointing: ActivationCheckpointing,
+    tiled_mlp: TiledMlp,
+) -> Engine {
     let model = Model::new(config(true), None).unwrap();
     let modules: Vec<String> =
         model.layers().flat_map(LayerSpec::linears).map(|linear| linear.module.clone()).collect();
     let model = model.with_fp8(&modules);
-    let (formats, gradient_rounding) = (Fp8Formats::Hybrid, Fp8Rounding::Nearest);
-    let fp8 = Fp8Config { recipe, formats, gradient_rounding, fake_quantize: false };
+    let fp8 = Fp8Config { recipe, formats, gradient_rounding: Fp8Rounding::Nearest, fake_quantize: false };
     let fp8 = Fp8Layers::new(fp8, model.fp8_modules(), &Device::Cpu).unwrap();
     let store = filled_store(&model, ParamDtypes::computing_in(DType::BF16), CpuOffload::default());
     let plan = vec![checkpointing; model.n_blocks()];
@@ -31,7 +34,7 @@ fn engine(recipe: Fp8Recipe, checkpointing: ActivationCheckpointing, tiled_mlp: 
 fn fused_kernels_change_no_bit_of_a_training_step() {
     let scaling = DelayedScaling { margin: 0, amax_history_len: 2, amax_compute: AmaxHistoryPolicy::Max };
     let blockwise = Fp8Recipe::Blockwise(ScaleRule { power_of_two: true, amax_epsilon: 0.0 });
-    let delayed = Fp8Recipe::Delayed(scaling);
+    let (delayed, blockwise) = ((Fp8Formats::Hybrid, Fp8Recipe::Delayed(scaling)), (Fp8Formats::E4m3, blockwise));
     let (none, full) = (ActivationCheckpointing::None, ActivationCheckpointing::Full);
     // 16 tokens can be fused, and 15 cannot.
     for (recipe, last, checkpointing, tiled_mlp) in [

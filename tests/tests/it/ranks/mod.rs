@@ -2,6 +2,7 @@
 
 mod callbacks;
 pub(crate) mod faults;
+mod fp8;
 mod routing;
 pub(crate) mod run;
 mod starters;
@@ -106,27 +107,6 @@ fn a_checkpoint_is_resumed_by_any_number_of_ranks() {
     let parts = TrainerRun::new(&folder.path().join("parts"), 1, &[]);
     // The metrics also hold a record of each resume.
     same_curve(&parts.curve(), &whole);
-}
-
-/// The all-gather of FP8 codes changes no result: it may be turned on and off on resume.
-#[test]
-fn a_run_that_gathers_fp8_weights_resumes_with_the_bits_of_one_that_does_not() {
-    let folder = tempfile::tempdir().unwrap();
-    const GATHER: &str = "precision.fp8_param_gather=true";
-    for recipe in ["precision={recipe: delayed, amax_history_len: 3}", "precision={recipe: current}"] {
-        let path = |name: &str| folder.path().join(format!("{}-{name}", recipe.len()));
-        let run = |name: &str, arguments: &[&str]| {
-            TrainerRun::new(&path(name), 2, &[&[recipe, STAGE_3], arguments].concat()).finish().curve()
-        };
-        let whole = run("whole", &[]);
-        assert_eq!(run("gathered", &[GATHER]), whole, "{recipe}");
-        let saves = path("parts").join("saves");
-        let saves =
-            format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", saves.display());
-        run("parts", &[&saves, GATHER, "exit_iteration=2"]);
-        run("parts", &[&saves, "exit_iteration=3"]);
-        assert_eq!(run("parts", &[&saves, GATHER]), whole, "{recipe}");
-    }
 }
 
 /// Each of `parts` resumes from the asynchronous checkpoint of the previous one. Together they give the loss curve of one

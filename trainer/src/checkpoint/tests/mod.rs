@@ -98,6 +98,7 @@ fn run(step: usize) -> RunState {
         n_skipped: 0,
         scaler: None,
         settings: Fingerprint::default(),
+        slower_modules: None,
     }
 }
 

@@ -5,7 +5,9 @@ use candlewick_model::Config;
 use super::deepspeed;
 use super::resolver::Resolver;
 use crate::plan::{Fp8Plan, Fp8RecipePlan, ModelPlan, RanksPlan, ScaleRulePlan};
-use crate::recipe::{AmaxComputeAlgo, Fp8FormatName, GradientRounding, HumanFloat, HumanInt, PrecisionRecipe};
+use crate::recipe::{
+    AmaxComputeAlgo, Fp8FormatName, Fp8TensorName, GradientRounding, HumanFloat, HumanInt, PrecisionRecipe,
+};
 
 const RECIPE: &str = "precision.recipe";
 const FORMAT: &str = "precision.format";
@@ -21,6 +23,8 @@ const AT_END: &str = "precision.num_layers_at_end_in_bf16";
 const EXCLUDE: &str = "precision.exclude_modules";
 const EXCLUDE_SLOWER: &str = "precision.exclude_slower_modules";
 const STATS: &str = "precision.stats_interval";
+const STATS_MODULES: &str = "precision.stats_modules";
+const STATS_TENSORS: &str = "precision.stats_tensors";
 const FAKE: &str = "precision.fake_quantize";
 const PARAM_GATHER: &str = "precision.fp8_param_gather";
 
@@ -48,6 +52,9 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     let exclude_modules = resolver.pick(EXCLUDE, section.exclude_modules.clone(), Vec::new());
     let exclude_slower_modules = resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false);
     let stats_interval = resolver.count(STATS, section.stats_interval, 0);
+    let stats_modules = resolver.pick(STATS_MODULES, section.stats_modules.clone(), Vec::new());
+    let stats_tensors = resolver.pick(STATS_TENSORS, section.stats_tensors.clone(), Fp8TensorName::ALL.to_vec());
+    report_unread_selection(resolver, stats_interval);
     let param_gather = param_gather(resolver, recipe, model, ranks);
     let fake_quantize = resolver.pick(FAKE, section.fake_quantize, false);
     if fake_quantize {
@@ -59,6 +66,8 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     }
     let plan = Fp8Plan {
         stats_interval,
+        stats_modules,
+        stats_tensors,
         fake_quantize,
         param_gather,
         exclude_slower_modules,
@@ -82,13 +91,34 @@ fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
         let advice = format!("the names are like {}", all.first().map_or("none", String::as_str));
         resolver.report_with_advice(&[EXCLUDE], message, advice);
     }
-    if plan.modules(config).is_empty() {
+    let ours = plan.modules(config);
+    for text in plan.stats_modules.iter().filter(|text| !ours.iter().any(|name| name.contains(text.as_str()))) {
+        let message = format!("{STATS_MODULES}: no module in FP8 has a name with {text:?}");
+        let advice = format!("the names are like {}", ours.first().map_or("none", String::as_str));
+        resolver.report_with_advice(&[STATS_MODULES], message, advice);
+    }
+    if ours.is_empty() {
         let message = format!("{RECIPE}: no linear layer or expert is left to multiply in FP8");
         resolver.report_with_advice(
             &[RECIPE, EXCLUDE, FIRST_LAST],
             message,
             format!("shorten {EXCLUDE} or {AT_START}"),
         );
+    }
+}
+
+/// Reports a selection of statistics without statistics, or without tensors.
+fn report_unread_selection(resolver: &mut Resolver, interval: usize) {
+    let section = &resolver.recipe().precision;
+    let keys = [(STATS_MODULES, section.stats_modules.is_some()), (STATS_TENSORS, section.stats_tensors.is_some())];
+    let has_no_tensors = section.stats_tensors.as_ref().is_some_and(Vec::is_empty);
+    for (key, _) in keys.into_iter().filter(|(_, is_set)| *is_set && interval == 0) {
+        let message = format!("{key}: it has no effect without {STATS}");
+        resolver.report_with_advice(&[key], message, format!("set {STATS}, or remove the key"));
+    }
+    if has_no_tensors {
+        let message = format!("{STATS_TENSORS}: expected at least one of input, weight and grad_output");
+        resolver.report_with_advice(&[STATS_TENSORS], message, format!("remove the key, or set {STATS}: 0"));
     }
 }
 
@@ -176,6 +206,8 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (AT_END, section.num_layers_at_end_in_bf16.is_some(), is_on, "delayed, current or blockwise"),
         (EXCLUDE_SLOWER, section.exclude_slower_modules.is_some(), is_on, "delayed, current or blockwise"),
         (STATS, section.stats_interval.is_some(), is_on, "delayed, current or blockwise"),
+        (STATS_MODULES, section.stats_modules.is_some(), is_on, "delayed, current or blockwise"),
+        (STATS_TENSORS, section.stats_tensors.is_some(), is_on, "delayed, current or blockwise"),
         (PARAM_GATHER, section.fp8_param_gather.is_some(), is_on, "delayed or current"),
         (FAKE, section.fake_quantize.is_some(), is_on, "delayed, current or blockwise"),
         (EXCLUDE, section.exclude_modules.is_some(), is_on, "delayed, current or blockwise"),

@@ -278,6 +278,7 @@ impl<'a> Checkpointer<'a> {
             home: None,
             fingerprint: self.fingerprint.clone(),
             settings: self.settings.clone(),
+            slower_modules: self.run.slower_modules.map(<[String]>::to_vec),
         }
     }
 }
@@ -317,7 +318,7 @@ fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
 }
 
 /// Returns the settings that may change when a run resumes, such as the learning rate. Changes are logged.
-fn settings(plan: &Plan) -> Fingerprint {
+pub(super) fn settings(plan: &Plan) -> Fingerprint {
     let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
     let model = plan.model.name_or_path.as_deref();
     let mut settings = json!({

@@ -190,9 +190,10 @@ impl<'a> Session<'a> {
             rank: self.run.ranks.rank_info,
         };
         let (epoch, engine) = (step.epoch, self.run.engine);
-        let interval = plan.fp8.as_ref().map_or(0, |fp8| fp8.stats_interval);
-        if let Some(fp8) = engine.store().fp8().filter(|_| interval > 0 && number.is_multiple_of(interval)) {
-            fp8.request_stats();
+        if let Some((fp8, layers)) =
+            plan.fp8.as_ref().zip(engine.store().fp8()).filter(|(fp8, _)| fp8.has_stats(number))
+        {
+            layers.request_stats_of(|module, operand| fp8.measures(module, operand));
         }
         let pending = step::start(engine, &self.scaler, step, &config, started)?;
         let pending = pending.with_wall_clock(self.run.ranks.instruments.take_wall_clock());

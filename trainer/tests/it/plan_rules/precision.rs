@@ -105,6 +105,17 @@ fn keys_without_effect_are_refused() {
         &["no linear layer or expert is left"],
     );
     refused(&["precision.fake_quantize=true"], &["precision.fake_quantize", "only with precision.recipe"]);
+    let stats = ["precision.recipe=current", "precision.stats_tensors=[weight]"];
+    refused(&stats, &["precision.stats_tensors: it has no effect without precision.stats_interval"]);
+    let of_modules = |text: &str| {
+        let modules = format!("precision.stats_modules=[{text}]");
+        let recipe = ["precision.recipe=current", "precision.exclude_modules=[o_proj]", "precision.stats_interval=5"];
+        refused(&[&recipe[..], &[&modules]].concat(), &[&format!("no module in FP8 has a name with \"{text}\"")]);
+    };
+    of_modules("oproj");
+    of_modules("o_proj");
+    let none = ["precision.recipe=current", "precision.stats_interval=5", "precision.stats_tensors=[]"];
+    refused(&none, &["expected at least one of input, weight and grad_output"]);
     for key in ["exclude_slower_modules", "fp8_param_gather"] {
         let (key, stage_3) = (format!("precision.{key}=true"), "deepspeed.zero_optimization.stage=3");
         let fake = ["precision.recipe=current", "precision.fake_quantize=true", &key, stage_3];

@@ -6,6 +6,7 @@ use super::blocks::KernelBlock;
 use super::{KERNELS, OP, name_of, rounding_args};
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Out, address, gpu, suffix};
 use crate::fp8::format::{FP8_BLOCK, Fp8Format};
+use crate::fp8::operands::FIRST_SCALES;
 use crate::fp8::recipe::{ScaleRule, largest_number};
 use crate::fp8::rounding::Fp8Rounding;
 use crate::quantized::ScaleBlock;
@@ -33,12 +34,12 @@ pub(in crate::fp8) struct Slots<'a> {
 }
 
 impl GroupInput<'_> {
-    /// Returns the values of the codes with given scales, rounded down to powers of two. Amaxes raise `slots`.
+    /// Returns the values of the codes with given scales, rounded down to powers of two. Amaxes raise `slots`, and give the
+    /// scale of a group whose given one is 0.
     pub(in crate::fp8) fn with_scales(self, scales: Slots<'_>, slots: Option<Slots<'_>>) -> Result<Tensor> {
-        if slots.is_some() {
-            self.amaxes(slots)?;
-        }
-        self.round(Some(scales), 0, ScaleRule { power_of_two: true, amax_epsilon: 0.0 })
+        let amaxes = slots.map(|slots| self.amaxes(Some(slots))).transpose()?;
+        let amaxes = amaxes.as_ref().map_or(Ok(0), |amaxes| address(OP, amaxes))?;
+        self.round(Some(scales), amaxes, FIRST_SCALES)
     }
 
     /// Returns the values of the codes with scales by `rule`, as powers of two, from the amax of each group. Amaxes raise
@@ -95,7 +96,7 @@ impl GroupInput<'_> {
         args.extend([Arg::F32(rule.amax_epsilon), Arg::F32(f32::MAX)]);
         args.extend(rounding_args(self.encoding.1));
         let name = format!("groups_{}", self.suffix()?);
-        // SAFETY: x and y are [n, columns]; scales have an element every `stride`, or amaxes one per group.
+        // SAFETY: x and y are [n, columns]; scales have an element every `stride`, and amaxes one per group where a scale may be 0 or is missing.
         unsafe { KERNELS.launch(on, &name, self.grid(), FLAT_THREADS, &args)? };
         Ok(y.into_tensor((n, columns)))
     }

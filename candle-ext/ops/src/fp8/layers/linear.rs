@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor, TensorId};
 
-use super::{FIRST_SCALES, Fp8Linear, QuantizedInput, Scaling};
+use super::{Fp8Linear, QuantizedInput, Scaling};
 use crate::derive_key;
 use crate::fp8::delayed::SLOTS;
 use crate::fp8::format::Fp8Format;
@@ -148,33 +148,55 @@ impl Fp8Linear {
         self.with_scale_source(operand, 0, |source| quantize(&rows, source))
     }
 
-    /// Calls `f` with the source of the scales of an operand of one of this rank's matrices.
+    /// Calls `f` with the source of the scales of an operand of one of this rank's matrices. A slot of delayed scaling without
+    /// a scale has that of its tensor.
     pub(in crate::fp8) fn with_scale_source<R>(
         &self,
         operand: Fp8Operand,
         matrix: usize,
         f: impl FnOnce(ScaleSource<'_>) -> Result<R>,
     ) -> Result<R> {
-        let of_slot = |of_slots: &Tensor| of_slots.narrow(0, self.slot(operand) + SLOTS * matrix, 1);
+        let slot = self.slot(operand) + SLOTS * matrix;
+        match self.layers.use_unscaled(slot) {
+            true => self.with_scale_of_slot(slot, operand, |source| f(source.of_first_tensors())),
+            false => self.with_scale_of_slot(slot, operand, f),
+        }
+    }
+
+    /// Calls `f` with the source of the scales of an operand of all this rank's matrices, for kernels that find slots without a
+    /// scale on the device: the slot of the first matrix.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(in crate::fp8) fn with_scales_of_groups<R>(
+        &self,
+        operand: Fp8Operand,
+        f: impl FnOnce(ScaleSource<'_>) -> Result<R>,
+    ) -> Result<R> {
+        self.with_scale_of_slot(self.slot(operand), operand, f)
+    }
+
+    fn with_scale_of_slot<R>(
+        &self,
+        slot: usize,
+        operand: Fp8Operand,
+        f: impl FnOnce(ScaleSource<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let of_slot = |of_slots: &Tensor| of_slots.narrow(0, slot, 1);
         match &self.layers.scaling {
             Scaling::Fixed(scales) => f(ScaleSource::Fixed { scale: &of_slot(scales)? }),
             Scaling::Current(rule) => f(ScaleSource::Current(*rule)),
             Scaling::Blockwise(rule) => f(ScaleSource::Blockwise(*rule, operand)),
             Scaling::Delayed(_, state) => {
-                let (scale, slot) = (&of_slot(&state.scales)?, &of_slot(&state.amaxes)?);
-                match self.layers.is_in_first_step() {
-                    true => f(ScaleSource::First { rule: FIRST_SCALES, slot }),
-                    false => f(ScaleSource::Delayed { scale, slot }),
-                }
+                f(ScaleSource::Delayed { scale: &of_slot(&state.scales)?, slot: &of_slot(&state.amaxes)? })
             }
         }
     }
 
-    /// Returns true if a tensor can be quantized where it is computed: without statistics, and after the first step of delayed
-    /// scaling, whose amaxes other layers share.
+    /// Returns true if tensors of these operands can be quantized where they are computed: without statistics, and with scales
+    /// that are known before their tensors.
     #[cfg(any(feature = "cuda", feature = "emulate"))]
-    pub(in crate::fp8) fn can_quantize_early(&self) -> bool {
-        !self.layers.is_in_first_step() && !self.layers.fake_quantize && self.step_stats().is_none()
+    pub(in crate::fp8) fn can_quantize_early(&self, operands: &[Fp8Operand]) -> bool {
+        let is_unscaled = |operand: &Fp8Operand| self.layers.is_unscaled(self.slot(*operand));
+        !operands.iter().any(is_unscaled) && !self.layers.fake_quantize && self.step_stats().is_none()
     }
 
     /// Returns true if scales of whole tensors follow from the tensors themselves.
@@ -191,7 +213,7 @@ impl Fp8Linear {
         orientation: Fp8Orientation,
         rounding: Fp8Rounding,
     ) -> Result<()> {
-        let Some(stats) = self.step_stats() else { return Ok(()) };
+        let Some(stats) = self.step_stats().filter(|_| self.has_stats(operand)) else { return Ok(()) };
         let format = self.format(operand);
         self.with_scales(operand, x, |rows, source| {
             let quantization = Quantization { format, rounding, orientation, amax: AmaxUse::Slot };
@@ -202,10 +224,19 @@ impl Fp8Linear {
 
     /// Returns the statistics of the step, if they are collected.
     pub(in crate::fp8) fn step_stats(&self) -> Option<Fp8StepStats> {
-        self.layers.lock().as_ref().and_then(|active| active.stats.clone())
+        self.layers.lock().as_ref().and_then(|active| Some(active.stats.as_ref()?.0.clone()))
     }
 
-    /// Adds a matrix and its codes to the statistics of a step.
+    /// Returns true if the statistics of the step include this operand.
+    fn has_stats(&self, operand: Fp8Operand) -> bool {
+        let slot = SLOTS * self.module_idx + operand as usize;
+        self.layers
+            .lock()
+            .as_ref()
+            .is_some_and(|active| active.stats.as_ref().is_some_and(|(_, selected)| selected[slot]))
+    }
+
+    /// Adds a matrix and its codes to the statistics of a step, if they include this operand.
     pub(in crate::fp8) fn add_sums(
         &self,
         operand: Fp8Operand,
@@ -213,6 +244,9 @@ impl Fp8Linear {
         matrix: &Fp8Matrix,
         Fp8StepStats { sums, amaxes }: &Fp8StepStats,
     ) -> Result<()> {
+        if !self.has_stats(operand) {
+            return Ok(());
+        }
         let slot = SLOTS * self.module_idx + operand as usize;
         let (sums, largest) = (sums.narrow(0, slot, 1)?, amaxes.narrow(0, slot, 1)?);
         let (of_tensor, amax) = stats::sums(rows, matrix)?;

@@ -5,14 +5,13 @@ mod linear;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 
 use crate::fp8::delayed::{DelayedState, SLOTS};
 use crate::fp8::operands::Fp8Operands;
-use crate::fp8::recipe::{DelayedScaling, Fp8Config, Fp8Formats, Fp8Recipe, ScaleRule};
+use crate::fp8::recipe::{DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule};
 use crate::fp8::rounding::Fp8Rounding;
 use crate::fp8::stats::{Fp8StepStats, N_SUMS};
 use crate::transfer::to_host;
@@ -29,8 +28,8 @@ pub struct Fp8Layers {
     scaling: Scaling,
     /// Statistics of a step: requested, or collected.
     stats: Mutex<StepStats>,
-    /// True once delayed scaling has a history.
-    has_history: AtomicBool,
+    /// True for each slot of delayed scaling that had no scale when a step last read them; `None`: the next step reads them.
+    unscaled: Mutex<Option<Arc<[bool]>>>,
     active: Mutex<Option<Active>>,
     device: Device,
 }
@@ -78,24 +77,26 @@ enum StepStats {
     /// Not collected.
     #[default]
     Off,
-    /// Collected in the next step.
-    Requested,
+    /// Collected in the next step, of each module's operands for which it is true.
+    Requested(Arc<[bool]>),
     /// Collected.
     Collected(Fp8StepStats),
 }
 
 /// State that layers share while they multiply in FP8.
 struct Active {
-    /// True before the first update of delayed scaling: scales then follow from the tensors themselves.
-    is_first_step: bool,
+    /// True for each slot of delayed scaling that has no scale yet: its scale follows from the tensor itself.
+    unscaled: Arc<[bool]>,
+    /// True once such a slot was used, so that the next step must read which are left.
+    used_unscaled: bool,
     /// The input that was quantized last: several layers read the same.
     input: Option<QuantizedInput>,
     /// Seed of stochastic rounding in this step.
     key: u64,
     /// Number of gradients that each module has quantized in this step.
     n_gradients: Vec<u64>,
-    /// Statistics of the step, if they are collected.
-    stats: Option<Fp8StepStats>,
+    /// Statistics of the step, if they are collected, and true for each module's operands that have some.
+    stats: Option<(Fp8StepStats, Arc<[bool]>)>,
 }
 
 /// An input that was quantized last.
@@ -125,19 +126,16 @@ pub struct Fp8LayerState {
     pub module: String,
     /// Amaxes of the slots in the last steps, the newest first, f32 [3 * matrices, amax_history_len].
     pub amax_history: Tensor,
-    /// Scales of the slots, f32 [3 * matrices].
+    /// Scales of the slots, f32 [3 * matrices]. 0: no step has given the slot an amax yet.
     pub scales: Tensor,
 }
-
-/// Scales of the first step of delayed scaling. A power of two changes no rounding, so that ranks with other amaxes
-/// round alike.
-const FIRST_SCALES: ScaleRule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
 
 impl Fp8Layers {
     /// Creates the state of these modules.
     ///
-    /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two.
-    /// TransformerEngine starts with scales of 1, at which small gradients become zero.
+    /// In the first step of delayed scaling the scales follow from the tensors themselves, as powers of two. So does the scale
+    /// of each slot that has had no amax yet, such as that of an expert without tokens. TransformerEngine starts with scales of
+    /// 1, at which small gradients become zero.
     pub fn new(config: Fp8Config, modules: Vec<Fp8Module>, device: &Device) -> Result<Self> {
         let Fp8Config { recipe, formats, gradient_rounding, fake_quantize } = config;
         let n_matrices = modules.iter().map(|module| module.n_matrices).sum();
@@ -180,7 +178,7 @@ impl Fp8Layers {
             modules,
             scaling,
             stats: Mutex::default(),
-            has_history: AtomicBool::new(false),
+            unscaled: Mutex::default(),
             active: Mutex::default(),
             device: device.clone(),
         }
@@ -218,29 +216,41 @@ impl Fp8Layers {
 
     /// Turns FP8 on for a step, until the guard is dropped. `key` seeds stochastic rounding.
     pub fn enable(&self, key: u64) -> Result<Fp8Guard<'_>> {
-        let is_first_step = self.is_first_step()?;
+        if matches!(*self.lock_stats(), StepStats::Requested(_)) {
+            // Kernels of experts find slots without a scale themselves, and statistics on the host.
+            *self.lock_unscaled() = None;
+        }
+        let unscaled = self.unscaled_slots()?;
         let n_modules = self.modules.len();
-        let stats = match *self.lock_stats() {
-            StepStats::Requested => Some(Fp8StepStats {
-                sums: Tensor::zeros((SLOTS * n_modules, N_SUMS), DType::F64, &self.device)?,
-                amaxes: Tensor::zeros(SLOTS * n_modules, DType::F32, &self.device)?,
-            }),
+        let stats = match &*self.lock_stats() {
+            StepStats::Requested(selected) => {
+                let sums = Tensor::zeros((SLOTS * n_modules, N_SUMS), DType::F64, &self.device)?;
+                let amaxes = Tensor::zeros(SLOTS * n_modules, DType::F32, &self.device)?;
+                Some((Fp8StepStats { sums, amaxes }, Arc::clone(selected)))
+            }
             StepStats::Off | StepStats::Collected(_) => None,
         };
-        *self.lock() = Some(Active { is_first_step, input: None, key, n_gradients: vec![0; n_modules], stats });
+        let n_gradients = vec![0; n_modules];
+        *self.lock() = Some(Active { unscaled, used_unscaled: false, input: None, key, n_gradients, stats });
         Ok(Fp8Guard(self))
     }
 
     /// Collects statistics of all quantized tensors in the next step. They cost several passes over each tensor.
     pub fn request_stats(&self) {
-        *self.lock_stats() = StepStats::Requested;
+        self.request_stats_of(|_, _| true);
+    }
+
+    /// Collects statistics like [`Fp8Layers::request_stats`] of the modules' operands that `is_selected` returns true for.
+    pub fn request_stats_of(&self, is_selected: impl Fn(&str, Fp8Operand) -> bool) {
+        let of_module = |module: &Fp8Module| Fp8Operand::ALL.map(|operand| is_selected(&module.name, operand));
+        *self.lock_stats() = StepStats::Requested(self.modules.iter().flat_map(of_module).collect());
     }
 
     /// Returns the statistics of the last step, once; `None` if they were not requested.
     pub fn take_stats(&self) -> Option<Fp8StepStats> {
         match std::mem::take(&mut *self.lock_stats()) {
             StepStats::Collected(stats) => Some(stats),
-            StepStats::Off | StepStats::Requested => None,
+            StepStats::Off | StepStats::Requested(_) => None,
         }
     }
 
@@ -248,25 +258,41 @@ impl Fp8Layers {
         self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if delayed scaling has no history. Waits for the device until there is one.
-    fn is_first_step(&self) -> Result<bool> {
-        let Some((_, state)) = self.delayed() else { return Ok(false) };
-        if !self.has_history.load(Ordering::Relaxed) {
-            let newest = to_host(&state.history.narrow(1, 0, 1)?.contiguous()?)?.flatten_all()?.to_vec1::<f32>()?;
-            self.has_history.store(newest.iter().any(|amax| *amax != 0.0), Ordering::Relaxed);
+    /// Returns true for each slot of delayed scaling without a scale. Waits for the device, unless an earlier step has read all
+    /// that can have changed.
+    fn unscaled_slots(&self) -> Result<Arc<[bool]>> {
+        let Some((_, state)) = self.delayed() else { return Ok(Arc::default()) };
+        if let Some(unscaled) = &*self.lock_unscaled() {
+            return Ok(Arc::clone(unscaled));
         }
-        Ok(!self.has_history.load(Ordering::Relaxed))
+        let scales = to_host(&state.scales)?.to_vec1::<f32>()?;
+        let unscaled: Arc<[bool]> = scales.into_iter().map(|scale| scale == 0.0).collect();
+        *self.lock_unscaled() = Some(Arc::clone(&unscaled));
+        Ok(unscaled)
     }
 
-    /// Returns true if the scales of weights follow from their amaxes in this step: with current scaling, and in the first
-    /// step of delayed scaling.
+    fn lock_unscaled(&self) -> MutexGuard<'_, Option<Arc<[bool]>>> {
+        self.unscaled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true if the scales of weights follow from their amaxes in this step: with current scaling, and with delayed
+    /// scaling if a weight has no scale yet. All ranks return the same.
     pub fn weight_scales_need_amaxes(&self) -> bool {
-        self.delayed().is_none() || self.is_in_first_step()
+        let has_unscaled = |active: &Active| has_unscaled_weight(&active.unscaled);
+        self.delayed().is_none() || self.lock().as_ref().is_some_and(has_unscaled)
     }
 
-    /// Returns true in the first step of delayed scaling.
-    fn is_in_first_step(&self) -> bool {
-        self.lock().as_ref().is_some_and(|active| active.is_first_step)
+    /// Returns true if a slot of delayed scaling has no scale in this step.
+    fn is_unscaled(&self, slot: usize) -> bool {
+        self.lock().as_ref().is_some_and(|active| active.is_unscaled(slot))
+    }
+
+    /// Returns true if a slot that is used has no scale in this step.
+    fn use_unscaled(&self, slot: usize) -> bool {
+        let mut active = self.lock();
+        let Some(active) = active.as_mut().filter(|active| active.is_unscaled(slot)) else { return false };
+        active.used_unscaled = true;
+        true
     }
 
     /// Returns true while FP8 is on.
@@ -292,6 +318,8 @@ impl Fp8Layers {
     /// Returns the state of each module; none unless scaling is delayed.
     pub fn states(&self) -> Result<Vec<Fp8LayerState>> {
         let Some((_, state)) = self.delayed() else { return Ok(Vec::new()) };
+        // The views may be written.
+        *self.lock_unscaled() = None;
         let of_module = |(module_idx, module): (usize, &Fp8Module)| {
             let slots = self.slots(module_idx);
             Ok(Fp8LayerState {
@@ -308,10 +336,25 @@ impl Fp8Layers {
     }
 }
 
+impl Active {
+    fn is_unscaled(&self, slot: usize) -> bool {
+        self.unscaled.get(slot).is_some_and(|is_unscaled| *is_unscaled)
+    }
+}
+
 impl Drop for Fp8Guard<'_> {
     fn drop(&mut self) {
-        if let Some(stats) = self.0.lock().take().and_then(|active| active.stats) {
+        let Some(active) = self.0.lock().take() else { return };
+        // Ranks may use other slots, but agree on weights.
+        if active.used_unscaled || has_unscaled_weight(&active.unscaled) {
+            *self.0.lock_unscaled() = None;
+        }
+        if let Some((stats, _)) = active.stats {
             *self.0.lock_stats() = StepStats::Collected(stats);
         }
     }
+}
+
+fn has_unscaled_weight(unscaled: &[bool]) -> bool {
+    unscaled.iter().skip(Fp8Operand::Weight as usize).step_by(SLOTS).any(|is_unscaled| *is_unscaled)
 }

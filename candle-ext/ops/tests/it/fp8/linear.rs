@@ -4,18 +4,21 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    Contraction, Fp8Config, Fp8Formats, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink,
-    OutputDtype, ScaleBlock, Weight, fp8_quantize_current, linear,
+    Contraction, Fp8Config, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype,
+    ScaleBlock, Weight, fp8_quantize_current, linear,
 };
 
-use super::{DELAYED, SUMS, config, devices, devices_for, layers, recipes, rule, sums};
+use super::{
+    DELAYED, FORMATS, SUMS, config_in, devices, devices_for, layers, layers_of, recipes, recipes_in_formats, rule, sums,
+};
 use crate::cases::{
     TestDevice, assert_close, assert_error, bits, check_each, grad_of, identity_exchange, randn, tape, trainable,
 };
 
 /// Quantizes and dequantizes as the recipe does in its first step, by the ops that the reference has proven.
-fn rounded(recipe: Fp8Recipe, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
-    let format = Fp8Formats::Hybrid.of(operand);
+fn rounded(config: Fp8Config, x: &Tensor, operand: Fp8Operand, contraction: Contraction) -> Tensor {
+    let Fp8Config { recipe, formats, .. } = config;
+    let format = formats.of(operand);
     let matrix = match recipe {
         Fp8Recipe::Delayed(_) => fp8_quantize_current(x, ScaleBlock::Tensor, rule(true), format, Fp8Rounding::Nearest),
         Fp8Recipe::Current(rule) | Fp8Recipe::Blockwise(rule) => {
@@ -51,10 +54,10 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
         (16, 128, 256),
         (40, 16, 400),
     ];
-    check_each(recipes().into_iter().flat_map(|recipe| shapes.map(|shape| (recipe, shape))), |(recipe, (t, k, n))| {
+    check_each(recipes_in_formats().flat_map(|config| shapes.map(|shape| (config, shape))), |(config, (t, k, n))| {
         let (x, w, dy) = (randn((t, k), 1), (randn((n, k), 2) * 0.05).unwrap(), (randn((t, n), 3) * 1e-3).unwrap());
         let bias = randn(n, 4);
-        let round = |x: &Tensor, operand, contraction| rounded(recipe, x, operand, contraction);
+        let round = |x: &Tensor, operand, contraction| rounded(config, x, operand, contraction);
         let [xq, wq, dyq] = [(&x, Fp8Operand::Input), (&w, Fp8Operand::Weight), (&dy, Fp8Operand::GradOutput)]
             .map(|(tensor, operand)| round(tensor, operand, Contraction::Columns));
         let y = xq.matmul(&wq.t().unwrap()).unwrap().broadcast_add(&bias.to_dtype(DType::F64).unwrap()).unwrap();
@@ -62,12 +65,12 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
         let [x_rows, dy_rows] = [(&x, Fp8Operand::Input), (&dy, Fp8Operand::GradOutput)]
             .map(|(tensor, operand)| round(tensor, operand, Contraction::Rows));
         let dw = dy_rows.t().unwrap().matmul(&x_rows).unwrap();
-        for test_device in devices_for([n, k], recipe) {
-            let layers = layers(recipe, &test_device);
+        for test_device in devices_for([n, k], config.recipe) {
+            let layers = layers_of(config, &test_device);
             let got = step_of_linear(&layers, [&x, &w, &bias, &dy], &test_device);
             let db = dy.to_dtype(DType::F64).unwrap().sum(0).unwrap();
             for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
-                assert_close(&format!("{what} {recipe:?} {t} {k} {n} {test_device:?}"), got, want, sums(&test_device));
+                assert_close(&format!("{what} {config:?} {t} {k} {n} {test_device:?}"), got, want, sums(&test_device));
             }
         }
     });
@@ -76,13 +79,14 @@ fn a_linear_layer_multiplies_the_quantized_operands() {
 /// With `fake_quantize` any device multiplies the rounded operands of any sizes, with scales that are powers of two.
 #[test]
 fn a_fake_quantized_layer_multiplies_rounded_operands() {
-    for recipe in [DELAYED, Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))] {
+    let recipes = [DELAYED, Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))];
+    for config in FORMATS.into_iter().flat_map(|formats| recipes.map(|recipe| config_in(formats, recipe))) {
         let (t, k, n) = (150, 130, 33);
         let (x, w, dy) =
             (randn((3, t / 3, k), 1), (randn((n, k), 2) * 0.05).unwrap(), (randn((3, t / 3, n), 3) * 1e-3).unwrap());
         let bias = randn(n, 4);
         let round = |x: &Tensor, operand, contraction| {
-            rounded(recipe, &x.flatten_to(x.rank() - 2).unwrap(), operand, contraction)
+            rounded(config, &x.flatten_to(x.rank() - 2).unwrap(), operand, contraction)
         };
         let wq = round(&w, Fp8Operand::Weight, Contraction::Columns);
         let product = round(&x, Fp8Operand::Input, Contraction::Columns).matmul(&wq.t().unwrap()).unwrap();
@@ -93,11 +97,11 @@ fn a_fake_quantized_layer_multiplies_rounded_operands() {
         let dw = dy_rows.t().unwrap().matmul(&round(&x, Fp8Operand::Input, Contraction::Rows)).unwrap();
         let db = dy.to_dtype(DType::F64).unwrap().sum((0, 1)).unwrap();
         for test_device in devices() {
-            let config = Fp8Config { fake_quantize: true, ..config(recipe) };
+            let config = Fp8Config { fake_quantize: true, ..config };
             let layers = Arc::new(Fp8Layers::new(config, vec![Fp8Module::linear("a")], &test_device.device()).unwrap());
             let got = step_of_linear(&layers, [&x, &w, &bias, &dy], &test_device);
             for (what, (got, want)) in ["y", "dx", "dw", "db"].iter().zip(got.iter().zip([&y, &dx, &dw, &db])) {
-                assert_close(&format!("{what} {recipe:?} {test_device:?}"), got, want, SUMS);
+                assert_close(&format!("{what} {config:?} {test_device:?}"), got, want, SUMS);
             }
         }
     }
@@ -112,9 +116,10 @@ fn exact_sums_are_exact() {
         Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap()
     };
     let (x, w, dy) = (integers(40, 304, 1), integers(32, 304, 2), integers(40, 32, 3));
-    for recipe in [Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))] {
-        for test_device in devices_for([32, 304], recipe) {
-            let layers = layers(recipe, &test_device);
+    let recipes = [Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))];
+    for config in FORMATS.into_iter().flat_map(|formats| recipes.map(|recipe| config_in(formats, recipe))) {
+        for test_device in devices_for([32, 304], config.recipe) {
+            let layers = layers_of(config, &test_device);
             let weight = trainable(&test_device.put(&w)).with_fp8(layers.layer("a").unwrap());
             let input = test_device.put(&x);
             let got = test_device.run(|| {
@@ -128,7 +133,7 @@ fn exact_sums_are_exact() {
             // E4M3 holds integers to 16, and E5M2 to 8.
             let want = [x.matmul(&w.t().unwrap()), dy.matmul(&w), dy.t().unwrap().matmul(&x)];
             for (got, want) in got.iter().zip(want) {
-                assert!(bits(got) == bits(&want.unwrap()), "{recipe:?} {test_device:?}");
+                assert!(bits(got) == bits(&want.unwrap()), "{config:?} {test_device:?}");
             }
         }
     }

@@ -40,8 +40,13 @@ fn gpu_multiplies(_: Fp8Recipe) -> bool {
     true
 }
 
+pub(crate) const FORMATS: [Fp8Formats; 2] = [Fp8Formats::Hybrid, Fp8Formats::E4m3];
+
 pub(crate) fn config(recipe: Fp8Recipe) -> Fp8Config {
-    let formats = Fp8Formats::Hybrid;
+    config_in(Fp8Formats::Hybrid, recipe)
+}
+
+pub(crate) fn config_in(formats: Fp8Formats, recipe: Fp8Recipe) -> Fp8Config {
     Fp8Config { recipe, formats, gradient_rounding: Fp8Rounding::Nearest, fake_quantize: false }
 }
 
@@ -56,11 +61,18 @@ pub(crate) fn recipes() -> [Fp8Recipe; 4] {
     [DELAYED, Fp8Recipe::Current(rule(false)), Fp8Recipe::Current(rule(true)), Fp8Recipe::Blockwise(rule(true))]
 }
 
+/// Returns all recipes in both formats.
+pub(crate) fn recipes_in_formats() -> impl Iterator<Item = Fp8Config> {
+    FORMATS.into_iter().flat_map(|formats| recipes().map(|recipe| config_in(formats, recipe)))
+}
+
 pub(crate) fn layers(recipe: Fp8Recipe, test_device: &TestDevice) -> Arc<Fp8Layers> {
-    Arc::new(
-        Fp8Layers::new(config(recipe), vec![Fp8Module::linear("a"), Fp8Module::linear("b")], &test_device.device())
-            .unwrap(),
-    )
+    layers_of(config(recipe), test_device)
+}
+
+pub(crate) fn layers_of(config: Fp8Config, test_device: &TestDevice) -> Arc<Fp8Layers> {
+    let modules = vec![Fp8Module::linear("a"), Fp8Module::linear("b")];
+    Arc::new(Fp8Layers::new(config, modules, &test_device.device()).unwrap())
 }
 
 fn codes_of(matrix: &Tensor) -> Vec<u8> {

@@ -1,10 +1,14 @@
 //! Scales and statistics of the steps of FP8 layers.
 
+use std::sync::Arc;
+
 use candle_core::{Device, Tensor};
-use candlewick_ops::{Fp8Format, Fp8Rounding, OutputDtype, fp8_quantize, linear};
+use candlewick_ops::{
+    Fp8Format, Fp8Layers, Fp8Rounding, OutputDtype, ScaleBlock, ScaleRule, fp8_quantize, fp8_quantize_current, linear,
+};
 
 use super::{DELAYED, SUMS, devices_for, layers, recipes, sums};
-use crate::cases::{TestDevice, assert_close, randn, tape, trainable, values};
+use crate::cases::{TestDevice, assert_close, bits, randn, tape, trainable, values};
 
 /// A step's amaxes become the next scales, the same for layers that read one input; without them nothing changes.
 #[test]
@@ -56,6 +60,49 @@ fn delayed_scales_follow_the_tensors_of_the_step() {
         let want =
             quantized(&randn((20, 32), 1), before[0]).matmul(&quantized(&randn((16, 32), 3), before[1]).t().unwrap());
         assert_close("y of the second step", &y, &want.unwrap(), sums(&test_device));
+    }
+}
+
+/// Returns dx of a step of layer "a" or "b", and updates the scales.
+fn dx_of_step(layers: &Arc<Fp8Layers>, module: &str, dy: &Tensor, test_device: &TestDevice) -> Tensor {
+    let x = test_device.put(&randn((16, 32), 1));
+    let weight = trainable(&test_device.put(&randn((16, 32), 2))).with_fp8(layers.layer(module).unwrap());
+    let dy = test_device.put(dy);
+    test_device.run(|| {
+        let on = layers.enable(0).unwrap();
+        let tape = tape(std::slice::from_ref(&x), || linear(&x, &weight, None, OutputDtype::SameAsInput));
+        let dx = tape.backward(&dy).unwrap().remove(&x).unwrap();
+        drop(on);
+        layers.update(&layers.amaxes().unwrap().copy().unwrap()).unwrap();
+        dx
+    })
+}
+
+/// A tensor without an amax of an earlier step has the scale of a first step, whatever other tensors have: a layer that is used
+/// for the first time, and a gradient whose amax was infinite. At a scale of 1 these gradients would be zero.
+#[test]
+fn tensors_without_an_amax_yet_have_scales_of_their_own() {
+    let dy = (randn((16, 16), 3) * 1e-7).unwrap();
+    for test_device in devices_for([16, 32], DELAYED) {
+        let of_step =
+            |layers: &Arc<Fp8Layers>, module, dy: &Tensor| bits(&dx_of_step(layers, module, dy, &test_device));
+        let new = || layers(DELAYED, &test_device);
+        let first = of_step(&new(), "a", &dy);
+        assert!(first != bits(&randn((16, 32), 1).zeros_like().unwrap()));
+        let late = new();
+        of_step(&late, "a", &dy);
+        of_step(&late, "a", &dy);
+        assert!(of_step(&late, "b", &dy) == first, "{test_device:?}: a layer that is used later");
+        let infinite = Tensor::full(f32::INFINITY, (16, 16), &Device::Cpu).unwrap();
+        let after_infinity = new();
+        of_step(&after_infinity, "a", &infinite);
+        let scale = after_infinity.states().unwrap()[0].scales.narrow(0, 1, 1).unwrap();
+        let got = dx_of_step(&after_infinity, "a", &dy, &test_device);
+        let weight = fp8_quantize(&randn((16, 32), 2), &scale, Fp8Format::E4m3, Fp8Rounding::Nearest);
+        let rule = ScaleRule { power_of_two: true, amax_epsilon: 0.0 };
+        let dy = fp8_quantize_current(&dy, ScaleBlock::Tensor, rule, Fp8Format::E5m2, Fp8Rounding::Nearest);
+        let [dy, weight] = [dy, weight].map(|matrix| matrix.unwrap().dequantize().unwrap());
+        assert_close("dx after an infinite gradient", &got, &dy.matmul(&weight).unwrap(), sums(&test_device));
     }
 }
 

@@ -1,9 +1,11 @@
 //! FP8 copies of weights in their buffers, of whole weights and of shards.
 
-use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{FlatBuffer, Fp8Recipe, GradSink, OutputDtype, Weight, amax, linear};
+use std::sync::Arc;
 
-use super::{DELAYED, SUMS, devices_for, layers, recipes, rule};
+use candle_core::{DType, Device, Tensor};
+use candlewick_ops::{FlatBuffer, Fp8Layers, Fp8Module, Fp8Recipe, GradSink, OutputDtype, Weight, amax, linear};
+
+use super::{DELAYED, SUMS, config, devices_for, layers, recipes, rule};
 use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape};
 
 /// The copy of a weight in its buffer is used until the contents change, and dropped with them.
@@ -81,7 +83,9 @@ fn codes_of_parts_are_those_of_the_whole_weight() {
             let flat = test_device.put(&values.to_dtype(DType::BF16).unwrap());
             let buffer = FlatBuffer::from_tensor(flat.clone());
             let sink = GradSink::new(Tensor::zeros((n, k), DType::F32, flat.device()).unwrap()).unwrap();
-            let layers = layers(recipe, &test_device);
+            // Its only weight: amaxes of weights are needed until all have scales.
+            let modules = vec![Fp8Module::linear("b")];
+            let layers = Arc::new(Fp8Layers::new(config(recipe), modules, &test_device.device()).unwrap());
             let layer = layers.layer("b").unwrap();
             let weight = Weight::trainable(buffer.view(start, (n, k)).unwrap(), sink).with_fp8(layer.clone());
             let bf16 =

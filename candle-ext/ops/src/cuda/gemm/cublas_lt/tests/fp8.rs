@@ -65,8 +65,8 @@ fn floats(n: usize, dtype: DType, device: &Device) -> Tensor {
 #[derive(Clone, Copy, Debug)]
 enum Matmul {
     Forward { out: DType, has_bias: bool },
-    GradX { has_sum: bool },
-    GradW { dtype: DType, accumulate: Accumulate },
+    GradX { format: Fp8Format, has_sum: bool },
+    GradW { format: Fp8Format, dtype: DType, accumulate: Accumulate },
 }
 
 impl Matmul {
@@ -81,15 +81,15 @@ impl Matmul {
                 let bias = has_bias.then(|| floats(n, out, device));
                 layer::forward(&x, &w, bias.as_ref(), out, DIMS).unwrap()
             }
-            Self::GradX { has_sum } => {
-                let dy = matrix(t, n, Fp8Format::E5m2, of_tokens, device);
+            Self::GradX { format, has_sum } => {
+                let dy = matrix(t, n, format, of_tokens, device);
                 let w = matrix(k, n, Fp8Format::E4m3, of_weight, device);
                 assert_eq!(layer::adds_to_sum(&dy, DIMS), !is_blockwise);
                 let sum = has_sum.then(|| floats(t * k, DType::BF16, device).reshape((t, k)).unwrap());
                 layer::grad_x(&dy, &w, sum.as_ref(), DType::BF16, DIMS).unwrap()
             }
-            Self::GradW { dtype, accumulate } => {
-                let dy = matrix(n, t, Fp8Format::E5m2, of_tokens, device);
+            Self::GradW { format, dtype, accumulate } => {
+                let dy = matrix(n, t, format, of_tokens, device);
                 let x = matrix(k, t, Fp8Format::E4m3, of_tokens, device);
                 let dw = floats(n * k, dtype, device);
                 layer::grad_w(&dy, &x, (&dw, accumulate), DIMS).unwrap();
@@ -131,15 +131,18 @@ fn each_matmul_of_a_layer_requests_its_types_scales_and_accumulation() {
                 check_fp8(&device, Matmul::Forward { out, has_bias }, is_blockwise, want);
             }
         }
-        for has_sum in if is_blockwise { &[false][..] } else { &[false, true] } {
-            let call = call([E4M3, E5M2, BF16], [of_weight, of_tokens]);
-            let want = Fp8Call { has_addend: i32::from(*has_sum), ..call };
-            check_fp8(&device, Matmul::GradX { has_sum: *has_sum }, is_blockwise, want);
-        }
-        for (dtype, data) in [(DType::F32, F32), (DType::BF16, BF16)] {
-            for (accumulate, has_addend) in [(Accumulate::Overwrite, 0), (Accumulate::Add, 1)] {
-                let want = Fp8Call { has_addend, ..call([E4M3, E5M2, data], [of_tokens; 2]) };
-                check_fp8(&device, Matmul::GradW { dtype, accumulate }, is_blockwise, want);
+        // Gradients are E5M2 with `hybrid`, and E4M3 with `e4m3`.
+        for (format, of_dy) in [(Fp8Format::E5m2, E5M2), (Fp8Format::E4m3, E4M3)] {
+            for &has_sum in if is_blockwise { &[false][..] } else { &[false, true] } {
+                let call = call([E4M3, of_dy, BF16], [of_weight, of_tokens]);
+                let want = Fp8Call { has_addend: i32::from(has_sum), ..call };
+                check_fp8(&device, Matmul::GradX { format, has_sum }, is_blockwise, want);
+            }
+            for (dtype, data) in [(DType::F32, F32), (DType::BF16, BF16)] {
+                for (accumulate, has_addend) in [(Accumulate::Overwrite, 0), (Accumulate::Add, 1)] {
+                    let want = Fp8Call { has_addend, ..call([E4M3, of_dy, data], [of_tokens; 2]) };
+                    check_fp8(&device, Matmul::GradW { format, dtype, accumulate }, is_blockwise, want);
+                }
             }
         }
     }

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Runs `trainer fp8-advise` on the 4B and 8B shapes: gpu_fp8_advice.py TRAINER OUT.json [--seconds N] [--quick]
+
+It prints the layers that are slower in FP8 with each recipe, which a run with precision.exclude_slower_modules keeps in bf16.
+"""
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from gpu_bench import BASES, TINY, argument_parser, call, recipe_of
+
+
+def advice_of(args, config: dict, keys: dict, seconds: float) -> list:
+    """Returns the advice of each recipe for micro-batches of one row."""
+    length = 64 if args.quick else 4096
+    job = {"config": {**config, **TINY} if args.quick else config, "keys": keys, "device": args.device, "length": length,
+           "rows": 1, "steps": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(job, "none", Path(folder), [])
+        return json.loads(call([args.trainer, "-q", "fp8-advise", str(recipe), "--json"], seconds))
+
+
+def lines(name: str, advice: list) -> list:
+    """Returns a line for each recipe: the least and the largest speed-up, and the slower sizes."""
+    found = []
+    for one in advice:
+        speed_ups = [size["dense_ms"] / size["fp8_ms"] for size in one["sizes"]]
+        slower = [f"{size['n_out']} x {size['n_in']}" for size in one["sizes"] if size["fp8_ms"] >= size["dense_ms"]]
+        found.append(f"fp8-advise {name} {one['recipe']}: {min(speed_ups):.2f} to {max(speed_ups):.2f} times as fast as "
+                     f"{one['dtype']}; slower: {', '.join(slower) or 'none'}")
+    return found
+
+
+def main() -> int:
+    args = argument_parser(60).parse_args()
+    end, all_advice = time.monotonic() + args.seconds, {}
+    for name, (config, keys) in BASES.items():
+        all_advice[name] = advice_of(args, config, keys, max(end - time.monotonic(), 1))
+        print(*lines(name, all_advice[name]), sep="\n", flush=True)
+        args.out.write_text(json.dumps(all_advice, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
