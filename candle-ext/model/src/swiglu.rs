@@ -41,10 +41,8 @@ impl SwiGlu {
     /// Computes [t, d] -> [t, d]. `columns` are those of the down projection's input on this rank.
     fn forward(&self, x_td: &Tensor, dropout: Option<&DropoutScope>, columns: ColumnShard) -> Result<Tensor> {
         let [gate, up] = &self.gate_up;
-        if let Some(weights) = Linear::plain_weights([gate, up, &self.down])
-            && let Some(y_td) = ops::fp8_swiglu_mlp(x_td, weights)?
-        {
-            return Ok(y_td);
+        if let Some(weights) = Linear::plain_weights([gate, up, &self.down]) {
+            return ops::swiglu_mlp(x_td, weights);
         }
         let gated_tf = match Linear::joined(&self.gate_up, x_td) {
             Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?)?,
