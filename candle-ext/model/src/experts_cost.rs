@@ -55,6 +55,8 @@ pub(crate) struct ExpertsCost {
     /// Elements of this rank's gate and up projections, and of its down projections, that are rounded to FP8 for each matmul;
     /// zero without FP8.
     pub(crate) fp8_weights: [u64; 2],
+    /// True if the FP8 codes of exchanged tokens are saved instead of the tokens, where they are smaller.
+    pub(crate) saves_fp8_input: bool,
     pub(crate) exchange: ExpertExchange,
     /// Tile of the tokens; `None` without tiles.
     pub(crate) tile: Option<TileOfExperts>,
@@ -80,7 +82,14 @@ impl ExpertsCost {
             (Some(tile), ExpertExchange::None) if !tile.shares_input => self.input_bytes(),
             (Some(_), _) => 0,
         };
-        self.logits_bytes() + of_rows + weights + self.exchanged_bytes()
+        self.logits_bytes() + of_rows + weights + self.codes_bytes().unwrap_or(self.exchanged_bytes())
+    }
+
+    /// Returns the bytes of the FP8 codes of all rows that are saved instead of exchanged tokens; `None` if the tokens are saved.
+    /// Scales are not counted.
+    fn codes_bytes(&self) -> Option<u64> {
+        let bytes = self.n_computed_rows() * self.d;
+        (self.saves_fp8_input && bytes < self.exchanged_bytes()).then_some(bytes)
     }
 
     /// Returns the bytes of the logits.
@@ -93,7 +102,7 @@ impl ExpertsCost {
     pub(crate) fn forward_bytes(&self) -> u64 {
         let f = self.width();
         let [fp8_gate_up, fp8_down] = self.fp8_bytes([self.d, f]);
-        let first = self.rows(self.d) + self.rows(2 * f) + fp8_gate_up;
+        let first = self.rows(self.d) + self.rows(2 * f) + fp8_gate_up + self.codes_bytes().unwrap_or(0);
         let second = self.rows(2 * f) + self.rows(f) + self.rows(self.d) + fp8_down;
         let (of_tiles, computed) = match self.tile {
             None => (0, self.rows(self.d)),
@@ -141,8 +150,9 @@ impl ExpertsCost {
         // The gradient of the projection, the gated activation and its gradient.
         let [fp8_gate_up, fp8_down] = self.fp8_bytes([2 * f, self.d]);
         let down = rows(self.d) + 2 * rows(f) + fp8_down;
-        // The gradients of gate and up and of the permuted rows, and the rows.
-        let gate_up = rows(2 * f) + 2 * rows(self.d) + fp8_gate_up;
+        // The gradients of gate and up and of the permuted rows, and the rows. In FP8 the rows are freed before the gradient.
+        let n_of_rows = if fp8_gate_up > 0 { 1 } else { 2 };
+        let gate_up = rows(2 * f) + n_of_rows * rows(self.d) + fp8_gate_up;
         match self.tile {
             None => down.max(gate_up),
             // The gradient of the input. Of a tile: gate and up, the gated activation and the output, and the input's gradient.

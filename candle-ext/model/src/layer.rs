@@ -212,7 +212,7 @@ impl MixerSpec {
 
 impl MlpSpec {
     /// Returns the MLP of a dense layer, or the shared expert of an MoE layer.
-    pub(crate) fn swiglu(&self) -> Option<&SwiGluSpec> {
+    pub fn swiglu(&self) -> Option<&SwiGluSpec> {
         match self {
             Self::SwiGlu(mlp) => Some(mlp),
             Self::Moe(moe) => moe.shared_expert.as_ref().map(|shared| &shared.mlp),

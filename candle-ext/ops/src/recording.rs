@@ -138,18 +138,42 @@ pub(crate) fn save(x: &Tensor) -> Saved {
 
 /// Makes backward recompute `x` by `compute` instead of saving it. `compute` must be cheap and bitwise reproducible.
 pub(crate) fn recompute_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
-    with_recording(|recording| recording.recomputable.insert(x.id(), Rc::new(Recomputable::new(compute))));
+    with_recording(|recording| recording.recomputable.insert(x.id(), Rc::new(Recomputable::new(x.id(), compute))));
+}
+
+/// Marks `x` as a tensor that no op's backward reads, except those of ops that save it. Its memory is free after forward if
+/// they save another form of it, such as FP8 codes.
+pub fn saved_by_readers_only(x: &Tensor) {
+    let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
+    with_recording(|recording| recording.saved_by_readers.insert(x.id(), n_bytes));
+}
+
+/// Returns the bytes that [`save`] of `x` would hold until backward, apart from tensors that other ops save anyway.
+pub(crate) fn bytes_of_saving(x: &Tensor) -> usize {
+    with_recording(|recording| recording.saved_by_readers.get(&x.id()).copied()).flatten().unwrap_or(0)
+}
+
+/// Calls [`recompute_with`] for a tensor that is computed from `source` alone, which backward then holds.
+pub(crate) fn recompute_from(source: &Tensor, x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
+    recompute_with(x, compute);
+    with_recording(|recording| {
+        if let Some(n_bytes) = recording.saved_by_readers.get(&source.id()).copied() {
+            recording.saved_by_readers.insert(x.id(), n_bytes);
+        }
+    });
 }
 
 /// Calls [`recompute_with`] for the output of a norm, which kernels can also compute from `norm`.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-pub(crate) fn recompute_norm_with(norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) {
-    with_recording(|recording| recording.recomputable.insert(norm.id, Rc::new(Recomputable::of_norm(norm, compute))));
+pub(crate) fn recompute_norm_with(x: &Tensor, norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) {
+    let recomputable = Rc::new(Recomputable::of_norm(x.id(), norm, compute));
+    with_recording(|recording| recording.recomputable.insert(x.id(), recomputable));
 }
 
 /// Calls [`recompute_with`] for the output of a gated activation, unless the tape saves those.
 pub(crate) fn recompute_gated_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
-    if with_recording(|recording| recording.gated) != Some(GatedOutputs::Saved) {
-        recompute_with(x, compute);
+    match with_recording(|recording| recording.gated) {
+        Some(GatedOutputs::Saved) => saved_by_readers_only(x),
+        _ => recompute_with(x, compute),
     }
 }

@@ -5,9 +5,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-use candle_core::TensorId;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor, TensorId, bail};
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::Weight;
@@ -30,6 +28,8 @@ pub(crate) enum Saved {
 
 /// An activation that backward recomputes on first use and caches until its last use.
 pub(crate) struct Recomputable {
+    /// Id of the activation in forward.
+    id: TensorId,
     compute: Box<dyn Fn() -> Result<Tensor>>,
     cached: RefCell<Option<Tensor>>,
     #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -39,8 +39,6 @@ pub(crate) struct Recomputable {
 /// Inputs of a norm on a GPU, from which kernels compute its output where they quantize it.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) struct NormInputs {
-    /// Id of the output.
-    pub(crate) id: TensorId,
     /// Input, contiguous, in the dtype of the output.
     pub(crate) x: Tensor,
     /// 1 / sqrt(mean(x^2) + eps) of each row, f32.
@@ -73,6 +71,25 @@ impl Saved {
         }
     }
 
+    /// Returns the activation without caching it, for a caller that keeps another form of it.
+    pub(crate) fn get_once(&self) -> Result<Tensor> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor.clone()),
+            Self::Recomputable(recomputable) => match &*recomputable.cached.borrow() {
+                Some(tensor) => Ok(tensor.clone()),
+                None => (recomputable.compute)(),
+            },
+        }
+    }
+
+    /// Returns the id that the activation had in forward.
+    pub(crate) fn id(&self) -> TensorId {
+        match self {
+            Self::Tensor(tensor) => tensor.id(),
+            Self::Recomputable(recomputable) => recomputable.id,
+        }
+    }
+
     /// Returns the inputs of the norm whose output the activation is.
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     pub(crate) fn norm(&self) -> Option<&NormInputs> {
@@ -84,8 +101,10 @@ impl Saved {
 }
 
 impl Recomputable {
-    pub(crate) fn new(compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
+    /// Creates the activation that had this id in forward.
+    pub(crate) fn new(id: TensorId, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
         Self {
+            id,
             compute: Box::new(compute),
             cached: RefCell::new(None),
             #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -94,8 +113,8 @@ impl Recomputable {
     }
 
     #[cfg(any(feature = "cuda", feature = "emulate"))]
-    pub(crate) fn of_norm(norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
-        Self { norm: Some(norm), ..Self::new(compute) }
+    pub(crate) fn of_norm(id: TensorId, norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
+        Self { norm: Some(norm), ..Self::new(id, compute) }
     }
 
     fn get(&self) -> Result<Tensor> {

@@ -33,6 +33,8 @@ pub(crate) struct Recording {
     pub(crate) auxiliary: Vec<(&'static str, Tensor)>,
     pub(crate) gated: GatedOutputs,
     pub(crate) recomputable: HashMap<TensorId, Rc<Recomputable>>,
+    /// Bytes that saving a tensor would hold, which no other op saves.
+    pub(crate) saved_by_readers: HashMap<TensorId, usize>,
 }
 
 /// One op on a tape.

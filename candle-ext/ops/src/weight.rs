@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
-use crate::fp8::{Fp8Linear, Fp8Operands};
+use crate::fp8::{Fp8Linear, Fp8Operands, GroupCodes};
 use crate::gemm::Accumulate;
 use crate::in_place::zero_;
 use crate::quantized::{QuantFormat, cpu::QuantizedRows, dequantize};
@@ -25,7 +25,16 @@ pub struct FlatBuffer {
     dtype: DType,
     tensor: Arc<Mutex<Option<Tensor>>>,
     /// FP8 copies of matrices in the buffer, by their first element; dropped when the contents change.
-    fp8_copies: Arc<Mutex<BTreeMap<usize, Fp8Operands>>>,
+    fp8_copies: Arc<Mutex<BTreeMap<usize, Fp8Copy>>>,
+}
+
+/// FP8 copy of a weight in a buffer.
+#[derive(Clone, Debug)]
+enum Fp8Copy {
+    /// Operands of a linear layer.
+    Linear(Fp8Operands),
+    /// Codes of the matrices of a grouped linear layer.
+    Groups(GroupCodes),
 }
 
 impl FlatBuffer {
@@ -66,7 +75,7 @@ impl FlatBuffer {
     /// Holds FP8 copies of matrices by their first elements, instead of contents. Linear layers in FP8 read them.
     pub fn hold_fp8_copies(&self, copies: BTreeMap<usize, Fp8Operands>) {
         self.lock().take();
-        *self.lock_fp8_copies() = copies;
+        *self.lock_fp8_copies() = copies.into_iter().map(|(start, copy)| (start, Fp8Copy::Linear(copy))).collect();
     }
 
     /// Returns true if the buffer holds FP8 copies.
@@ -85,7 +94,7 @@ impl FlatBuffer {
         self.lock_fp8_copies().clear();
     }
 
-    fn lock_fp8_copies(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Fp8Operands>> {
+    fn lock_fp8_copies(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Fp8Copy>> {
         self.fp8_copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -385,12 +394,29 @@ impl Weight {
         // FP8 storage is exact in bf16.
         let copy_of = || quantize(&self.stored()?.dense(DType::BF16)?);
         let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of() };
-        let known = buffer.lock_fp8_copies().get(start).cloned();
+        let known = match buffer.lock_fp8_copies().get(start) {
+            Some(Fp8Copy::Linear(copy)) => Some(copy.clone()),
+            _ => None,
+        };
         let copy = match known.as_ref().map(complete).transpose()?.flatten() {
             Some(copy) => copy,
             None => copy_of()?,
         };
-        buffer.lock_fp8_copies().insert(*start, copy.clone());
+        buffer.lock_fp8_copies().insert(*start, Fp8Copy::Linear(copy.clone()));
+        Ok(copy)
+    }
+
+    /// Returns the FP8 codes of a grouped layer's matrices: the copy in its buffer, or what `quantize` makes of the value, which
+    /// is then the copy.
+    ///
+    /// A weight that is no view of a buffer is quantized at each use.
+    pub(crate) fn fp8_groups(&self, quantize: impl FnOnce(StoredWeight) -> Result<GroupCodes>) -> Result<GroupCodes> {
+        let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return quantize(self.stored()?) };
+        if let Some(Fp8Copy::Groups(copy)) = buffer.lock_fp8_copies().get(start) {
+            return Ok(copy.clone());
+        }
+        let copy = quantize(self.stored()?)?;
+        buffer.lock_fp8_copies().insert(*start, Fp8Copy::Groups(copy.clone()));
         Ok(copy)
     }
 

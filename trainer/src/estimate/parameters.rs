@@ -58,25 +58,38 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
 }
 
 /// Returns the bytes of the FP8 copies of weights, which exist from a step's first forward to its end: a byte per element,
-/// and on a GPU another for the transpose that backward reads. At ZeRO stage 3 those of the current and the next unit exist;
-/// gathered codes are among them. Scales are not counted.
+/// and on a GPU another for the transpose that the backward of a linear layer reads. At ZeRO stage 3 those of the current and
+/// the next unit exist; gathered codes are among them. Scales are not counted.
 pub(super) fn fp8_copies(setup: &Setup) -> u64 {
-    if setup.fake_quantize {
-        return 0;
-    }
-    let of_unit = |unit: &FsdpUnit| fp8_params(unit).map(|param| setup.numel_here(param)).sum::<u64>();
-    let n_elements: u64 = match setup.ranks.zero_stage {
+    let n_of_linear = if setup.compute_device == DeviceKind::Gpu && !setup.fake_quantize { 2 } else { 1 };
+    let of_unit = |unit: &FsdpUnit| {
+        let linears = fp8_params(unit).map(|param| n_of_linear * setup.numel_here(param));
+        linears.chain(fp8_experts(unit).map(|param| setup.numel_here(param))).sum::<u64>()
+    };
+    match setup.ranks.zero_stage {
         3 => 2 * setup.units().map(of_unit).max().unwrap_or(0),
         _ => setup.units().map(of_unit).sum(),
-    };
-    n_elements * if setup.compute_device == DeviceKind::Gpu { 2 } else { 1 }
+    }
 }
 
-/// Returns the weights of a unit that multiply in FP8.
+/// Returns the bytes of the FP8 copies that exist after a step: of frozen weights whose scales do not change.
+pub(super) fn lasting_fp8_copies(setup: &Setup) -> u64 {
+    let last = setup.base_grad().is_none() && setup.fp8_scales_follow_weights && setup.ranks.zero_stage != 3;
+    if last { fp8_copies(setup) } else { 0 }
+}
+
+/// Returns the weights of the linear layers of a unit that multiply in FP8.
 fn fp8_params(unit: &FsdpUnit) -> impl Iterator<Item = &ParamSpec> {
     let linears = unit.layer().into_iter().flat_map(|layer| layer.linears().filter(|linear| linear.fp8));
     let names: Vec<String> = linears.map(LinearSpec::weight_name).collect();
     unit.params.iter().filter(move |param| names.contains(&param.name))
+}
+
+/// Returns the routed experts of a unit that multiply in FP8.
+fn fp8_experts(unit: &FsdpUnit) -> impl Iterator<Item = &ParamSpec> {
+    let matrices = unit.layer().into_iter().flat_map(|layer| layer.expert_matrices().filter(|matrix| matrix.fp8));
+    let names: Vec<&str> = matrices.map(|matrix| matrix.name.as_str()).collect();
+    unit.params.iter().filter(move |param| names.contains(&param.name.as_str()))
 }
 
 /// Returns a rank's shard of elements or bytes, which ZeRO stages from `from_stage` on divide over ranks.

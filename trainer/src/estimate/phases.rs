@@ -97,20 +97,23 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     let temporary = breakdown(step.training())
         .with(Category::Exchange, parameters::exchange_buffers(setup))
         .with(Category::Fp8Weights, parameters::fp8_copies(setup));
+    let lasting_copies = parameters::lasting_fp8_copies(setup);
     let slack = program::slack(setup.compute_device, temporary.total());
+    let after_step = resident.clone().with(Category::Fp8Weights, lasting_copies);
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
-        (Phase::Step, resident.clone().plus(&temporary).with(Category::Allocator, slack)),
-        (Phase::Optimizer, resident.clone().with(Category::Exchange, parameters::gathered(setup))),
+        (Phase::Step, resident.plus(&temporary).with(Category::Allocator, slack)),
+        (Phase::Optimizer, after_step.clone().with(Category::Exchange, parameters::gathered(setup))),
     ];
     if setup.evaluates {
-        phases.push((Phase::Evaluation, resident.clone().plus(&breakdown(step.evaluation())).plus(&whole_weights)));
+        phases.push((Phase::Evaluation, after_step.clone().plus(&breakdown(step.evaluation())).plus(&whole_weights)));
     }
     if let Some(eval_load) = setup.eval_load {
-        phases.push((Phase::Tasks, resident.clone().plus(&tasks::worst_batch(setup, eval_load)).plus(&whole_weights)));
+        phases
+            .push((Phase::Tasks, after_step.clone().plus(&tasks::worst_batch(setup, eval_load)).plus(&whole_weights)));
     }
     if !setup.saves.is_empty() {
-        phases.push((Phase::Save, resident.plus(&save(setup))));
+        phases.push((Phase::Save, after_step.plus(&save(setup))));
     }
     let offloaded = step.offloaded_bytes();
     let host =

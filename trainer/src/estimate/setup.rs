@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Capacity;
 use crate::checkpoint::CheckpointFormat;
-use crate::plan::{CheckpointingMode, Plan, RanksPlan, RouterPlan, TasksPlan, WeightInit, dtype};
+use crate::plan::{CheckpointingMode, Fp8RecipePlan, Plan, RanksPlan, RouterPlan, TasksPlan, WeightInit, dtype};
 use crate::recipe::FloatDtype;
 
 /// The settings of a plan that the formulas read.
@@ -54,7 +54,9 @@ pub struct Setup {
     pub attention: AttentionImpl,
     /// True if weights that multiply in FP8 are gathered as codes.
     pub fp8_param_gather: bool,
-    /// True if FP8 layers keep no copies of their weights.
+    /// True if the FP8 scales of weights follow from the weights alone, so that those of frozen ones do not change.
+    pub fp8_scales_follow_weights: bool,
+    /// True if linear layers round operands to FP8 and multiply in the compute dtype.
     pub fake_quantize: bool,
     /// The dtype of the routers' matmuls.
     pub router: RouterDtype,
@@ -131,6 +133,10 @@ impl Setup {
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
             fp8_param_gather: plan.fp8.as_ref().is_some_and(|fp8| fp8.param_gather),
+            fp8_scales_follow_weights: plan
+                .fp8
+                .as_ref()
+                .is_some_and(|fp8| !matches!(fp8.recipe, Fp8RecipePlan::Delayed { .. })),
             fake_quantize: plan.fp8.as_ref().is_some_and(|fp8| fp8.fake_quantize),
             router: plan.moe.as_ref().map(|moe| moe.dtype.into()).unwrap_or_default(),
             init: plan.model.init,

@@ -31,6 +31,22 @@ fn a_resumed_run_has_the_losses_of_an_uninterrupted_one() {
     }
 }
 
+/// The codes of experts follow their weights: a resumed run, which quantizes the loaded ones, has the losses of an uninterrupted
+/// one, whose weights each step changes.
+#[test]
+fn a_resumed_run_of_experts_has_the_losses_of_an_uninterrupted_one() {
+    for recipe in [DELAYED, BLOCKWISE] {
+        let arguments = [recipe, &["precision.exclude_modules=[self_attn]", "train_iters=6"]].concat();
+        let whole = run_of_experts();
+        whole.train_ok(&arguments);
+        let parts = run_of_experts();
+        parts.train_ok(&[&arguments[..], &["exit_iteration=3"]].concat());
+        parts.train_ok(&arguments);
+        parts.assert_resumed();
+        assert_eq!(parts.losses(), whole.losses(), "{recipe:?}");
+    }
+}
+
 /// A checkpoint of a run without FP8 resumes with it and the other way; the change is logged.
 #[test]
 fn fp8_may_be_turned_on_and_off_on_resume() {
@@ -158,7 +174,8 @@ fn fake_quantization_has_the_losses_of_fp8() {
     }
 }
 
-/// The advice has each size once, for the recipe's scales or for all three.
+/// The advice has each size once, for the recipe's scales or for all three. An MLP of which all layers multiply in FP8 is
+/// measured as one, because a GPU quantizes its activations where it computes them.
 #[test]
 fn advice_measures_every_size() {
     let run = Run::new();
@@ -167,24 +184,40 @@ fn advice_measures_every_size() {
         assert!(output.status.success(), "{}", stderr(&output));
         serde_json::from_slice(&output.stdout).unwrap()
     };
+    let modules = |advice: &Value, key: &str| -> Vec<String> {
+        let of_rows = advice[key].as_array().unwrap().iter().flat_map(|row| row["modules"].as_array().unwrap());
+        of_rows.map(|module| module.as_str().unwrap().to_owned()).collect()
+    };
     let all = advice(&[]);
     let names: Vec<&str> = all.iter().map(|advice| advice["recipe"].as_str().unwrap()).collect();
     assert_eq!(names, ["delayed", "current", "blockwise"]);
     for advice in &all {
-        let sizes = advice["sizes"].as_array().unwrap();
-        let n_modules: usize = sizes.iter().map(|size| size["modules"].as_array().unwrap().len()).sum();
-        assert_eq!(n_modules, 2 * 7, "{advice}");
-        for size in sizes {
-            assert!(size["dense_ms"].as_f64().unwrap() > 0.0 && size["fp8_ms"].as_f64().unwrap() > 0.0, "{size}");
+        let (mlps, others) = (modules(advice, "mlps"), modules(advice, "sizes"));
+        assert!(mlps.len() == 2 * 3 && mlps.iter().all(|module| module.contains(".mlp.")), "{advice}");
+        assert!(others.len() == 2 * 4 && others.iter().all(|module| module.contains(".self_attn.")), "{advice}");
+        for row in ["mlps", "sizes"].into_iter().flat_map(|key| advice[key].as_array().unwrap()) {
+            assert!(row["dense_ms"].as_f64().unwrap() > 0.0 && row["fp8_ms"].as_f64().unwrap() > 0.0, "{row}");
         }
+        assert_eq!(advice["mlps"].as_array().unwrap().len(), 1, "{advice}");
     }
     let one = advice(&["precision.recipe=blockwise", "precision.exclude_modules=[layers.0.]"]);
-    let modules = one[0]["sizes"].as_array().unwrap().iter().flat_map(|size| size["modules"].as_array().unwrap());
-    assert!(one.len() == 1 && modules.clone().count() == 7);
-    assert!(modules.into_iter().all(|module| module.as_str().unwrap().starts_with("model.layers.1.")));
+    let of_one = [modules(&one[0], "mlps"), modules(&one[0], "sizes")].concat();
+    assert!(one.len() == 1 && of_one.len() == 7);
+    assert!(of_one.iter().all(|module| module.starts_with("model.layers.1.")));
+    // Layers of an MLP that is not fused are measured one by one.
+    for apart in [
+        &["precision.exclude_modules=[down_proj]"][..],
+        &["model.peft_config={r: 4, lora_alpha: 16, target_modules: [down_proj]}"],
+    ] {
+        let advice = advice(&[&["precision.recipe=current"][..], apart].concat());
+        assert!(modules(&advice[0], "mlps").is_empty() && modules(&advice[0], "sizes").len() >= 2 * 6, "{apart:?}");
+    }
     let text = run.command("fp8-advise", &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
-    assert!(text.contains("precision.recipe: delayed on cpu") && text.contains("speed-up"), "{text}");
+    assert!(
+        text.contains("precision.recipe: delayed on cpu") && text.contains("MLP ") && text.contains("speed-up"),
+        "{text}"
+    );
 }
 
 /// Layers that are slower in FP8 stay in the dtype of the model: on the CPU these are all or nearly all. The run has the losses of
@@ -259,11 +292,7 @@ fn an_export_has_the_scales_of_delayed_scaling() {
 /// Each expert has scales of its own.
 #[test]
 fn an_export_has_the_scales_of_routed_experts() {
-    let run = Run::new();
-    run.edit("LlamaForCausalLM", "Qwen3MoeForCausalLM");
-    run.edit("model_type: llama", "model_type: qwen3_moe\n    head_dim: 8");
-    let experts = "num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 16\n    norm_topk_prob: true";
-    run.edit("    rms_norm_eps", &format!("    {experts}\n    rms_norm_eps"));
+    let run = run_of_experts();
     run.train_ok(&[DELAYED, &["precision.exclude_modules=[self_attn]", "train_iters=4"]].concat());
     let folder = run.export_folder();
     let scales = read_fp8_scales(&folder).unwrap().unwrap();
@@ -273,6 +302,16 @@ fn an_export_has_the_scales_of_routed_experts() {
     let load = || Lm::load(&folder, None, DType::F32, Device::Cpu).unwrap();
     let (dense, fp8) = (loss(&load()), loss(&load().with_fp8_scales().unwrap()));
     assert!(fp8 != dense && (fp8 / dense - 1.0).abs() < 0.05, "{fp8} {dense}");
+}
+
+/// Returns a run of a mixture of 4 experts.
+fn run_of_experts() -> Run {
+    let run = Run::new();
+    run.edit("LlamaForCausalLM", "Qwen3MoeForCausalLM");
+    run.edit("model_type: llama", "model_type: qwen3_moe\n    head_dim: 8");
+    let experts = "num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 16\n    norm_topk_prob: true";
+    run.edit("    rms_norm_eps", &format!("    {experts}\n    rms_norm_eps"));
+    run
 }
 
 /// Returns the log-likelihood of a text.

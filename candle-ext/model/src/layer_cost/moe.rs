@@ -6,7 +6,7 @@ use super::{LayerCost, Widths};
 use crate::expert_adapters_cost::ExpertAdaptersCost;
 use crate::experts::ExpertTile;
 use crate::experts_cost::{ExpertExchange, ExpertsCost, TileOfExperts};
-use crate::{MlpSpec, MoeSpec, RouterDtype, TiledMlp};
+use crate::{ExpertWeighting, MlpSpec, MoeSpec, RouterDtype, TiledMlp};
 
 impl LayerCost<'_> {
     /// Returns the peak bytes of the routed experts' backward with the saved activations; zero for a dense layer.
@@ -47,6 +47,11 @@ impl LayerCost<'_> {
                 true => (matrix.n_weights() / self.n_expert_ranks) as u64,
                 false => 0,
             }),
+            saves_fp8_input: moe.gate_up.fp8
+                && self.grad.is_some()
+                && self.tiled_mlp == TiledMlp::Off
+                // The backward of weighted inputs reads the tokens.
+                && moe.weighting == ExpertWeighting::Output,
             exchange: self.experts,
             tile: (self.tiled_mlp == TiledMlp::On).then(|| self.tile_of_experts(moe)),
         })

@@ -12,7 +12,7 @@ use crate::saved::{NormInputs, Saved};
 
 impl Fp8Linear {
     /// Quantizes a saved input. That of a norm is not recomputed in bf16, if its scale is known.
-    pub(super) fn saved_input(&self, saved: &Saved, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+    pub(super) fn saved_input_on_gpu(&self, saved: &Saved, orientation: Fp8Orientation) -> Result<Fp8Operands> {
         match saved.norm() {
             Some(norm)
                 if Fp8Kernels::selected() == Fp8Kernels::Fused
@@ -21,7 +21,7 @@ impl Fp8Linear {
             {
                 self.normed_input(norm, saved, orientation)
             }
-            _ => self.input(&saved.get()?, orientation),
+            _ => self.saved_input(saved, orientation),
         }
     }
 
@@ -32,11 +32,11 @@ impl Fp8Linear {
         let source = CastSource::NormedInput([&x, &w, rstd]);
         let fits = x.rank() == 2 && x.dims()[0] == rstd.elem_count() && w.dtype() == x.dtype();
         if !fits || !source.has_patches()? {
-            return self.input(&saved.get()?, orientation);
+            return self.saved_input(saved, orientation);
         }
         // Each layer that reads the norm raised its slot in forward, by the same amax.
         let quantize = || Ok((self.computed_input(source, orientation, None)?.0, None));
-        self.shared_input(norm.id, orientation, quantize)
+        self.shared_input(saved.id(), orientation, quantize)
     }
 
     /// Quantizes the SwiGLU of gate and up. Returns also the scale, if it follows from the SwiGLU, for a second call.

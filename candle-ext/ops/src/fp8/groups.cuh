@@ -32,17 +32,49 @@ template <typename T> struct GroupInput {
     int n, e, columns;
     Rounding rounding;
 
-    template <typename F> __device__ __forceinline__ T rounded(long long place, float scale) const {
+    template <typename F> __device__ __forceinline__ uint code(long long place, float scale) const {
         const float values[1] = {__fmul_rn(widen(x[place]), scale)};
-        const auto code = encode<F, 1>(values, rounding, [=](int) { return place; });
-        return narrow<T>(__fmul_rn(code_value<F>(code.at[0]), 1.0f / scale));
+        return encode<F, 1>(values, rounding, [=](int) { return place; }).at[0];
     }
 
     __device__ __forceinline__ float magnitude(long long place) const { return fabsf(widen(x[place])); }
 };
 
+// Output of a quantization: the values of the codes.
+template <typename T> struct GroupValues {
+    T* y;
+
+    template <typename F> __device__ __forceinline__ void put(long long place, uint code, float scale_inv) const {
+        y[place] = narrow<T>(__fmul_rn(code_value<F>(code), scale_inv));
+    }
+    __device__ __forceinline__ void clear(long long place) const { y[place] = narrow<T>(0.0f); }
+    __device__ __forceinline__ void set_scale(long long, float) const {}
+};
+
+// Output of a quantization: codes, and an inverse scale per group or per block of a tile.
+struct GroupCodes {
+    unsigned char* codes;
+    float* scale_inv;
+
+    template <typename F> __device__ __forceinline__ void put(long long place, uint code, float) const {
+        codes[place] = static_cast<unsigned char>(code);
+    }
+    __device__ __forceinline__ void clear(long long place) const { codes[place] = 0; }
+    __device__ __forceinline__ void set_scale(long long i, float scale) const { scale_inv[i] = 1.0f / scale; }
+};
+
 // Rows of a tile with one scale, and blocks that share a tile.
 constexpr int GROUP_TILE_ROWS = 64;
+// Rows and columns of a tile with scales of blocks.
+constexpr int GROUP_SIDE = 128;
+
+// Returns the place of the inverse scale of row or column i of a tile of blocks.
+template <int BLOCK> __device__ __forceinline__ long long group_scale_place(int i, int columns) {
+    const long long tile = blockIdx.x;
+    if constexpr (BLOCK == 1) return (tile * GROUP_SIDE + i) * gridDim.y + blockIdx.y;
+    if constexpr (BLOCK == 2) return tile * columns + blockIdx.y * GROUP_SIDE + i;
+    return tile * gridDim.y + blockIdx.y;
+}
 
 // Raises the amax of each group, and that of its slot. amaxes [e]; slots, every `stride` elements, may be null.
 template <typename T>
@@ -61,9 +93,9 @@ __device__ __forceinline__ void group_amaxes(const GroupInput<T>& input, float* 
 
 // Quantizes with a scale per group: the given one, every `stride` elements, or by `rule` from the group's amax. A given 0 is no
 // scale.
-template <typename F, typename T>
+template <typename F, typename T, typename Output>
 __device__ __forceinline__ void round_groups(const GroupInput<T>& input, const float* scales, int stride, const float* amaxes,
-                                             Rule rule, T* y) {
+                                             Rule rule, const Output& output) {
     const RowTile tile = row_tile<GROUP_TILE_ROWS>(input.rows, input.e, input.n, blockIdx.x);
     if (tile.end <= tile.first) return;
     const long long end = static_cast<long long>(tile.end) * input.columns;
@@ -74,15 +106,30 @@ __device__ __forceinline__ void round_groups(const GroupInput<T>& input, const f
         const float given = scales ? scales[static_cast<long long>(tile.group) * stride] : 0.0f;
         scale = given == 0.0f ? rule.scale<F>(amaxes[tile.group]) : __uint_as_float(__float_as_uint(given) & 0x7f800000u);
     }
+    // All tiles of a group write the same number.
+    if (is_in_group && threadIdx.x == 0) output.set_scale(tile.group, scale);
     for (; place < end; place += gridDim.y * blockDim.x) {
-        y[place] = is_in_group ? input.template rounded<F>(place, scale) : narrow<T>(0.0f);
+        if (is_in_group) output.template put<F>(place, input.template code<F>(place, scale), 1.0f / scale);
+        else output.clear(place);
     }
 }
 
+// y = values of codes with an inverse scale per group.
+template <typename F, typename T>
+__device__ __forceinline__ void group_values(const unsigned char* codes, const float* scale_inv, const GroupRows& rows, int n,
+                                             int e, int columns, T* y) {
+    const RowTile tile = row_tile<GROUP_TILE_ROWS>(rows, e, n, blockIdx.x);
+    if (tile.end <= tile.first) return;
+    const long long end = static_cast<long long>(tile.end) * columns;
+    long long place = static_cast<long long>(tile.first) * columns + blockIdx.y * blockDim.x + threadIdx.x;
+    const float factor = tile.group < e ? scale_inv[tile.group] : 0.0f;
+    for (; place < end; place += gridDim.y * blockDim.x) GroupValues<T>{y}.template put<F>(place, codes[place], factor);
+}
+
 // Quantizes tiles of 128 x 128 by blocks of 256 threads. BLOCK 1: a scale per row of a tile; 2: per column; 3: per tile.
-template <int BLOCK, typename F, typename T>
-__device__ __forceinline__ void round_group_blocks(const GroupInput<T>& input, Rule rule, T* y) {
-    constexpr int SIDE = 128;
+template <int BLOCK, typename F, typename T, typename Output>
+__device__ __forceinline__ void round_group_blocks(const GroupInput<T>& input, Rule rule, const Output& output) {
+    constexpr int SIDE = GROUP_SIDE;
     __shared__ float scales[SIDE], of_half[SIDE];
     const RowTile tile = row_tile<SIDE>(input.rows, input.e, input.n, blockIdx.x);
     const int n_rows = tile.end - tile.first, first_column = blockIdx.y * SIDE;
@@ -121,11 +168,35 @@ __device__ __forceinline__ void round_group_blocks(const GroupInput<T>& input, R
             }
         }
         __syncthreads();
+        const int i = threadIdx.x, n_scales = BLOCK == 1 ? n_rows : BLOCK == 2 ? n_columns : 1;
+        if (i < n_scales) output.set_scale(group_scale_place<BLOCK>(i, input.columns), scales[i]);
     }
     for (int i = threadIdx.x; i < SIDE * SIDE; i += blockDim.x) {
         const int row = i / SIDE, column = i % SIDE;
         if (row >= n_rows || column >= n_columns) continue;
-        const float scale = is_in_group ? scales[BLOCK == 1 ? row : BLOCK == 2 ? column : 0] : 1.0f;
-        y[place(row, column)] = is_in_group ? input.template rounded<F>(place(row, column), scale) : narrow<T>(0.0f);
+        const long long at = place(row, column);
+        if (!is_in_group) {
+            output.clear(at);
+            continue;
+        }
+        const float scale = scales[BLOCK == 1 ? row : BLOCK == 2 ? column : 0];
+        output.template put<F>(at, input.template code<F>(at, scale), 1.0f / scale);
+    }
+}
+
+// y = values of codes with inverse scales of the blocks of tiles.
+template <int BLOCK, typename F, typename T>
+__device__ __forceinline__ void group_block_values(const unsigned char* codes, const float* scale_inv, const GroupRows& rows,
+                                                   int n, int e, int columns, T* y) {
+    const RowTile tile = row_tile<GROUP_SIDE>(rows, e, n, blockIdx.x);
+    const int n_rows = tile.end - tile.first, first_column = blockIdx.y * GROUP_SIDE;
+    if (n_rows <= 0) return;
+    const int n_columns = min(GROUP_SIDE, columns - first_column);
+    for (int i = threadIdx.x; i < GROUP_SIDE * GROUP_SIDE; i += blockDim.x) {
+        const int row = i / GROUP_SIDE, column = i % GROUP_SIDE;
+        if (row >= n_rows || column >= n_columns) continue;
+        const long long at = static_cast<long long>(tile.first + row) * columns + first_column + column;
+        const long long block = group_scale_place<BLOCK>(BLOCK == 1 ? row : BLOCK == 2 ? column : 0, columns);
+        GroupValues<T>{y}.template put<F>(at, codes[at], tile.group < e ? scale_inv[block] : 0.0f);
     }
 }

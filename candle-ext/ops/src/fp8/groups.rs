@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
@@ -20,7 +20,7 @@ use super::recipe::{Contraction, Fp8Operand, Fp8Orientation, ScaleRule, power_of
 use super::rounding::Fp8Rounding;
 use crate::device::on_device;
 use crate::dropout::key_after;
-use crate::floats::FloatBuf;
+use crate::floats::{FloatBuf, FloatsMut};
 use crate::storage;
 use crate::transfer::to_host;
 
@@ -33,6 +33,41 @@ pub(crate) enum Groups<'a> {
     Equal,
 }
 
+/// FP8 codes of the rows of groups, with scales of each group that are powers of two.
+#[derive(Clone, Debug)]
+pub(crate) struct GroupCodes(GroupStorage);
+
+#[derive(Clone, Debug)]
+enum GroupStorage {
+    /// Row range and codes of each group that has rows.
+    Host { matrices: Vec<(Range<usize>, Fp8Matrix)>, dtype: DType, shape: (usize, usize) },
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    Device(cuda::GpuGroupCodes),
+}
+
+impl GroupCodes {
+    /// Returns the values of the codes, in the dtype of the rows from which they are. Rows after the last group are zero.
+    pub(crate) fn values(&self) -> Result<Tensor> {
+        match &self.0 {
+            GroupStorage::Host { matrices, dtype, shape: (n, k) } => {
+                let (mut values, mut scratch) = (FloatBuf::zeros(*dtype, n * k)?, Vec::new());
+                for (rows, matrix) in matrices {
+                    write_values(matrix, rows.start * k, values.view(), &mut scratch)?;
+                }
+                Ok(storage::tensor(values, (*n, *k)))
+            }
+            #[cfg(any(feature = "cuda", feature = "emulate"))]
+            GroupStorage::Device(codes) => codes.values(),
+        }
+    }
+}
+
+/// Writes the values of the codes of a matrix from element `first` on.
+fn write_values(matrix: &Fp8Matrix, first: usize, mut values: FloatsMut<'_>, scratch: &mut Vec<f32>) -> Result<()> {
+    values.write(first, Fp8Host::lock(matrix)?.rows()?.widened(scratch));
+    Ok(())
+}
+
 impl Fp8Linear {
     /// Fails unless this rank has `n` matrices.
     pub(crate) fn check_matrices(&self, n: usize) -> Result<()> {
@@ -42,26 +77,47 @@ impl Fp8Linear {
         Ok(())
     }
 
-    /// Returns the values of the codes of an input or a weight [n, k], in its dtype, for matmuls that sum over `contraction`.
-    /// Rows after the last group become zero. Records amaxes if scaling is delayed.
-    pub(crate) fn group_values(
+    /// Returns the values of the codes of an input [n, k], in its dtype, for matmuls that sum over `contraction`. Rows after the
+    /// last group become zero. Records amaxes if scaling is delayed.
+    pub(crate) fn group_values(&self, x: &Tensor, groups: Groups<'_>, contraction: Contraction) -> Result<Tensor> {
+        self.round_groups(Fp8Operand::Input, x, groups, (contraction, Fp8Rounding::Nearest))
+    }
+
+    /// Returns the codes of an input or a weight, from which [`GroupCodes::values`] makes what matmuls read that sum over
+    /// `contraction`.
+    pub(crate) fn group_codes(
         &self,
         operand: Fp8Operand,
         x: &Tensor,
         groups: Groups<'_>,
         contraction: Contraction,
-    ) -> Result<Tensor> {
-        self.round_groups(operand, x, groups, contraction, Fp8Rounding::Nearest)
+    ) -> Result<GroupCodes> {
+        let x = x.detach().contiguous()?;
+        let how = (contraction, Fp8Rounding::Nearest);
+        self.add_group_stats(operand, &x, groups, how)?;
+        on_device!("fp8_quantize", x, {
+            cpu => {
+                let mut matrices = Vec::new();
+                self.with_matrices_of_groups(operand, &x, groups, how, |rows, _, matrix| {
+                    matrices.push((rows, matrix.clone()));
+                    Ok(())
+                })?;
+                Ok(GroupCodes(GroupStorage::Host { matrices, dtype: x.dtype(), shape: x.dims2()? }))
+            },
+            cuda => {
+                let codes = self.quantize_on_gpu(operand, &x, groups, how, |input, scales| input.codes(scales))?;
+                Ok(GroupCodes(GroupStorage::Device(codes)))
+            },
+        })
     }
 
     /// Returns the values of the codes of the gradient of the output, for dx = dy w and for dw = dy^T x. Without `wants_dw`, as
     /// for a frozen weight, the second is not computed if its blocks differ.
     pub(crate) fn grad_group_values(&self, dy: &Tensor, groups: Groups<'_>, wants_dw: bool) -> Result<[Tensor; 2]> {
         let operand = Fp8Operand::GradOutput;
-        let values = |contraction, rounding| self.round_groups(operand, dy, groups, contraction, rounding);
+        let values = |contraction, rounding| self.round_groups(operand, dy, groups, (contraction, rounding));
         let for_dx = values(Contraction::Columns, self.next_gradient_rounding())?;
-        let block = |contraction| self.block(operand, contraction);
-        if block(Contraction::Columns) == block(Contraction::Rows) {
+        if self.has_same_blocks(operand) {
             return Ok([for_dx.clone(), for_dx]);
         }
         // The key is drawn in any case, so that later gradients have the same ones.
@@ -70,52 +126,58 @@ impl Fp8Linear {
         Ok([for_dx, for_dw])
     }
 
-    fn round_groups(
-        &self,
-        operand: Fp8Operand,
-        x: &Tensor,
-        groups: Groups<'_>,
-        contraction: Contraction,
-        rounding: Fp8Rounding,
-    ) -> Result<Tensor> {
-        let x = x.detach().contiguous()?;
-        if let Some(stats) = self.step_stats() {
-            self.with_matrices_of_groups(operand, &x, groups, (contraction, rounding), |_, rows, matrix| {
-                self.add_sums(operand, rows, matrix, &stats)
-            })?;
-        }
-        on_device!("fp8_quantize", x, {
-            cpu => self.round_groups_on_cpu(operand, &x, groups, (contraction, rounding)),
-            cuda => self.round_groups_on_cuda(operand, &x, groups, (contraction, rounding)),
-        })
+    /// Returns true if matmuls that sum over columns and over rows read the same codes of an operand.
+    pub(crate) fn has_same_blocks(&self, operand: Fp8Operand) -> bool {
+        let block = |contraction| self.block(operand, contraction);
+        block(Contraction::Columns) == block(Contraction::Rows)
     }
 
-    fn round_groups_on_cpu(
+    fn round_groups(
         &self,
         operand: Fp8Operand,
         x: &Tensor,
         groups: Groups<'_>,
         how: (Contraction, Fp8Rounding),
     ) -> Result<Tensor> {
-        let k = x.dim(1)?;
-        let mut values = FloatBuf::zeros(x.dtype(), x.elem_count())?;
-        let mut scratch = Vec::new();
-        self.with_matrices_of_groups(operand, x, groups, how, |rows, _, matrix| {
-            let codes = Fp8Host::lock(matrix)?;
-            values.view().write(rows.start * k, codes.rows()?.widened(&mut scratch));
-            Ok(())
-        })?;
-        Ok(storage::tensor(values, x.shape()))
+        let x = x.detach().contiguous()?;
+        self.add_group_stats(operand, &x, groups, how)?;
+        on_device!("fp8_quantize", x, {
+            cpu => {
+                let mut values = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+                let (k, mut scratch) = (x.dim(1)?, Vec::new());
+                self.with_matrices_of_groups(operand, &x, groups, how, |rows, _, matrix| {
+                    write_values(matrix, rows.start * k, values.view(), &mut scratch)
+                })?;
+                Ok(storage::tensor(values, x.shape()))
+            },
+            cuda => self.quantize_on_gpu(operand, &x, groups, how, |input, scales| input.values(scales)),
+        })
     }
 
+    /// Adds the rows of groups to the statistics of a step, if they are collected.
+    fn add_group_stats(
+        &self,
+        operand: Fp8Operand,
+        x: &Tensor,
+        groups: Groups<'_>,
+        how: (Contraction, Fp8Rounding),
+    ) -> Result<()> {
+        let Some(stats) = self.step_stats() else { return Ok(()) };
+        self.with_matrices_of_groups(operand, x, groups, how, |_, rows, matrix| {
+            self.add_sums(operand, rows, matrix, &stats)
+        })
+    }
+
+    /// Calls `quantize` with the groups and their scales.
     #[cfg(any(feature = "cuda", feature = "emulate"))]
-    fn round_groups_on_cuda(
+    fn quantize_on_gpu<R>(
         &self,
         operand: Fp8Operand,
         x: &Tensor,
         groups: Groups<'_>,
         (contraction, rounding): (Contraction, Fp8Rounding),
-    ) -> Result<Tensor> {
+        quantize: impl FnOnce(cuda::GroupInput<'_>, cuda::GroupScales<'_>) -> Result<R>,
+    ) -> Result<R> {
         let offsets = match groups {
             Groups::Offsets(offsets) => Some(offsets),
             Groups::Equal => None,
@@ -126,14 +188,20 @@ impl Fp8Linear {
             cuda::Slots { first, stride: SLOTS }
         }
         // The slots of the other matrices follow those of the first.
-        self.with_scales_of_groups(operand, |source| match source {
-            ScaleSource::Fixed { scale } => input.with_scales(slots(scale), None),
-            ScaleSource::Delayed { scale, slot } => input.with_scales(slots(scale), Some(slots(slot))),
-            ScaleSource::First { rule, slot } => input.with_current_scales(rule, Some(slots(slot))),
-            ScaleSource::Current(rule) => input.with_current_scales(rule, None),
-            ScaleSource::Blockwise(rule, operand) => {
-                input.with_block_scales(Fp8Recipe::Blockwise(rule).block(operand, contraction), rule)
-            }
+        self.with_scales_of_groups(operand, |source| {
+            let scales = match source {
+                ScaleSource::Fixed { scale } => cuda::GroupScales::Given { scales: slots(scale), slots: None },
+                ScaleSource::Delayed { scale, slot } => {
+                    cuda::GroupScales::Given { scales: slots(scale), slots: Some(slots(slot)) }
+                }
+                ScaleSource::First { rule, slot } => cuda::GroupScales::Current { rule, slots: Some(slots(slot)) },
+                ScaleSource::Current(rule) => cuda::GroupScales::Current { rule, slots: None },
+                ScaleSource::Blockwise(rule, operand) => {
+                    let block = Fp8Recipe::Blockwise(rule).block(operand, contraction);
+                    cuda::GroupScales::Blocks { block, rule }
+                }
+            };
+            quantize(input, scales)
         })
     }
 

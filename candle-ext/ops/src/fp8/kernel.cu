@@ -74,18 +74,32 @@ KERNEL(32) record_amax(const float* amax, float* slot) {
     }
 #define GROUPS_KERNEL(F, format, T, suffix)                                                                            \
     KERNEL(256) groups_##format##_##suffix(                                                                            \
-        const T* x, const uint* offsets, int rows_per_group, T* y, const float* scales, int stride,                    \
-        const float* amaxes, int n, int e, int columns, float epsilon, float largest, unsigned long long key,          \
-        int is_stochastic) {                                                                                           \
+        const T* x, const uint* offsets, int rows_per_group, T* y, unsigned char* codes, float* scale_inv,             \
+        const float* scales, int stride, const float* amaxes, int n, int e, int columns, float epsilon, float largest, \
+        unsigned long long key, int is_stochastic) {                                                                   \
         const GroupInput<T> input{x, {offsets, rows_per_group}, n, e, columns, {key, is_stochastic != 0}};             \
-        round_groups<F>(input, scales, stride, amaxes, Rule{epsilon, true, largest}, y);                               \
+        const Rule rule{epsilon, true, largest};                                                                       \
+        if (y) round_groups<F>(input, scales, stride, amaxes, rule, GroupValues<T>{y});                                \
+        else round_groups<F>(input, scales, stride, amaxes, rule, GroupCodes{codes, scale_inv});                       \
+    }                                                                                                                  \
+    KERNEL(256) group_values_##format##_##suffix(const unsigned char* codes, const float* scale_inv,                   \
+                                                 const uint* offsets, int rows_per_group, T* y, int n, int e,          \
+                                                 int columns) {                                                        \
+        group_values<F>(codes, scale_inv, {offsets, rows_per_group}, n, e, columns, y);                                \
     }
 #define GROUP_BLOCKS_KERNEL(BLOCK, block, F, format, T, suffix)                                                        \
     KERNEL(256) group_blocks_##block##_##format##_##suffix(                                                            \
-        const T* x, const uint* offsets, int rows_per_group, T* y, int n, int e, int columns, float epsilon,           \
-        float largest, unsigned long long key, int is_stochastic) {                                                    \
+        const T* x, const uint* offsets, int rows_per_group, T* y, unsigned char* codes, float* scale_inv, int n,      \
+        int e, int columns, float epsilon, float largest, unsigned long long key, int is_stochastic) {                 \
         const GroupInput<T> input{x, {offsets, rows_per_group}, n, e, columns, {key, is_stochastic != 0}};             \
-        round_group_blocks<BLOCK, F>(input, Rule{epsilon, true, largest}, y);                                          \
+        const Rule rule{epsilon, true, largest};                                                                       \
+        if (y) round_group_blocks<BLOCK, F>(input, rule, GroupValues<T>{y});                                           \
+        else round_group_blocks<BLOCK, F>(input, rule, GroupCodes{codes, scale_inv});                                  \
+    }                                                                                                                  \
+    KERNEL(256) group_block_values_##block##_##format##_##suffix(                                                      \
+        const unsigned char* codes, const float* scale_inv, const uint* offsets, int rows_per_group, T* y, int n,      \
+        int e, int columns) {                                                                                          \
+        group_block_values<BLOCK, F>(codes, scale_inv, {offsets, rows_per_group}, n, e, columns, y);                   \
     }
 #define FORMAT_KERNELS(F, format, T, suffix)                \
     GROUPS_KERNEL(F, format, T, suffix)                     \

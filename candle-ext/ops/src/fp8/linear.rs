@@ -17,7 +17,7 @@ use crate::floats::{FloatBuf, Floats, FloatsMut};
 use crate::gemm::{Accumulate, Mat, Output, Threads, gemm_bf16};
 use crate::linear::bias::add_grad_bias;
 use crate::linear::cpu::token_blocks;
-use crate::recording::{record, requires_grad, save};
+use crate::recording::{bytes_of_saving, record, requires_grad, save};
 use crate::saved::Saved;
 use crate::storage::{self, host};
 use crate::weight::{GradSink, Weight};
@@ -25,14 +25,21 @@ use crate::weight_matmul::{self, Dims, WeightOperand};
 
 struct SavedFp8Linear {
     layer: Fp8Linear,
-    /// Input, saved for the gradient of a trainable weight, and quantized again in backward. Most inputs are recomputed
-    /// or saved by other ops, so that their codes would take memory.
-    input: Option<Saved>,
+    /// Input, saved for the gradient of a trainable weight.
+    input: Option<SavedFp8Input>,
     /// Dtype and shape of the input; `None` if its gradient is not needed.
     wants_dx: Option<(DType, Vec<usize>)>,
     w: Weight,
     bias: Option<Weight>,
     dims: Dims,
+}
+
+/// Input of a layer between forward and backward.
+enum SavedFp8Input {
+    /// Input that is recomputed, or that other ops save, too. Its codes would take memory, so backward quantizes it again.
+    Unquantized(Saved),
+    /// Codes of an input that no other op saves.
+    Codes(Fp8Operands),
 }
 
 /// Computes y = Q(x) Q(w)^T + b in `out_dtype`. The caller has checked dtypes and shapes.
@@ -48,7 +55,9 @@ pub(crate) fn fp8_linear(
         cuda => cuda::check_sizes(layer.module(), dims)?,
     });
     let is_read_in_backward = w.sink().is_some() || requires_grad(x);
-    let quantized = layer.input(x, Fp8Orientation::Rowwise)?;
+    let saves_codes = w.sink().is_some() && bytes_of_saving(x) > 0;
+    let of_input = if saves_codes { Fp8Orientation::Both } else { Fp8Orientation::Rowwise };
+    let quantized = layer.input(x, of_input)?;
     let weight =
         quantized_weight(layer, w, if is_read_in_backward { Fp8Orientation::Both } else { Fp8Orientation::Rowwise })?;
     let (x_rows, w_rows) = (quantized.rowwise()?, weight.rowwise()?);
@@ -65,7 +74,10 @@ pub(crate) fn fp8_linear(
     });
     let saved = SavedFp8Linear {
         layer: layer.clone(),
-        input: w.sink().map(|_| save(x)),
+        input: w.sink().map(|_| match saves_codes {
+            true => SavedFp8Input::Codes(quantized.into_columnwise()),
+            false => SavedFp8Input::Unquantized(save(x)),
+        }),
         wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
         w: w.clone(),
         bias: bias.cloned(),
@@ -99,10 +111,13 @@ impl SavedFp8Linear {
 
     fn add_grads(&self, dy: &Tensor, quantized: &Fp8Operands) -> Result<()> {
         if let (Some(sink), Some(input)) = (self.w.sink(), &self.input) {
-            let x = on_device!("linear", dy, {
-                cpu => self.layer.input(&input.get()?, Fp8Orientation::Columnwise)?,
-                cuda => self.layer.saved_input(input, Fp8Orientation::Columnwise)?,
-            });
+            let x = match input {
+                SavedFp8Input::Codes(codes) => codes.clone(),
+                SavedFp8Input::Unquantized(input) => on_device!("linear", dy, {
+                    cpu => self.layer.saved_input(input, Fp8Orientation::Columnwise)?,
+                    cuda => self.layer.saved_input_on_gpu(input, Fp8Orientation::Columnwise)?,
+                }),
+            };
             let (x, dy) = (x.columnwise()?, quantized.columnwise()?);
             on_device!("linear", dy.codes, {
                 cpu => grad_w_cpu(dy, x, sink, self.dims)?,

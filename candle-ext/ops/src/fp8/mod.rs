@@ -27,7 +27,7 @@ mod swiglu_mlp;
 
 pub(crate) use fake_quantize::fake_quantized_linear;
 pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
-pub(crate) use groups::Groups;
+pub(crate) use groups::{GroupCodes, Groups};
 pub use kernels::Fp8Kernels;
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Module};
 pub(crate) use linear::fp8_linear;

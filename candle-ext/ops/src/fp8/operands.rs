@@ -125,6 +125,11 @@ impl Fp8Operands {
         Self { rowwise, columnwise }
     }
 
+    /// Keeps the operand of matmuls that sum over the rows alone.
+    pub(super) fn into_columnwise(self) -> Self {
+        Self { rowwise: None, ..self }
+    }
+
     /// Returns the operand of matmuls that sum over the columns.
     pub(super) fn rowwise(&self) -> Result<&Fp8Matrix> {
         operand(&self.rowwise)

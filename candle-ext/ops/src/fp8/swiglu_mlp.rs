@@ -178,7 +178,7 @@ mod fused {
             let (Some(x), Some([d_gate, d_up])) = (&self.x, grads) else { return Ok(()) };
             for (linear, dy) in [(&self.up, d_up), (&self.gate, d_gate)] {
                 if linear.is_trained() {
-                    linear.add_grad_w(dy, &linear.layer.saved_input(x, Fp8Orientation::Columnwise)?)?;
+                    linear.add_grad_w(dy, &linear.layer.saved_input_on_gpu(x, Fp8Orientation::Columnwise)?)?;
                 }
             }
             Ok(())

@@ -52,12 +52,13 @@ impl LinearCost {
     pub fn backward(&self) -> Cost {
         let recomputed = if self.input == LinearInput::Recomputed { self.input_bytes() } else { 0 };
         let of_weight = if self.grad.is_some() { Self::GRAD_WEIGHT_FLOPS } else { 0 };
+        let operands = self
+            .widened_bytes()
+            .max(self.fp8_in_bf16(self.n_tokens * self.n_out + self.n_weights().max(self.n_tokens * self.n_in)));
         Cost {
             saved_bytes: 0,
-            scratch_bytes: recomputed
-                + self.widened_bytes().max(self.fp8_in_bf16(
-                    self.n_tokens * self.n_out + self.n_weights().max(self.n_tokens * self.n_in),
-                ))
+            // In FP8 a recomputed input is quantized and freed before the matmuls.
+            scratch_bytes: if self.fp8 { recomputed.max(operands) } else { recomputed + operands }
                 // Blockwise scaling quantizes dy for each matmul.
                 + self.codes(self.n_in + 2 * self.n_out)
                 + self.rounded_grad_bytes(),
@@ -176,6 +177,17 @@ mod tests {
         assert_eq!(LinearCost { fp8: true, ..f32 }.forward().scratch_bytes, 30 + (10 * (3 + 4) + 12) * 4);
         let large = LinearCost { n_tokens: 1, n_in: 4096, n_out: 4096, fp8: true, ..f32 };
         assert_eq!(large.forward().scratch_bytes, 4096 + 2 * (4096 + 4096 * 4096));
+    }
+
+    #[test]
+    fn fp8_frees_a_recomputed_input_before_the_matmuls() {
+        let of = |fp8| {
+            let dense = layer(DType::F32, DeviceKind::Cpu, LinearInput::Recomputed, Some(DType::F32));
+            LinearCost { n_tokens: 100, n_in: 30, n_out: 5, fp8, ..dense }.backward().scratch_bytes
+        };
+        assert_eq!(of(false), 100 * 30 * 4);
+        // Codes, and the recomputed input or a block of 100 tokens in f32.
+        assert_eq!(of(true), 100 * (30 + 2 * 5) + (100 * 35 + 150) * 4);
     }
 
     #[test]

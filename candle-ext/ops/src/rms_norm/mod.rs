@@ -82,8 +82,8 @@ fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option
     match &rstd {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
         Some(rstd) if input.dtype() == y.dtype() => {
-            let norm = NormInputs { id: y.id(), x: input.clone(), rstd: rstd.clone(), weight: w.clone() };
-            recompute_norm_with(norm, compute);
+            let norm = NormInputs { x: input.clone(), rstd: rstd.clone(), weight: w.clone() };
+            recompute_norm_with(&y, norm, compute);
         }
         _ => recompute_with(&y, compute),
     }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    Contraction, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe, Fp8Rounding,
-    OutputDtype, ScaleRule, TokensPerCall, Weight, fp8_quantize, fp8_quantize_current, grouped_linear, linear,
+    Contraction, FlatBuffer, Fp8Config, Fp8Format, Fp8Formats, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe,
+    Fp8Rounding, GradSink, OutputDtype, ScaleRule, TensorOrView, TokensPerCall, Weight, fp8_quantize,
+    fp8_quantize_current, grouped_linear, linear, saved_by_readers_only,
 };
 
 use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
@@ -249,6 +250,91 @@ fn stochastic_gradients_do_not_depend_on_the_device() {
             let ulp = 2f64.powi(-8);
             assert_close(&format!("dx {recipe:?} {test_device:?}"), &dx, &want_dx, ulp);
             assert_close(&format!("dw {recipe:?} {test_device:?}"), &dw, &want_dw, ulp);
+        }
+    }
+}
+
+/// Returns y, dx and dw of a step with a weight.
+fn step_of(w: &Weight, case: &Case, test_device: &TestDevice) -> [Tensor; 3] {
+    let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), offsets(test_device));
+    w.sink().unwrap().reset();
+    let tape = tape(std::slice::from_ref(&x), || grouped_linear(&x, w, &offsets, TokensPerCall::Many));
+    let y = tape.output().clone();
+    let dx = tape.backward(&dy).unwrap().remove(&x).unwrap();
+    [y, dx, grad_of(w).copy().unwrap()]
+}
+
+/// Weights in a buffer are quantized once in two micro-batches, and again after the contents change. Others are quantized for
+/// each matmul. All results have the same bits.
+#[test]
+fn experts_are_quantized_once_until_their_buffer_changes() {
+    check_each(recipes().into_iter().flat_map(|recipe| devices().into_iter().map(move |on| (recipe, on))), |on| {
+        let ((recipe, test_device), (k, n)) = (on, (130, 48));
+        let what = format!("{recipe:?} {test_device:?}");
+        let case = case(k, n, DType::BF16);
+        let layers = experts(config(recipe), &test_device);
+        let flat = test_device.put(&case.w).flatten_all().unwrap();
+        let buffer = FlatBuffer::from_tensor(flat.copy().unwrap());
+        let of_value = |value: TensorOrView| {
+            let dw = Tensor::zeros(value.dims(), DType::F32, flat.device()).unwrap();
+            Weight::trainable(value, GradSink::new(dw).unwrap()).with_fp8(layers.layer("experts").unwrap())
+        };
+        let weight = of_value(buffer.view(0, (N_EXPERTS * n, k)).unwrap().into());
+        let alone = of_value(test_device.put(&case.w).into());
+        // Returns the bits of all micro-batches, and how often the weight was quantized.
+        let steps = |weight: &Weight, n_micros: usize| {
+            test_device.run(|| {
+                layers.request_stats();
+                let on = layers.enable(0).unwrap();
+                let micro = |_| step_of(weight, &case, &test_device).map(|x| bits(&x));
+                let results: Vec<_> = (0..n_micros).map(micro).collect();
+                drop(on);
+                let sums = layers.take_stats().unwrap().sums.to_device(&Device::Cpu).unwrap();
+                let n_elements = sums.to_vec2::<f64>().unwrap()[3 + Fp8Operand::Weight as usize][0];
+                (results, n_elements / (N_EXPERTS * n * k) as f64)
+            })
+        };
+        let (want, n_each) = steps(&alone, 2);
+        let (got, n_quantized) = steps(&weight, 2);
+        assert!(n_each == 4.0 && n_quantized == 1.0 && got == want, "{n_each} {n_quantized} {what}");
+        test_device.run(|| candlewick_ops::zero_(&buffer.data().unwrap())).unwrap();
+        let (got, n_quantized) = steps(&weight, 1);
+        assert!(n_quantized == 0.0 && got[0] == want[0], "{n_quantized} {what}: the copy of an earlier step is used");
+        buffer.drop_fp8_copies();
+        let (zeros, n_quantized) = steps(&weight, 1);
+        assert!(
+            n_quantized == 1.0 && zeros[0][0].iter().all(|bits| f64::from_bits(*bits) == 0.0),
+            "{n_quantized} {what}"
+        );
+        buffer.release();
+        buffer.materialize(flat.clone()).unwrap();
+        let (again, n_quantized) = steps(&weight, 1);
+        assert!(n_quantized == 1.0 && again[0] == want[0], "{n_quantized} {what}");
+    });
+}
+
+/// Rows that no other op saves, such as those of another rank, are saved as codes. No bit depends on it.
+#[test]
+fn codes_of_rows_give_the_bits_of_saved_rows() {
+    let case = case(130, 48, DType::BF16);
+    for recipe in recipes() {
+        for test_device in devices() {
+            let layers = experts(config(recipe), &test_device);
+            let of = |mark: fn(&Tensor)| {
+                let w = trainable(&test_device.put(&case.w)).with_fp8(layers.layer("experts").unwrap());
+                let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), offsets(&test_device));
+                test_device.run(|| {
+                    let _on = layers.enable(0).unwrap();
+                    let tape = tape(std::slice::from_ref(&x), || {
+                        mark(&x);
+                        grouped_linear(&x, &w, &offsets, TokensPerCall::Many)
+                    });
+                    let y = bits(tape.output());
+                    let dx = bits(&tape.backward(&dy).unwrap().remove(&x).unwrap());
+                    [y, dx, bits(&grad_of(&w))]
+                })
+            };
+            assert!(of(saved_by_readers_only) == of(|_| ()), "{recipe:?} {test_device:?}");
         }
     }
 }

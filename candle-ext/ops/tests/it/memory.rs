@@ -1,12 +1,14 @@
 //! Peak memory of the ops, measured by a counting allocator, each test in a process of its own.
 
 use std::process::Command;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradSink, LossGrad, OutputDtype, Reduction, RouterSpec,
-    SavedOutputs, Tape, TokensPerCall, Weight, attention, grouped_linear, linear, linear_cross_entropy, permute,
-    permute_weights, rms_norm, route, swiglu, swiglu_joined, tiled, unpermute, weighted_swiglu,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, ExpertAssignment, Fp8Config, Fp8Formats, Fp8Layers,
+    Fp8Module, Fp8Recipe, Fp8Rounding, GradSink, LossGrad, OutputDtype, Reduction, RouterSpec, SavedOutputs, ScaleRule,
+    Tape, TokensPerCall, Weight, attention, grouped_linear, linear, linear_cross_entropy, permute, permute_weights,
+    rms_norm, route, saved_by_readers_only, swiglu, swiglu_joined, tiled, unpermute, weighted_swiglu,
 };
 use peak_alloc::PeakAlloc;
 
@@ -206,6 +208,60 @@ fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory
     // The gated output is 4 MiB.
     assert!(recomputed.0 < MIB / 2 && saved.0 > 4 * MIB, "{recomputed:?} {saved:?}");
     assert!(saved.1 < recomputed.1 + MIB / 4, "{recomputed:?} {saved:?}");
+}
+
+/// In FP8 a layer saves the codes of an input that no other op saves, and a recomputed input is freed when it is quantized.
+#[test]
+fn fp8_holds_codes_of_inputs_instead_of_inputs() {
+    if passed_in_own_process("fp8_holds_codes_of_inputs_instead_of_inputs") {
+        return;
+    }
+    let (t, d, f) = (1024, 64, 1024);
+    let rule = ScaleRule { power_of_two: false, amax_epsilon: 0.0 };
+    let config = Fp8Config {
+        recipe: Fp8Recipe::Current(rule),
+        formats: Fp8Formats::Hybrid,
+        gradient_rounding: Fp8Rounding::Nearest,
+        fake_quantize: false,
+    };
+    let module = Fp8Module { name: "experts".to_owned(), n_matrices: 2 };
+    let layers = Fp8Layers::new(config, vec![Fp8Module::linear("down"), module], &Device::Cpu).unwrap();
+    let layers = Arc::new(layers);
+    let trainable = |(n, k), name| {
+        let value = zeros((n, k), DType::BF16);
+        let sink = GradSink::new(zeros((n, k), DType::F32)).unwrap();
+        (
+            Weight::trainable(value.clone(), sink.clone()),
+            Weight::trainable(value, sink).with_fp8(layers.layer(name).unwrap()),
+        )
+    };
+    let _on = layers.enable(0).unwrap();
+    // A gated output saved for a backward that follows at once: 2 MiB in bf16.
+    let gate_up = zeros((t, 2 * f), DType::BF16);
+    let (dense, fp8) = trainable((d, f), "down");
+    let down = |w: &Weight| {
+        let product = || linear(&swiglu_joined(&gate_up)?, w, None, OutputDtype::SameAsInput);
+        held_by(|| Tape::replay(SavedOutputs::default(), &[&gate_up], product).unwrap())
+    };
+    // The layers share the codes that they have quantized last: the tape holds no others.
+    let (dense, fp8) = (down(&dense), down(&fp8));
+    assert!(dense > 2 * MIB && fp8 < MIB + MIB / 4, "{dense} {fp8}");
+    // Rows of other ranks: 2 MiB in bf16. The permuted rows are recomputed from them, or their codes saved.
+    let (dense, fp8) = trainable((2 * d, f), "experts");
+    let experts = |w: &Weight| {
+        held_by(|| {
+            Tape::record(&[], || {
+                let received = zeros((t, f), DType::BF16);
+                saved_by_readers_only(&received);
+                let ids = Tensor::zeros((t, 1), DType::U32, &Device::Cpu)?;
+                let assignment = ExpertAssignment::new(&ids, 2)?;
+                grouped_linear(&permute(&received, &assignment)?, w, &assignment.offsets, TokensPerCall::Many)
+            })
+            .unwrap()
+        })
+    };
+    let (dense, fp8) = (experts(&dense), experts(&fp8));
+    assert!(dense > 2 * MIB && fp8 < MIB + MIB / 2, "{dense} {fp8}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Pending;
 use candlewick_model::{ExpertCall, ExpertTokens, TokenExchange};
-use candlewick_ops::{DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts};
+use candlewick_ops::{DROPPED, ExpertAssignment, TokensPerCall, record, relabel_experts, saved_by_readers_only};
 
 use super::row_counts::exchange;
 use super::{ExpertParallel, Meanwhile};
@@ -85,7 +85,9 @@ impl ExpertParallel {
     /// the start and this call have their backward meanwhile.
     pub(super) fn gathered(&self, x: &Tensor, pending: Pending, sizes: &GatherSizes) -> Result<Tensor> {
         let (n_own, ep) = (sizes.n_own, Arc::clone(&self.ep));
-        Ok(record("gather_tokens", [x.into()], pending.wait()?, move |dy, context| {
+        let y = pending.wait()?;
+        saved_by_readers_only(&y);
+        Ok(record("gather_tokens", [x.into()], y, move |dy, context| {
             let pending = ep.start_reduce_scatter(dy)?;
             context.receive_later(0, Box::new(move || pending.wait()?.narrow(0, 0, n_own)?.contiguous()))?;
             Ok([None])

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Pending};
 use candlewick_model::{ExpertCall, ExpertTokens, TokenExchange};
-use candlewick_ops::{self as ops, ExpertAssignment, TokensPerCall, record};
+use candlewick_ops::{self as ops, ExpertAssignment, TokensPerCall, record, saved_by_readers_only};
 
 use super::row_counts::{RowCounts, counts_of_ranks};
 use super::{ExpertParallel, Meanwhile};
@@ -93,6 +93,7 @@ impl TravellingRows {
     pub(super) fn wait(self) -> Result<Tensor> {
         let Self { name, x, pending, ep, send, recv } = self;
         let y = pending.wait()?;
+        saved_by_readers_only(&y);
         Ok(record(name, [(&x).into()], y, move |dy, context| {
             let pending = ep.start_all_to_all(dy, &recv, &send)?;
             context.receive_later(0, Box::new(move || Ok(pending.wait()?)))?;

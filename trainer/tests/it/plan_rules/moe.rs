@@ -24,7 +24,7 @@ fn dots1() -> serde_json::Value {
 }
 
 /// Resolves the plan of rank 0 of `n_ranks` for a model with 6 experts.
-fn of_experts(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
+pub(super) fn of_experts(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
     resolve(config_of_experts(), n_ranks, arguments)
 }
 

@@ -7,7 +7,7 @@ use candlewick_ops::{
 use trainer::estimate::{Category, DeviceKind, Phase, Setup, estimate_stage};
 use trainer::plan::Plan;
 
-use super::{plan, ranks::plan_of, refused};
+use super::{moe::of_experts, plan, ranks::plan_of, refused};
 
 fn config(arguments: &[&str]) -> Option<Fp8Config> {
     plan(arguments).fp8.map(|fp8| fp8.config(0))
@@ -171,4 +171,25 @@ fn gathered_fp8_weights_are_estimated_once() {
     let two_units_in_bf16 = |n: u64| 2 * 2 * n;
     let saved = two_units_in_bf16(36864 + 128) - two_units_in_bf16(8256);
     assert_eq!(bytes(&["precision.fp8_param_gather=true"]), [elements - saved, copies, evaluation]);
+}
+
+/// Both layers of the model have 12288 weights of attention and 36864 of experts. Copies of frozen weights outlive a step,
+/// unless their scales are set anew after each.
+#[test]
+fn fp8_copies_of_experts_are_estimated() {
+    let bytes = |n_ranks: usize, phase: Phase, arguments: &[&str]| {
+        let plan = of_experts(n_ranks, arguments).unwrap();
+        let estimate = estimate_stage(&Setup::of(&plan, DeviceKind::Gpu).unwrap());
+        estimate.phases.iter().find(|it| it.phase == phase).unwrap().breakdown.of(Category::Fp8Weights)
+    };
+    let current = "precision.recipe=current";
+    let (attention, experts) = (2 * 2 * 12288, 2 * 36864);
+    assert_eq!(bytes(1, Phase::Step, &[current]), attention + experts, "transposed codes of linear layers alone");
+    assert_eq!(bytes(2, Phase::Step, &[current, "expert_parallel_size=2"]), attention + experts / 2);
+    assert_eq!(bytes(1, Phase::Step, &[current, "precision.fake_quantize=true"]), attention / 2 + experts);
+    assert_eq!(bytes(1, Phase::Step, &[current, "precision.exclude_modules=[experts]"]), attention);
+    assert_eq!(bytes(1, Phase::Optimizer, &[current]), 0);
+    let lora = "model.peft_config={r: 4, target_modules: [q_proj]}";
+    assert_eq!(bytes(1, Phase::Optimizer, &[current, lora]), attention + experts);
+    assert_eq!(bytes(1, Phase::Optimizer, &["precision.recipe=delayed", lora]), 0);
 }

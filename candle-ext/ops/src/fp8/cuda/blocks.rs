@@ -12,7 +12,7 @@ use crate::fp8::rounding::Fp8Rounding;
 use crate::quantized::ScaleBlock;
 
 /// Blocks of a kernel.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KernelBlock {
     /// 1x128; of transposed codes 128x1.
     Rows,

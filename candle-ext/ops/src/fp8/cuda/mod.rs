@@ -16,7 +16,7 @@ use crate::quantized::cuda::dequantize_parts;
 use crate::quantized::format::QuantShape;
 pub(super) use blocks::block_operands;
 pub(super) use cast::{CastScale, CastSource, CodeEncoding, GemmCodes, cast_operands, current_scales};
-pub(super) use groups::{GroupInput, Slots};
+pub(super) use groups::{GpuGroupCodes, GroupInput, GroupScales, Slots};
 pub(crate) use linear::{adds_to_sum, check_sizes, forward, grad_w, grad_x};
 pub(super) use plain::{quantize, quantize_current};
 

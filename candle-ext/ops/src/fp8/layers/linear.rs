@@ -14,6 +14,7 @@ use crate::fp8::recipe::{Contraction, Fp8Operand, Fp8Orientation, Fp8Recipe};
 use crate::fp8::rounding::Fp8Rounding;
 use crate::fp8::stats::{self, Fp8StepStats};
 use crate::quantized::ScaleBlock;
+use crate::saved::Saved;
 
 impl Fp8Linear {
     pub(crate) fn is_enabled(&self) -> bool {
@@ -58,6 +59,17 @@ impl Fp8Linear {
         self.add_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)?;
         self.shared_input(x.id(), orientation, || {
             self.quantize_without_stats(Fp8Operand::Input, x, orientation, Fp8Rounding::Nearest)
+        })
+    }
+
+    /// Quantizes a saved input, or returns what another layer has made of it. A recomputed input is freed then.
+    pub(in crate::fp8) fn saved_input(&self, saved: &Saved, orientation: Fp8Orientation) -> Result<Fp8Operands> {
+        let (operand, rounding) = (Fp8Operand::Input, Fp8Rounding::Nearest);
+        if self.step_stats().is_some() {
+            self.add_stats(operand, &saved.get()?, orientation, rounding)?;
+        }
+        self.shared_input(saved.id(), orientation, || {
+            self.quantize_without_stats(operand, &saved.get_once()?, orientation, rounding)
         })
     }
 

@@ -21,8 +21,8 @@ use crate::backward::BackwardContext;
 use crate::cuda::gemm::grouped::GroupedOutput;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::fp8::{Contraction, Fp8Linear, Fp8Operand, Groups};
-use crate::recording::{record, requires_grad, save};
+use crate::fp8::{Contraction, Fp8Linear, Fp8Operand, GroupCodes, Groups};
+use crate::recording::{bytes_of_saving, record, requires_grad, save};
 use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
@@ -54,8 +54,9 @@ pub fn grouped_linear(x: &Tensor, w: &Weight, offsets: &Tensor, call: impl Into<
     let fp8 = w.fp8().cloned();
     fp8.as_ref().map_or(Ok(()), |fp8| fp8.check_matrices(offsets.elem_count() - 1))?;
     let layer = Layer { w: w.clone(), fp8, offsets, tokens, implementation, dims, dtype: x.dtype() };
-    let y = layer.forward(&input)?;
-    let saved = w.sink().map(|_| save(&input));
+    let (quantized, saved) = layer.quantized_and_saved(&input)?;
+    let y = layer.forward(&quantized)?;
+    drop(quantized);
     let wants_dx = requires_grad(x);
     Ok(record(OP, [x.into(), w.into()], y, move |dy, context| {
         Ok([layer.backward(dy, saved, wants_dx, context)?, None])
@@ -76,10 +77,34 @@ struct Layer {
     dtype: DType,
 }
 
+/// Input of a layer between forward and backward.
+enum SavedRows {
+    /// Input in its dtype, or the function that recomputes it.
+    Rows(Saved),
+    /// FP8 codes of an input that no other op saves.
+    Codes(GroupCodes),
+}
+
 impl Layer {
+    /// Returns the input as the forward's matmul reads it, and what a trainable weight's gradient needs of it.
+    fn quantized_and_saved(&self, x: &Tensor) -> Result<(Tensor, Option<SavedRows>)> {
+        let n_bytes_of_codes = x.elem_count();
+        let saves_codes = self.w.sink().is_some() && bytes_of_saving(x) > n_bytes_of_codes;
+        let Some(fp8) = self.fp8.as_ref().filter(|_| saves_codes) else {
+            let saved = self.w.sink().map(|_| SavedRows::Rows(save(x)));
+            return Ok((self.quantized_input(x, Contraction::Columns)?, saved));
+        };
+        let codes = fp8.group_codes(Fp8Operand::Input, x, Groups::Offsets(&self.offsets), Contraction::Rows)?;
+        let values = match fp8.has_same_blocks(Fp8Operand::Input) {
+            true => codes.values()?,
+            false => self.quantized_input(x, Contraction::Columns)?,
+        };
+        Ok((values, Some(SavedRows::Codes(codes))))
+    }
+
+    /// Computes y from the input as matmuls read it.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Dims { t, n, .. } = self.dims;
-        let x = &self.quantized_input(x, Contraction::Columns)?;
         on_device!(OP, x, {
             cpu => {
                 self.implementation.check_cpu()?;
@@ -102,7 +127,7 @@ impl Layer {
     fn backward(
         self,
         dy: &Tensor,
-        x: Option<Saved>,
+        x: Option<SavedRows>,
         wants_dx: bool,
         context: &mut BackwardContext<'_>,
     ) -> Result<Option<Tensor>> {
@@ -122,17 +147,28 @@ impl Layer {
     /// Returns the input as matmuls read it that sum over `contraction`.
     fn quantized_input(&self, x: &Tensor, contraction: Contraction) -> Result<Tensor> {
         match &self.fp8 {
-            Some(fp8) => fp8.group_values(Fp8Operand::Input, x, Groups::Offsets(&self.offsets), contraction),
+            Some(fp8) => fp8.group_values(x, Groups::Offsets(&self.offsets), contraction),
             None => Ok(x.clone()),
         }
     }
 
-    /// Returns the weight as matmuls read it.
+    /// Returns the saved input as dw's matmul reads it. In FP8 a recomputed input is freed then.
+    fn saved_input(&self, saved: &SavedRows) -> Result<Tensor> {
+        match (saved, &self.fp8) {
+            (SavedRows::Codes(codes), _) => codes.values(),
+            (SavedRows::Rows(saved), Some(_)) => self.quantized_input(&saved.get_once()?, Contraction::Rows),
+            (SavedRows::Rows(saved), None) => saved.get(),
+        }
+    }
+
+    /// Returns the weight as matmuls read it. In FP8 it is quantized once, until its buffer changes.
     fn operand(&self) -> Result<StoredWeight> {
-        let stored = self.w.stored()?;
-        let Some(fp8) = &self.fp8 else { return Ok(stored) };
-        let w = stored.dense(self.dtype)?;
-        Ok(StoredWeight::Dense(fp8.group_values(Fp8Operand::Weight, &w, Groups::Equal, Contraction::Columns)?))
+        let Some(fp8) = &self.fp8 else { return self.w.stored() };
+        let codes = self.w.fp8_groups(|stored| {
+            let w = stored.dense(self.dtype)?;
+            fp8.group_codes(Fp8Operand::Weight, &w, Groups::Equal, Contraction::Columns)
+        })?;
+        Ok(StoredWeight::Dense(codes.values()?))
     }
 
     /// Computes y from x, or dx from dy.
@@ -161,14 +197,14 @@ impl Layer {
         })
     }
 
-    fn add_grad_w(&self, dy: &Tensor, x: Option<&Saved>) -> Result<()> {
+    fn add_grad_w(&self, dy: &Tensor, x: Option<&SavedRows>) -> Result<()> {
         let (Some(sink), Some(x)) = (self.w.sink(), x) else { return Ok(()) };
         if self.dims.t == 0 {
             return Ok(());
         }
         on_device!(OP, dy, {
             cpu => {
-                let x = self.quantized_input(&x.get()?, Contraction::Rows)?;
+                let x = self.saved_input(x)?;
                 let (x, dy) = (host(OP, &x)?, host(OP, dy)?);
                 let (x, dy) = (x.floats()?, dy.floats()?);
                 self.with_groups(|grouped| {
@@ -177,7 +213,7 @@ impl Layer {
             },
             cuda => {
                 let (dw, accumulate) = sink.grad_to_write()?;
-                let x = self.quantized_input(&x.get()?, Contraction::Rows)?;
+                let x = self.saved_input(x)?;
                 cuda::grad_w(dy, &x, &self.offsets, (&dw, accumulate), self.dims, self.implementation)
             },
         })

@@ -12,7 +12,7 @@ use super::assignment::ExpertAssignment;
 use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, Floats, FloatsMut, check_dtype};
-use crate::recording::{recompute_with, record, save};
+use crate::recording::{recompute_from, record, save};
 use crate::span::span;
 use crate::storage::{self, host};
 use cpu::Permutation;
@@ -28,7 +28,7 @@ pub fn permute(x: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
     let x = &x.contiguous()?;
     let y = gather(x, assignment)?;
     let (saved, again) = (save(x), assignment.clone());
-    recompute_with(&y, move || gather(&saved.get()?, &again));
+    recompute_from(x, &y, move || gather(&saved.get()?, &again));
     let assignment = assignment.clone();
     Ok(record("permute", [x.into()], y, move |dy, _| Ok([Some(sum_slots(dy, &assignment)?)])))
 }
