@@ -38,10 +38,15 @@ fn a_process_takes_what_the_estimate_says() {
 /// be 0.6 of it: f32 or bf16 copies, or mapped pages of the checkpoint.
 #[test]
 fn loading_weights_needs_no_more_memory_than_training() {
-    let large =
-        &["model.config.hidden_size=512", "model.config.intermediate_size=1536", "model.config.vocab_size=64000"];
-    let saved =
-        Case::new(&[large, &["model.dtype=bf16", "train_iters=1", "data.max_length=16", "export"] as &[&str]].concat());
+    let large = &[
+        "model.config.hidden_size=1024",
+        "model.config.intermediate_size=3072",
+        "model.config.num_attention_heads=8",
+        "model.config.num_hidden_layers=8",
+        "model.config.vocab_size=64000",
+    ];
+    let once = &["model.dtype=bf16", "train_iters=1", "data.max_length=16", "export"];
+    let saved = Case::new(&[large as &[&str], once].concat());
     max_rss(&saved);
     let model = saved.folder.path().join("saves/latest").display().to_string();
     let arguments = [

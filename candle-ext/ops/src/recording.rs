@@ -141,8 +141,8 @@ pub(crate) fn recompute_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 
     with_recording(|recording| recording.recomputable.insert(x.id(), Rc::new(Recomputable::new(x.id(), compute))));
 }
 
-/// Marks `x` as a tensor that no op's backward reads, except those of ops that save it. Its memory is free after forward if
-/// they save another form of it, such as FP8 codes.
+/// Marks `x` as a tensor that only its readers need in backward. Its memory is free after forward if they keep another form of
+/// it, such as FP8 codes.
 pub fn saved_by_readers_only(x: &Tensor) {
     let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
     with_recording(|recording| recording.saved_by_readers.insert(x.id(), n_bytes));

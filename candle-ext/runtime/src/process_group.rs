@@ -145,10 +145,13 @@ impl ProcessGroup {
 /// If another rank reported the cause, waits for that rank's exit. A launcher that stops all ranks at the first exit
 /// therefore gets the cause and its exit code.
 pub fn exit_after_peer(world: World, error: &Error) {
-    let reported = || world.failure().filter(|it| it.cause == Cause::Reported && it.rank != world.rank());
+    let failure = world.failure().filter(|it| it.rank != world.rank());
+    let reported = || failure.as_ref().filter(|it| it.cause == Cause::Reported);
     let peer = error.downcast_ref::<PeerError>().map(|peer| peer.rank).or_else(|| Some(reported()?.rank));
     match peer {
         Some(rank) => world.await_exit(rank, EXIT_WAIT),
+        // All ranks know the rank that hangs or has exited. A hung one must not see this exit as another failure.
+        None if failure.is_some() => drop(world),
         // The other ranks see this exit after the error has been printed.
         None => world.leave_at_exit(),
     }

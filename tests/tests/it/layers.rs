@@ -157,7 +157,7 @@ const DEGREE_EXEMPT: &[Exemption] = &[
 const DEVICE_EXEMPT: &[Exemption] = &[
     ("candle-ext/inference/src/answer/batch.rs", "the batch size depends on the kind of device"),
     ("candle-ext/inference/src/ranks.rs", "the communication backend depends on the kind of device"),
-    ("trainer/src/fp8_advice.rs", "the advice names the device"),
+    ("trainer/src/fp8_advice/mod.rs", "the advice names the device"),
     ("trainer/src/run/build.rs", "offloading and peak FLOPs depend on the kind of device"),
     ("trainer/src/run/connect.rs", "the communication backend depends on the kind of device"),
     ("trainer/src/run/out_of_memory.rs", "the report names the device"),

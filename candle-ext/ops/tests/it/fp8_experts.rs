@@ -10,7 +10,7 @@ use candlewick_ops::{
 };
 
 use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
-use crate::fp8::{DELAYED, config, devices, recipes_in_formats, rule};
+use crate::fp8::{DELAYED, config, devices, recipes, recipes_in_formats, rule};
 
 /// Row offsets of four experts, one without rows and one larger than a block; ten rows belong to none.
 const OFFSETS: [u32; 5] = [0, 5, 5, 140, 300];
@@ -256,7 +256,7 @@ fn stochastic_gradients_do_not_depend_on_the_device() {
 
 /// Returns y, dx and dw of a step with a weight.
 fn step_of(w: &Weight, case: &Case, test_device: &TestDevice) -> [Tensor; 3] {
-    let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), offsets(test_device));
+    let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), put_offsets(OFFSETS, test_device));
     w.sink().unwrap().reset();
     let tape = tape(std::slice::from_ref(&x), || grouped_linear(&x, w, &offsets, TokensPerCall::Many));
     let y = tape.output().clone();
@@ -322,7 +322,8 @@ fn codes_of_rows_give_the_bits_of_saved_rows() {
             let layers = experts(config(recipe), &test_device);
             let of = |mark: fn(&Tensor)| {
                 let w = trainable(&test_device.put(&case.w)).with_fp8(layers.layer("experts").unwrap());
-                let (x, dy, offsets) = (test_device.put(&case.x), test_device.put(&case.dy), offsets(&test_device));
+                let (x, dy, offsets) =
+                    (test_device.put(&case.x), test_device.put(&case.dy), put_offsets(OFFSETS, &test_device));
                 test_device.run(|| {
                     let _on = layers.enable(0).unwrap();
                     let tape = tape(std::slice::from_ref(&x), || {
