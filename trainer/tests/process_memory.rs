@@ -60,8 +60,8 @@ fn loading_weights_needs_no_more_memory_than_training() {
     let case = Case::new(&arguments);
     let peak = max_rss(&case);
     let metrics = std::fs::read_to_string(case.folder.path().join("run/metrics.jsonl")).unwrap();
-    let records = metrics.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    let steady = records.filter_map(|record| record["rss_bytes"].as_u64()).last().unwrap();
+    let mut records = metrics.lines().rev().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let steady = records.find_map(|record| record["rss_bytes"].as_u64()).unwrap();
     let weights = std::fs::metadata(format!("{model}/model.safetensors")).unwrap().len();
     eprintln!("{weights} of weights, {steady} after the last step, {peak} at the peak");
     assert!(weights * 2 > steady, "the weights are most of the memory: {weights} of {steady}");

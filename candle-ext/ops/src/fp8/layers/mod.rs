@@ -283,6 +283,7 @@ impl Fp8Layers {
     }
 
     /// Returns true if a slot of delayed scaling has no scale in this step.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
     fn is_unscaled(&self, slot: usize) -> bool {
         self.lock().as_ref().is_some_and(|active| active.is_unscaled(slot))
     }
