@@ -71,7 +71,8 @@ fn check_all() {
         &[&qwen3, shallow, &top(1), recomputed, "model.dtype=bf16", F32_RESIDUAL],
         &[&qwen2, shallow, &top(4), TILES, shared],
     ] {
-        check(&[NARROW_EXPERTS, arguments].concat());
+        // The estimates of these small peaks are up to 5.2 % high, by amounts that differ between processors.
+        check_within(&[NARROW_EXPERTS, arguments].concat(), 0.06);
     }
     for arguments in [&[three][..], &[three, recomputed], &[three, "model.dtype=bf16", F32_RESIDUAL]] {
         check(&[EXPERTS, &[TILES, "data.max_length=4096"], arguments].concat());
