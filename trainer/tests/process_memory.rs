@@ -34,40 +34,6 @@ fn a_process_takes_what_the_estimate_says() {
     }
 }
 
-/// Compares the peak of a LoRA run with its memory after the last step. A second copy of the weights while they load would
-/// be 0.6 of it: f32 or bf16 copies, or mapped pages of the checkpoint.
-#[test]
-fn loading_weights_needs_no_more_memory_than_training() {
-    let large = &[
-        "model.config.hidden_size=1024",
-        "model.config.intermediate_size=3072",
-        "model.config.num_attention_heads=8",
-        "model.config.num_hidden_layers=8",
-        "model.config.vocab_size=64000",
-    ];
-    let once = &["model.dtype=bf16", "train_iters=1", "data.max_length=16", "export"];
-    let saved = Case::new(&[large as &[&str], once].concat());
-    max_rss(&saved);
-    let model = saved.folder.path().join("saves/latest").display().to_string();
-    let arguments = [
-        "model.config=null",
-        &format!("model.name_or_path={model}"),
-        "model.dtype=bf16",
-        "model.peft_config={r: 4, target_modules: all-linear}",
-        "data.max_length=64",
-        "train_iters=4",
-    ];
-    let case = Case::new(&arguments);
-    let peak = max_rss(&case);
-    let metrics = std::fs::read_to_string(case.folder.path().join("run/metrics.jsonl")).unwrap();
-    let mut records = metrics.lines().rev().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    let steady = records.find_map(|record| record["rss_bytes"].as_u64()).unwrap();
-    let weights = std::fs::metadata(format!("{model}/model.safetensors")).unwrap().len();
-    eprintln!("{weights} of weights, {steady} after the last step, {peak} at the peak");
-    assert!(weights * 2 > steady, "the weights are most of the memory: {weights} of {steady}");
-    assert!(peak as f64 <= 1.1 * steady as f64, "{peak} at the peak, {steady} after the last step");
-}
-
 /// Runs a case in a process of its own and returns the peak of its resident memory in bytes.
 #[expect(clippy::zombie_processes, reason = "wait4 waits for it and returns its memory, too")]
 fn max_rss(case: &Case) -> u64 {

@@ -89,9 +89,6 @@ impl Case {
         let argument = |argument: &&str| match *argument {
             "save" => save(""),
             "save in the background" => save(", async_save: true"),
-            "export" => {
-                format!("checkpoint=[{{type: huggingface, output_dir: {at}/saves, save_end_of_training: true}}]")
-            }
             "tasks that write" => tasks("tasks: [writes], limit: 72, max_length: 256, max_gen_toks: 24"),
             "tasks that score" => tasks("tasks: [scores], max_length: 1024"),
             other => other.replace('$', &text_file),
