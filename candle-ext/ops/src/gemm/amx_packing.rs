@@ -19,6 +19,8 @@ pub(super) const SIDE: usize = 32;
 pub(super) const DEPTH: usize = 32;
 /// bf16 summands of an f32.
 pub(super) const PARTS: usize = packed::AMX_PARTS;
+/// Prefetch distance in elements along a row.
+const AHEAD: usize = 2 * DEPTH;
 /// Cache lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
 pub(super) const STEP: usize = PARTS * 2 * 16;
 
@@ -161,6 +163,7 @@ fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [CacheLine]) 
             // bounds.
             unsafe {
                 let from = block.data.as_ptr().add(row * block.col_stride + first_k);
+                prefetch(from.wrapping_add(AHEAD), DEPTH);
                 halves[0] = _mm512_maskz_loadu_ps(mask(n_terms), from);
                 halves[1] = _mm512_maskz_loadu_ps(mask(n_terms.saturating_sub(LANES)), from.wrapping_add(LANES));
             }

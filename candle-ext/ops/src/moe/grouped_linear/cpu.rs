@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tasks::{Division, GemmTask, MAX_ROWS, run_largest_first};
+use super::tasks::{Division, GemmTask, run_largest_first};
 use crate::floats::{Floats, FloatsMut, first_of};
 use crate::gemm::{self, Accumulate, Mat, MatMut, Store, Threads, gemm_bf16, gemm_by_rows};
 use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
@@ -14,7 +14,7 @@ use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
 /// Elements of the f32 gradients of a call from which they are stored past the caches: 16 MiB.
 const STREAMED_FROM: usize = 1 << 22;
 /// Rows of x and dy per f32 copy in the weight gradient.
-const BLOCK_ROWS: usize = MAX_ROWS;
+const BLOCK_ROWS: usize = 512;
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::EMPTY) };

@@ -13,7 +13,7 @@ const MIN_WORK: usize = 1 << 20;
 /// Fewest rows per task of a divided group: each task packs the weights again.
 const MIN_ROWS: usize = 128;
 /// Most rows per task, which bounds its f32 copies.
-pub(super) const MAX_ROWS: usize = 512;
+pub(super) const MAX_ROWS: usize = 2048;
 /// Fewest columns per task of a group that is divided by columns.
 const MIN_COLUMNS: usize = 128;
 
