@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::tasks::MAX_ROWS;
+use super::tasks::MAX_COPIED_ROWS;
 use crate::cost::{Cost, DeviceKind, F32_BYTES, LinearInput, bytes};
 use crate::linear::LinearCost;
 use crate::quantized::WeightStorage;
@@ -69,7 +69,7 @@ impl GroupedLinearCost {
                 0
             }
             (DeviceKind::Cpu, _) => {
-                let n_rows = self.n_rows.min(MAX_ROWS as u64);
+                let n_rows = self.n_rows.min(MAX_COPIED_ROWS as u64);
                 let of_rows = if self.dtype != DType::F32 { n_rows * (self.n_in + self.n_out) } else { 0 };
                 let panel = n_weights.min(PANEL as u64);
                 rayon::current_num_threads() as u64 * (of_rows + panel) * F32_BYTES

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::tasks::{Division, GemmTask, run_largest_first};
+use super::tasks::{Division, GemmTask, MAX_COPIED_ROWS, run_largest_first};
 use crate::floats::{Floats, FloatsMut, first_of};
 use crate::gemm::{self, Accumulate, Mat, MatMut, Store, Threads, gemm_bf16, gemm_by_rows};
 use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
@@ -14,7 +14,7 @@ use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
 /// Elements of the f32 gradients of a call from which they are stored past the caches: 16 MiB.
 const STREAMED_FROM: usize = 1 << 22;
 /// Rows of x and dy per f32 copy in the weight gradient.
-const BLOCK_ROWS: usize = 512;
+const BLOCK_ROWS: usize = MAX_COPIED_ROWS;
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::EMPTY) };
@@ -38,7 +38,7 @@ pub(super) struct Grouped<'a> {
 /// Computes y = x w^T, group by group; rows after the last group become zero.
 pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, y: FloatsMut<'_>, grouped: Grouped<'_>) {
     let Dims { n, k, .. } = grouped.dims;
-    let division = Division::of(grouped.work());
+    let division = Division::of(grouped.work(), max_rows(x, w));
     let mut tasks = Vec::new();
     for_each_group(y, n, grouped, |group, rows, y| {
         let height = division.height(rows.len(), n * k);
@@ -59,6 +59,12 @@ pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, y: FloatsMut<'_>, gro
         let x = x.slice(rows.start * k..rows.end * k);
         multiply(x, w.rows(of_w.clone(), k), y, Dims { t: rows.len(), n: of_w.len(), k });
     });
+}
+
+/// Returns the most rows per task: each task packs the weights again, but copies of rows need memory.
+fn max_rows(x: Floats<'_>, w: WeightOperand<'_>) -> usize {
+    let are_copied = !matches!(x, Floats::F32(_)) && bf16_operands(x, w).is_none();
+    if are_copied { MAX_COPIED_ROWS } else { usize::MAX }
 }
 
 /// Output of a task: whole rows, or some columns of a few rows.
@@ -133,7 +139,7 @@ fn write_whole(y: Output<'_>, n: usize, scratch: &mut Vec<f32>, compute: impl Fn
 /// Computes dx = dy w, group by group; rows after the last group become zero.
 pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, dx: FloatsMut<'_>, grouped: Grouped<'_>) {
     let Dims { n, k, .. } = grouped.dims;
-    let division = Division::of(grouped.work());
+    let division = Division::of(grouped.work(), max_rows(dy, w));
     let mut tasks = Vec::new();
     for_each_group(dx, k, grouped, |group, rows, dx| {
         let height = division.height(rows.len(), n * k);
@@ -183,7 +189,7 @@ pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: FloatsMut<'_>, accumulat
         return;
     }
     let store = if dw.len() >= STREAMED_FROM { Store::Streamed } else { Store::Cached };
-    let division = Division::of(grouped.work());
+    let division = Division::of(grouped.work(), usize::MAX);
     let mut tasks = Vec::new();
     for (rows, dw) in grouped.groups.iter().zip(dw.chunks(n * k)) {
         if rows.is_empty() && accumulate == Accumulate::Add {

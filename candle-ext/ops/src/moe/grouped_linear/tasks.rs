@@ -12,8 +12,8 @@ const TASKS: usize = 4;
 const MIN_WORK: usize = 1 << 20;
 /// Fewest rows per task of a divided group: each task packs the weights again.
 const MIN_ROWS: usize = 128;
-/// Most rows per task, which bounds its f32 copies.
-pub(super) const MAX_ROWS: usize = 2048;
+/// Most rows per task that copies them to f32, which bounds the copies.
+pub(super) const MAX_COPIED_ROWS: usize = 512;
 /// Fewest columns per task of a group that is divided by columns.
 const MIN_COLUMNS: usize = 128;
 
@@ -37,18 +37,20 @@ pub(super) fn groups(offsets: &[u32], n_rows: usize) -> Result<Vec<Range<usize>>
 pub(super) struct Division {
     /// Multiply-adds per task.
     target: usize,
+    /// Most rows per task.
+    max_rows: usize,
 }
 
 impl Division {
-    /// Divides `work` multiply-adds among the threads.
-    pub(super) fn of(work: usize) -> Self {
-        Self { target: (work / (TASKS * rayon::current_num_threads())).max(MIN_WORK) }
+    /// Divides `work` multiply-adds among the threads, with at most `max_rows` rows per task.
+    pub(super) fn of(work: usize, max_rows: usize) -> Self {
+        Self { target: (work / (TASKS * rayon::current_num_threads())).max(MIN_WORK), max_rows }
     }
 
     /// Returns the rows per task of a group, with `work` multiply-adds per row.
     pub(super) fn height(self, n_rows: usize, work: usize) -> usize {
         let wanted = (n_rows * work).div_ceil(self.target).min(n_rows.div_ceil(MIN_ROWS));
-        n_rows.div_ceil(wanted.max(n_rows.div_ceil(MAX_ROWS)).max(1)).max(1)
+        n_rows.div_ceil(wanted.max(n_rows.div_ceil(self.max_rows)).max(1)).max(1)
     }
 
     /// Returns the columns per task of `n_rows` rows, with `work` multiply-adds per output element.
@@ -93,11 +95,12 @@ mod tests {
     #[test]
     fn a_large_group_is_divided_and_a_small_one_is_not() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
-        let division = pool.install(|| Division::of(8192 * 512 * 512));
+        let division = pool.install(|| Division::of(8192 * 512 * 512, usize::MAX));
         assert_eq!(division.height(8192, 512 * 512), 512);
+        assert_eq!(Division { max_rows: 100, ..division }.height(300, 512 * 512), 100);
         assert_eq!(division.height(128, 512 * 512), 128);
         assert_eq!((division.height(0, 512), division.height(1, 0)), (1, 1));
-        let few_rows = pool.install(|| Division::of(2 * 4096 * 4096));
+        let few_rows = pool.install(|| Division::of(2 * 4096 * 4096, usize::MAX));
         assert_eq!(few_rows.height(2, 4096 * 4096), 2);
         assert_eq!(few_rows.width(2, 4096, 4096), 256);
     }
