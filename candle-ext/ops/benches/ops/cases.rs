@@ -3,6 +3,7 @@
 //! t tokens, d model, f inner width of the MLP, v vocabulary, k head dim, hq and hkv heads, n elements
 
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
@@ -15,7 +16,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::linear::linears;
-use crate::measure::BenchRun;
+use crate::measure::{BenchResult, BenchRun};
 use crate::{grouped, moe};
 
 /// Bytes of an element.
@@ -45,7 +46,7 @@ pub(crate) struct BenchCost {
 /// One set of inputs with the runs over it.
 pub(crate) struct Set {
     pub(crate) run: BenchRun,
-    /// Forward part of a timed backward, whose time is subtracted.
+    /// Forward part of a backward on a GPU, whose time is subtracted. On a CPU a backward is timed alone.
     pub(crate) forward: Option<BenchRun>,
 }
 
@@ -313,10 +314,15 @@ impl Graph {
         let again = graph.clone();
         let y = (graph.op)(&graph.tracked)?;
         let dy = randn_in(y.dtype(), y.shape(), y.device())?;
-        Ok(Set {
-            run: Box::new(move || keep(graph.record()?.backward(&dy)?)),
-            forward: Some(Box::new(move || keep(again.record()?))),
-        })
+        let is_cpu = dy.device().is_cpu();
+        let run: BenchRun = Box::new(move || {
+            let began = Instant::now();
+            let tape = graph.record()?;
+            let untimed = if is_cpu { began.elapsed() } else { Duration::ZERO };
+            Ok(BenchResult { result: Box::new(tape.backward(&dy)?), untimed })
+        });
+        let forward: BenchRun = Box::new(move || keep(again.record()?));
+        Ok(Set { run, forward: (!is_cpu).then_some(forward) })
     }
 
     fn record(&self) -> Result<Tape> {
@@ -360,8 +366,8 @@ pub(crate) fn once(
     BenchCase { op, what: "forward", shape, cost: bytes(n_bytes), make }
 }
 
-pub(crate) fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {
-    Ok(Box::new(result))
+pub(crate) fn keep(result: impl std::any::Any) -> Result<BenchResult> {
+    Ok(BenchResult { result: Box::new(result), untimed: Duration::ZERO })
 }
 
 pub(crate) fn randn(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {

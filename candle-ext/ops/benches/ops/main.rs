@@ -24,6 +24,16 @@ use serde_json::{Map, Value, json};
 use cases::{BenchCase, BenchCost, Set};
 use measure::{BenchRun, Effort, Timing};
 
+/// The allocator of the programs. Fresh pages would cost a CPU more time than the ops.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Keeps freed memory for the next run.
+fn keep_memory() {
+    // SAFETY: setting an option has no preconditions. 15 is `mi_option_purge_delay`.
+    unsafe { libmimalloc_sys::mi_option_set(15, -1) };
+}
+
 #[derive(Parser)]
 struct Args {
     /// Device: auto, cpu, cuda or cuda:N
@@ -114,6 +124,7 @@ struct Row {
 }
 
 fn main() -> Result<()> {
+    keep_memory();
     let args = Args::parse();
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
         candlewick_ops::replace_kernels(std::path::Path::new(&folder))?;

@@ -1,13 +1,20 @@
 //! Timing of cases: batches of runs, with one device synchronisation around each batch.
 
 use std::any::Any;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use candle_core::{Device, Result};
 use serde::Serialize;
 
-/// Work that runs once. Its result lives until the same set's next turn, so that its memory is not reused at once.
-pub(crate) type BenchRun = Box<dyn Fn() -> Result<Box<dyn Any>>>;
+/// Work that runs once.
+pub(crate) type BenchRun = Box<dyn Fn() -> Result<BenchResult>>;
+
+/// Result of a run. It lives until the same set's next turn, so that its memory is not reused at once.
+pub(crate) struct BenchResult {
+    pub(crate) result: Box<dyn Any>,
+    /// Time of the run's preparation, which does not count.
+    pub(crate) untimed: Duration,
+}
 
 /// Effort per measurement.
 #[derive(Clone, Copy)]
@@ -64,14 +71,17 @@ impl Bench<'_> {
     /// Returns the milliseconds of one of n runs, and those until the host had submitted it.
     fn batch(&mut self, n: usize) -> Result<(f64, f64)> {
         self.device.synchronize()?;
+        let mut untimed = Duration::ZERO;
         let began = Instant::now();
         for i in 0..n {
             let set = i % self.runs.len();
-            self.kept[set] = Some(self.runs[set]()?);
+            let run = self.runs[set]()?;
+            untimed += run.untimed;
+            self.kept[set] = Some(run.result);
         }
         let host = began.elapsed();
         self.device.synchronize()?;
-        let per_run = |elapsed: std::time::Duration| elapsed.as_secs_f64() * 1e3 / n as f64;
+        let per_run = |elapsed: Duration| (elapsed - untimed).as_secs_f64() * 1e3 / n as f64;
         Ok((per_run(began.elapsed()), per_run(host)))
     }
 }
