@@ -62,7 +62,7 @@ pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use rope::{RopeLengths, sequence_lengths};
 pub use router::{
-    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, PooledExpertCounts, ReplayedExperts,
+    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, LayerSummedCounts, ReplayedExperts,
     RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
 pub use tiled_mlp::TiledMlp;

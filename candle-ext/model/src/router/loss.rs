@@ -18,7 +18,7 @@ pub enum RouterLoss {
     /// Load-balancing loss with the fractions of all micro-batches and ranks of the step so far (Qiu et al., 2025,
     /// <https://arxiv.org/abs/2501.11873>).
     GlobalLoadBalancing,
-    /// Load-balancing loss with the fractions of each micro-batch pooled over layers, times k. transformers' `load_balancing_loss_func`.
+    /// Load-balancing loss with the fractions of each micro-batch, summed over layers, times k. transformers' `load_balancing_loss_func`.
     TransformersLoadBalancing,
     /// Square of the log-sum-exp of the logits (ST-MoE).
     Z,

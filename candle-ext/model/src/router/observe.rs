@@ -89,8 +89,8 @@ impl CountedTokens<'_> {
             }
             RouterLoss::TransformersLoadBalancing => {
                 let counts_e = || parallel_ops.sum_over_micro_batch(&counts_1e()?.squeeze(0)?);
-                let pooled = context.pooled_counts.expect("a step with this loss has pooled counts");
-                pooled.add(context.micro_idx, self.layer_idx, counts_e)?;
+                let summed = context.layer_summed_counts.expect("a step with this loss has counts summed over layers");
+                summed.add(context.micro_idx, self.layer_idx, counts_e)?;
                 expert_score_sums(logits_ne, score)
             }
             RouterLoss::Z => router_z_loss(logits_ne),

@@ -1,4 +1,4 @@
-//! Selections of a micro-batch, pooled over layers.
+//! Selections of a micro-batch, summed over layers.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -13,7 +13,7 @@ use super::loss::fractions;
 /// They are complete before the first backward of a micro-batch. A pipeline stage passes its sums to the next stage, and gets
 /// those of all stages with the gradient.
 #[derive(Debug)]
-pub struct PooledExpertCounts {
+pub struct LayerSummedCounts {
     n_experts: usize,
     top_k: usize,
     /// Sum over layers, f32 [e], by micro-batch.
@@ -22,7 +22,7 @@ pub struct PooledExpertCounts {
     added: RefCell<HashSet<(usize, usize)>>,
 }
 
-impl PooledExpertCounts {
+impl LayerSummedCounts {
     /// Creates sums for routers that select `top_k` of `n_experts` experts.
     pub fn new(n_experts: usize, top_k: usize) -> Self {
         Self { n_experts, top_k, sums: RefCell::default(), added: RefCell::default() }
