@@ -39,7 +39,7 @@ mod upcycle;
 mod weights;
 
 pub use block::Layer;
-pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
+pub use config::{Config, ExpertWeighting, MoeConfig, MoeLayerFreq, SharedExpertConfig};
 pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TokenExchange};
 pub use dropout::ExpertDropout;
 pub use error::ModelError;
