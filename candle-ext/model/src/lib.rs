@@ -39,7 +39,7 @@ mod upcycle;
 mod weights;
 
 pub use block::Layer;
-pub use config::{Config, ExpertWeighting, MoeConfig, SharedExpertConfig};
+pub use config::{Config, ExpertWeighting, MoeConfig, MoeLayerFreq, SharedExpertConfig};
 pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TokenExchange};
 pub use dropout::ExpertDropout;
 pub use error::ModelError;
@@ -62,9 +62,10 @@ pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use rope::{RopeLengths, sequence_lengths};
 pub use router::{
-    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, PooledExpertCounts, ReplayedExperts,
+    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, LayerSummedCounts, ReplayedExperts,
     RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
+pub use swiglu::swiglu_mlp;
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use upcycle::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};

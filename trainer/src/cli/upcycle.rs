@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_inference::command::DtypeOption;
-use candlewick_model::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};
+use candlewick_model::{MoeLayerFreq, UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};
 use candlewick_ops::ScoreFunction;
 use candlewick_text::hub::{Hub, ModelFiles};
 use clap::{Args, ValueEnum};
@@ -41,6 +41,10 @@ pub(super) struct UpcycleArgs {
     /// Number of slices of the dense MLP; an expert is a copy of one slice
     #[arg(long, value_name = "G", default_value_t = 1, visible_alias = "moe-upcycling-granularity")]
     granularity: usize,
+    /// Layers with experts: N for each layer whose index is a multiple of N, or a list with 1 (experts) or 0 (dense) for each
+    /// layer, such as [1,0,1,0]
+    #[arg(long, value_name = "N|LIST", default_value = "1")]
+    moe_layer_freq: MoeLayerFreq,
     /// Function from the router's logits to scores
     #[arg(long, value_enum, value_name = "NAME", default_value_t, visible_alias = "moe-router-score-function")]
     router_score_function: ScoreFunctionOption,
@@ -93,6 +97,7 @@ pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         n_experts: args.num_experts,
         top_k: args.num_experts_per_tok,
         granularity: args.granularity,
+        layer_freq: args.moe_layer_freq.clone(),
         router,
     };
     let failed = || format!("failed to upcycle {}", found.folder.display());
@@ -106,9 +111,11 @@ pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
 }
 
 fn describe(report: &UpcyclingReport, args: &UpcycleArgs) -> String {
-    let UpcyclingReport { family, dtype, n_params, expert_size } = *report;
+    let UpcyclingReport { family, dtype, n_params, expert_size, n_moe_layers, n_layers } = *report;
+    let layers =
+        if n_moe_layers == n_layers { "each layer".to_owned() } else { format!("{n_moe_layers} of {n_layers} layers") };
     format!(
-        "{}: {} with {} experts of intermediate size {expert_size} in each layer, {n_params} parameters in {}; verified \
+        "{}: {} with {} experts of intermediate size {expert_size} in {layers}, {n_params} parameters in {}; verified \
          after writing",
         args.output.display(),
         family.architecture(),

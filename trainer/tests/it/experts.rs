@@ -96,3 +96,59 @@ fn a_router_that_the_family_does_not_have_is_trained_resumed_and_exported() {
     let refused = stderr(&export("gguf-q8_0", "gguf"));
     assert!(refused.contains("llama.cpp has the router of qwen3moe without this key"), "{refused}");
 }
+
+/// A pattern that no key of the family expresses: the model trains, resumes to the bit, and is read again.
+#[test]
+fn a_pattern_of_layers_is_trained_resumed_and_exported() {
+    let make = || {
+        let run = Run::of_experts();
+        run.edit("Qwen3MoeForCausalLM", "MixtralForCausalLM");
+        run.edit("model_type: qwen3_moe", "model_type: mixtral\n    moe_layer_freq: [0, 1]");
+        run
+    };
+    let (whole, resumed) = (make(), make());
+    let log = stderr(&whole.train(&[]));
+    assert!(log.contains("transformers does not read moe_layer_freq"), "{log}");
+    resumed.train_ok(&["exit_iteration=11"]);
+    resumed.train_ok(&[]);
+    resumed.assert_resumed();
+    let losses = whole.losses();
+    assert!(losses[23] < 0.8 * losses[0], "{losses:?}");
+    assert_eq!(losses, resumed.losses());
+    assert_eq!(whole.exported(), resumed.exported());
+    let loads = whole.metrics().into_iter().map(|record| record["expert_load"]["layers"].clone());
+    let loads: Vec<_> = loads.filter_map(|layers| layers.as_array().cloned()).collect();
+    assert_eq!(loads.len(), 24);
+    assert!(loads.iter().all(|layers| layers.len() == 1 && layers[0]["layer"] == 1), "{loads:?}");
+    let tensors = candle_core::safetensors::load_buffer(&whole.exported(), &candle_core::Device::Cpu).unwrap();
+    let has = |name: &str| tensors.contains_key(&format!("model.layers.{name}.weight"));
+    assert!(has("0.mlp.gate_proj") && has("1.block_sparse_moe.experts.7.w1"), "{:?}", tensors.keys());
+    assert!(!has("1.mlp.gate_proj") && !has("0.block_sparse_moe.gate"));
+    let config = std::fs::read_to_string(whole.export_folder().join("config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    assert_eq!(config["moe_layer_freq"], serde_json::json!([0, 1]));
+    // The folder is read again: its logits are compared with those of a second export.
+    let export = |format: &str, output: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command.arg("export").arg(whole.export_folder()).args(["--format", format, "--output"]);
+        command.arg(whole.path().join(output)).env("HF_HUB_OFFLINE", "1").output().unwrap()
+    };
+    let output = export("safetensors", "again");
+    assert!(output.status.success() && stderr(&output).contains("transformers does not read"), "{}", stderr(&output));
+    let refused = stderr(&export("gguf-q8_0", "gguf"));
+    assert!(refused.contains("moe_layer_freq: llama.cpp has experts in every layer of llama"), "{refused}");
+}
+
+#[test]
+fn a_pattern_of_layers_is_that_of_the_keys_of_the_family() {
+    let train = |key: &str| {
+        let run = Run::of_experts();
+        run.edit("norm_topk_prob: true", &format!("norm_topk_prob: true\n    {key}"));
+        let log = stderr(&run.train(&["exit_iteration=3"]));
+        assert!(!log.contains("transformers does not read"), "{log}");
+        run.losses()
+    };
+    let losses = train("moe_layer_freq: 2");
+    assert_eq!(losses, train("mlp_only_layers: [1]"));
+    assert_ne!(losses, train("moe_layer_freq: [0, 1]"));
+}

@@ -81,6 +81,20 @@ fn the_tflops_of_a_packed_row_are_those_of_its_sequences() {
     }
 }
 
+/// Layers 0 and 2 have experts.
+#[test]
+fn a_layer_frequency_has_the_flops_that_torch_counts_for_these_layers() {
+    let Counted { mut config, lengths, forward, .. } =
+        counted().into_iter().find(|counted| counted.name == "qwen3_moe, a dense layer").unwrap();
+    config.as_object_mut().unwrap().remove("mlp_only_layers");
+    let flops = |config: &Value| flops(&shape_of(config), FlopFactors::FORWARD, AttentionPairs::Full, &lengths);
+    assert_ne!(flops(&config), forward);
+    for freq in [serde_json::json!(2), serde_json::json!([1, 0, 1])] {
+        config["moe_layer_freq"] = freq;
+        assert_eq!(flops(&config), forward);
+    }
+}
+
 fn shape_of(config: &Value) -> ModelShape {
     ModelShape::of(&Model::new(Config::from_json(config.clone()).unwrap(), None).unwrap())
 }

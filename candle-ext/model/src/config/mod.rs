@@ -2,6 +2,7 @@
 
 mod build;
 pub(crate) mod json;
+mod layer_freq;
 mod moe;
 mod overrides;
 mod rope;
@@ -15,6 +16,8 @@ use candlewick_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
 use crate::{Family, ModelError, QkNorm};
+pub(crate) use layer_freq::LAYER_FREQ;
+pub use layer_freq::MoeLayerFreq;
 pub(crate) use moe::ON_INPUT;
 pub use moe::{ExpertWeighting, MoeConfig, SharedExpertConfig};
 pub(crate) use rope::{LongRope, RopeKind, Yarn};
@@ -92,8 +95,11 @@ impl Config {
         }
     }
 
-    fn from_map(raw: Map<String, Value>) -> Result<Self, ModelError> {
+    fn from_map(mut raw: Map<String, Value>) -> Result<Self, ModelError> {
         let typed = build::typed(&raw)?;
+        if let (Some(moe), Some(family)) = (&typed.moe, typed.family.spec().moe) {
+            layer_freq::write_family_keys(&mut raw, &moe.layers, family.layers);
+        }
         Ok(Self { raw, typed, n_mtp_layers: 0 })
     }
 

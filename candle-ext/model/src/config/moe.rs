@@ -4,9 +4,10 @@ use candlewick_ops::RouterSpec;
 use serde_json::{Map, Value};
 
 use super::json::{Keys, MAX_SIZE, size};
+use super::layer_freq::{LAYER_FREQ, is_unlike_family, layers};
 use super::router::{RouterSizes, router};
 use crate::ModelError;
-use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily};
+use crate::family::{MoeFamily, SharedExpertFamily};
 
 /// Names of the number of experts in config.json.
 const EXPERTS_KEYS: [&str; 3] = ["num_local_experts", "num_experts", "n_routed_experts"];
@@ -81,6 +82,9 @@ pub(super) fn moe(
     let top_k = size(keys, "num_experts_per_tok", family.top_k, n_experts)?;
     let router = router(keys, family, RouterSizes { n_experts, top_k })?;
     let weighting = weighting(keys, top_k)?;
+    let layers = layers(keys, raw, family.layers, n_layers)?;
+    let unlike_layers = is_unlike_family(&layers, family.layers).then_some(LAYER_FREQ);
+    let unlike_weighting = (weighting == ExpertWeighting::Input).then_some(ON_INPUT);
     refuse_unsupported(keys)?;
     Ok(Some(MoeConfig {
         n_experts,
@@ -89,9 +93,9 @@ pub(super) fn moe(
         expert_bias: router.expert_bias,
         shared_expert: shared_expert(keys, family, expert_size)?,
         aux_loss_coefficient: keys.number("router_aux_loss_coef")?.unwrap_or(family.aux_loss_coefficient),
-        layers: layers(keys, raw, family.layers, n_layers)?,
+        layers,
         weighting,
-        unlike_family: (weighting == ExpertWeighting::Input).then_some(ON_INPUT).or(router.unlike_family),
+        unlike_family: unlike_weighting.or(router.unlike_family).or(unlike_layers),
     }))
 }
 
@@ -119,38 +123,6 @@ fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<O
             0 => Ok(None),
             n => Ok(Some(SharedExpertConfig { intermediate_size: n * expert_size, gated: false })),
         },
-    }
-}
-
-/// Returns true for each MoE layer.
-fn layers(keys: Keys, raw: &Map<String, Value>, rule: MoeLayers, n_layers: usize) -> Result<Vec<bool>, ModelError> {
-    match rule {
-        MoeLayers::All => Ok(vec![true; n_layers]),
-        MoeLayers::FirstDense { default } => {
-            if keys.count("moe_layer_freq")?.is_some_and(|frequency| frequency != 1) {
-                let problem = "only 1 is supported, as in transformers: each layer after the dense ones has experts";
-                return Err(keys.error("moe_layer_freq", problem));
-            }
-            let n_dense = keys.count("first_k_dense_replace")?.unwrap_or(default);
-            Ok((0..n_layers).map(|i| i >= n_dense).collect())
-        }
-        MoeLayers::SparseStep => {
-            let step = size(keys, "decoder_sparse_step", 1, usize::MAX)?;
-            let dense = dense_layers(keys, raw, n_layers)?;
-            Ok((0..n_layers).map(|i| (i + 1).is_multiple_of(step) && !dense.contains(&i)).collect())
-        }
-    }
-}
-
-fn dense_layers(keys: Keys, raw: &Map<String, Value>, n_layers: usize) -> Result<Vec<usize>, ModelError> {
-    let index = |value: &Value| match value.as_u64().map(|i| i as usize) {
-        Some(i) if i < n_layers => Ok(i),
-        _ => Err(keys.error("mlp_only_layers", format!("{value} is not the index of a layer; there are {n_layers}"))),
-    };
-    match raw.get("mlp_only_layers") {
-        None | Some(Value::Null) => Ok(Vec::new()),
-        Some(Value::Array(list)) => list.iter().map(index).collect(),
-        Some(other) => Err(keys.error("mlp_only_layers", format!("expected a list of layer indices, found {other}"))),
     }
 }
 

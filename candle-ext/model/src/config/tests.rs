@@ -200,19 +200,6 @@ fn keys_that_transformers_does_not_need_give_no_warning() {
     }
 }
 
-/// transformers' Dots1 and Glm4Moe do not read `moe_layer_freq`.
-#[test]
-fn a_layer_frequency_that_transformers_ignores_is_refused() {
-    for family in ["dots1", "glm4_moe"] {
-        let read = |frequency: u64| {
-            let value = json!({"model_type": family, "head_dim": 128, "moe_layer_freq": frequency});
-            Config::from_json(value).map_err(|error| error.to_string())
-        };
-        assert!(read(1).is_ok());
-        assert!(read(2).unwrap_err().contains("moe_layer_freq"));
-    }
-}
-
 #[test]
 fn absent_keys_have_the_defaults_of_transformers() {
     let values = |family: &str| {

@@ -2,7 +2,7 @@
 
 use candlewick_ops::TopKOrder;
 
-use crate::config::{ON_INPUT, RopeKind, Yarn};
+use crate::config::{LAYER_FREQ, ON_INPUT, RopeKind, Yarn};
 use crate::{Config, ExpertWeighting, ModelError};
 
 /// An architecture of llama.cpp.
@@ -64,7 +64,7 @@ impl Architecture {
         if moe.weighting == ExpertWeighting::Input {
             return Some((ON_INPUT, "multiplies the outputs of experts with their weights".to_owned()));
         }
-        if let Some(key) = moe.unlike_family {
+        if let Some(key) = moe.unlike_family.filter(|key| *key != LAYER_FREQ) {
             return Some((key, format!("has the router of {} without this key", self.name())));
         }
         let normalizes = self != Self::Qwen2Moe;
@@ -73,7 +73,8 @@ impl Architecture {
             return Some(("norm_topk_prob", format!("computes {} with {normalizes}", self.name())));
         }
         if moe.layers.contains(&false) {
-            return Some(("mlp_only_layers", format!("has experts in every layer of {}", self.name())));
+            let key = moe.unlike_family.unwrap_or("mlp_only_layers");
+            return Some((key, format!("has experts in every layer of {}", self.name())));
         }
         None
     }
@@ -202,6 +203,8 @@ mod tests {
         check(json!({"model_type": "qwen3_moe", "norm_topk_prob": true}), Ok(Architecture::Qwen3Moe));
         check(json!({"model_type": "qwen3_moe", "norm_topk_prob": false}), Err("norm_topk_prob"));
         check(json!({"model_type": "qwen2_moe", "mlp_only_layers": [0]}), Err("mlp_only_layers"));
+        check(json!({"model_type": "qwen2_moe", "moe_layer_freq": 2}), Err("mlp_only_layers"));
+        check(json!({"model_type": "mixtral", "moe_layer_freq": 2}), Err("moe_layer_freq"));
         check(json!({"model_type": "qwen2_moe", "tie_word_embeddings": true}), Err("tie_word_embeddings"));
     }
 }

@@ -4,7 +4,7 @@ mod global_counts;
 mod loss;
 mod noise;
 mod observe;
-mod pooled_counts;
+mod layer_summed_counts;
 mod replay;
 mod rows;
 mod select;
@@ -13,7 +13,7 @@ mod totals;
 
 pub use global_counts::GlobalExpertCounts;
 pub use loss::RouterLoss;
-pub use pooled_counts::PooledExpertCounts;
+pub use layer_summed_counts::LayerSummedCounts;
 pub use replay::{ReplayedExperts, RoutingRecord};
 pub use rows::RouterRows;
 pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings};
@@ -34,7 +34,7 @@ pub struct RouterContext<'a> {
     /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
     pub global_counts: Option<&'a GlobalExpertCounts>,
     /// Selections of all layers, for [`RouterLoss::TransformersLoadBalancing`].
-    pub pooled_counts: Option<&'a PooledExpertCounts>,
+    pub layer_summed_counts: Option<&'a LayerSummedCounts>,
     /// Record of the selections to add to.
     pub record: Option<&'a RoutingRecord>,
     /// Experts that replace the selections.
@@ -55,7 +55,7 @@ impl Default for RouterContext<'_> {
             rows: None,
             totals: None,
             global_counts: None,
-            pooled_counts: None,
+            layer_summed_counts: None,
             record: None,
             replayed: None,
             micro_idx: 0,

@@ -3,12 +3,12 @@
 use candlewick_ops::ScoreFunction;
 use serde_json::{Map, Value, json};
 
-use crate::config::{EXPERT_BIAS, SCORE_FUNCTION, Typed, score_name};
+use crate::config::{EXPERT_BIAS, LAYER_FREQ, SCORE_FUNCTION, Typed, score_name};
 use crate::family::{Bias, Family, MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization, Window, WindowLayers};
-use crate::{Config, ModelError};
+use crate::{Config, ModelError, MoeLayerFreq};
 
 /// Sizes of the mixture of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UpcycledExperts {
     /// Number of routed experts of a layer.
     pub n_experts: usize,
@@ -16,6 +16,8 @@ pub struct UpcycledExperts {
     pub top_k: usize,
     /// Number of slices of the dense MLP. Each expert is a copy of one slice.
     pub granularity: usize,
+    /// Layers with experts. The others stay dense.
+    pub layer_freq: MoeLayerFreq,
     /// Router.
     pub router: UpcycledRouter,
 }
@@ -41,7 +43,7 @@ impl Default for UpcycledRouter {
 ///
 /// # Errors
 /// If the dense model has no family of experts with its attention, or if the sizes do not divide.
-pub(super) fn moe_config(dense: &Config, experts: UpcycledExperts) -> Result<Config, ModelError> {
+pub(super) fn moe_config(dense: &Config, experts: &UpcycledExperts) -> Result<Config, ModelError> {
     let family = moe_family(dense)?;
     let moe = family.spec().moe.ok_or_else(|| not_supported(dense))?;
     check_sizes(dense, experts)?;
@@ -51,6 +53,7 @@ pub(super) fn moe_config(dense: &Config, experts: UpcycledExperts) -> Result<Con
     raw.extend(window_keys(dense, family.spec().window));
     make_theta_explicit(&mut raw, dense.typed.rope_theta);
     let config = Config::from_json(Value::Object(raw))?;
+    check_dense_layers(&config, dense.intermediate_size())?;
     check_equal(dense, &config)?;
     Ok(config)
 }
@@ -81,8 +84,8 @@ fn not_supported(dense: &Config) -> ModelError {
     ))
 }
 
-fn check_sizes(dense: &Config, experts: UpcycledExperts) -> Result<(), ModelError> {
-    let UpcycledExperts { n_experts, top_k, granularity, router } = experts;
+fn check_sizes(dense: &Config, experts: &UpcycledExperts) -> Result<(), ModelError> {
+    let UpcycledExperts { n_experts, top_k, granularity, router, .. } = *experts;
     let refuse = |problem: String| Err(ModelError::Unsupported(problem));
     if top_k == 0 || top_k > n_experts {
         return refuse(format!("num_experts_per_tok {top_k} must be between 1 and num_experts {n_experts}"));
@@ -140,8 +143,8 @@ fn explicit_keys(dense: &Config, family: Family) -> Map<String, Value> {
     keys
 }
 
-fn expert_keys(dense: &Config, moe: &MoeFamily, experts: UpcycledExperts) -> Map<String, Value> {
-    let UpcycledExperts { n_experts, top_k, granularity, router } = experts;
+fn expert_keys(dense: &Config, moe: &MoeFamily, experts: &UpcycledExperts) -> Map<String, Value> {
+    let UpcycledExperts { n_experts, top_k, granularity, ref layer_freq, router } = *experts;
     let mut keys = into_map(json!({
         "intermediate_size": dense.intermediate_size(),
         "num_experts_per_tok": top_k,
@@ -164,6 +167,9 @@ fn expert_keys(dense: &Config, moe: &MoeFamily, experts: UpcycledExperts) -> Map
     }
     if let MoeLayers::SparseStep = moe.layers {
         keys.extend(into_map(json!({"decoder_sparse_step": 1, "mlp_only_layers": []})));
+    }
+    if *layer_freq != MoeLayerFreq::Every(1) {
+        keys.insert(LAYER_FREQ.to_owned(), layer_freq.to_json());
     }
     keys
 }
@@ -200,6 +206,19 @@ fn make_theta_explicit(raw: &mut Map<String, Value>, theta: f64) {
         Some(parameters) => parameters.insert("rope_theta".to_owned(), theta.into()),
         None => raw.insert("rope_theta".to_owned(), theta.into()),
     };
+}
+
+/// Fails if dense layers would not have the dense model's width: Mixtral has one key for them and its experts.
+fn check_dense_layers(config: &Config, intermediate_size: usize) -> Result<(), ModelError> {
+    let has_dense = config.moe().is_some_and(|moe| moe.layers.contains(&false));
+    if !has_dense || config.intermediate_size() == intermediate_size {
+        return Ok(());
+    }
+    let problem = format!(
+        "{} has one width for experts and dense layers; use granularity 1, or experts in all layers",
+        config.family().name()
+    );
+    Err(ModelError::key(LAYER_FREQ, problem))
 }
 
 /// Refuses a config that differs from the dense one in more than the MLP.

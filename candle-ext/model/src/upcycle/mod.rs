@@ -49,6 +49,10 @@ pub struct UpcyclingReport {
     pub n_params: usize,
     /// Intermediate size of an expert.
     pub expert_size: usize,
+    /// Number of layers with experts.
+    pub n_moe_layers: usize,
+    /// Number of layers.
+    pub n_layers: usize,
 }
 
 impl Upcycling {
@@ -59,10 +63,10 @@ impl Upcycling {
     pub fn open(dense: &Path, experts: UpcycledExperts, seed: u64) -> Result<Self, ModelError> {
         let in_file = |error: ModelError| error.in_file(&dense.join("config.json"));
         let dense_model = Model::new(Config::read(dense)?, None)?;
-        let model = Model::new(moe_config(dense_model.config(), experts).map_err(in_file)?, None)?;
+        let model = Model::new(moe_config(dense_model.config(), &experts).map_err(in_file)?, None)?;
         let checkpoint = Checkpoint::open(dense)?;
         checkpoint.check(dense_model.base_params())?;
-        let tensors = tensors(&dense_model, &model, experts);
+        let tensors = tensors(&dense_model, &model, &experts);
         Ok(Self { folder: dense.to_path_buf(), checkpoint, model, experts, tensors, seed })
     }
 
@@ -106,8 +110,14 @@ impl Upcycling {
         self.verify(output.folder, dtype, &on_compared)
             .inspect_err(|_| drop(std::fs::remove_dir_all(output.folder)))?;
         let config = self.model.config();
-        let expert_size = config.moe().map_or(0, |moe| moe.expert_size);
-        Ok(UpcyclingReport { family: config.family(), dtype, n_params: self.n_params(), expert_size })
+        Ok(UpcyclingReport {
+            family: config.family(),
+            dtype,
+            n_params: self.n_params(),
+            expert_size: config.moe().map_or(0, |moe| moe.expert_size),
+            n_moe_layers: config.moe().map_or(0, |moe| moe.layers.iter().filter(|has_experts| **has_experts).count()),
+            n_layers: config.n_layers(),
+        })
     }
 
     fn verify(&self, folder: &Path, dtype: DType, on_tensor: &dyn Fn(usize)) -> Result<(), ModelError> {

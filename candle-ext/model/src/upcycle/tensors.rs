@@ -67,7 +67,7 @@ impl ExpertFactors {
 }
 
 /// Returns the tensors of the upcycled checkpoint in the order of its parameters.
-pub(super) fn tensors(dense: &Model, moe: &Model, experts: UpcycledExperts) -> Vec<UpcycledTensor> {
+pub(super) fn tensors(dense: &Model, moe: &Model, experts: &UpcycledExperts) -> Vec<UpcycledTensor> {
     let mut dense_layers = dense.layers();
     let mut tensors = Vec::new();
     for unit in moe.units() {
@@ -93,7 +93,7 @@ struct LayerPair<'a> {
 }
 
 impl<'a> LayerPair<'a> {
-    fn new(dense: &'a LayerSpec, layer: &'a LayerSpec, experts: UpcycledExperts) -> Option<Self> {
+    fn new(dense: &'a LayerSpec, layer: &'a LayerSpec, experts: &UpcycledExperts) -> Option<Self> {
         let (MlpSpec::SwiGlu(dense), MlpSpec::Moe(moe)) = (&dense.mlp, &layer.mlp) else { return None };
         let granularity = experts.granularity;
         Some(Self { dense, moe, factors: ExpertFactors::of(moe, granularity), granularity })

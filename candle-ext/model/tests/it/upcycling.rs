@@ -4,7 +4,7 @@ use std::{collections::HashMap, fs, path::Path};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    Config, Model, ParamSpec, UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput,
+    Config, Model, MoeLayerFreq, ParamSpec, UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use candlewick_ops::ScoreFunction;
@@ -13,7 +13,8 @@ use serde_json::{Map, Value, json};
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
 
 fn experts([n_experts, top_k, granularity]: [usize; 3]) -> UpcycledExperts {
-    UpcycledExperts { n_experts, top_k, granularity, router: UpcycledRouter::default() }
+    let layer_freq = MoeLayerFreq::Every(1);
+    UpcycledExperts { n_experts, top_k, granularity, layer_freq, router: UpcycledRouter::default() }
 }
 
 /// Copies a fixture and replaces keys of its config.json.
@@ -123,6 +124,45 @@ fn other_score_functions_keep_the_logits_of_the_dense_model() {
     assert!(refused(sigmoid, [4, 1, 1]).contains("sigmoid scores need num_experts_per_tok of at least 2"));
     let softmax = UpcycledRouter { score: ScoreFunction::Softmax, expert_bias: true };
     assert!(refused(softmax, [4, 2, 1]).contains("moe_router_enable_expert_bias"));
+}
+
+/// Dense layers keep the MLPs of the dense model. Qwen's families have keys for them.
+#[test]
+fn a_pattern_of_layers_keeps_the_logits_of_the_dense_model() {
+    for (name, family, sizes) in
+        [("mistral", "mixtral", [8, 2, 1]), ("qwen2", "qwen2_moe", [8, 4, 2]), ("qwen3", "qwen3_moe", [8, 4, 2])]
+    {
+        let root = tempfile::tempdir().unwrap();
+        let keys = if name == "qwen3" { json!({"use_sliding_window": false, "layer_types": null}) } else { json!({}) };
+        let folder = dense(root.path(), name, keys);
+        let reference = Reference::load(name);
+        let dense = Tiny::load(folder.to_str().unwrap());
+        let n_layers = dense.model.config().n_layers();
+        let pattern: Vec<bool> = (0..n_layers).map(|layer_idx| layer_idx == n_layers - 1).collect();
+        for layer_freq in [MoeLayerFreq::Every(2), MoeLayerFreq::Pattern(pattern.clone())] {
+            let want = match &layer_freq {
+                MoeLayerFreq::Every(n) => (0..n_layers).map(|layer_idx| layer_idx % n == 0).collect(),
+                MoeLayerFreq::Pattern(pattern) => pattern.clone(),
+            };
+            let output = root.path().join(format!("{layer_freq:?}"));
+            let experts = UpcycledExperts { layer_freq, ..experts(sizes) };
+            let upcycling = Upcycling::open(&folder, experts, 7).unwrap();
+            let files = UpcyclingOutput { folder: &output, dtype: None, shard_bytes: 1 << 20 };
+            let report = upcycling.write(&files, &|_, _| ()).unwrap();
+            let tiny = Tiny::load(output.to_str().unwrap());
+            let config = tiny.model.config();
+            let n_moe_layers = want.iter().filter(|has_experts| **has_experts).count();
+            assert_eq!((config.family().model_type(), &config.moe().unwrap().layers), (family, &want));
+            assert_eq!((report.n_moe_layers, report.n_layers), (n_moe_layers, n_layers));
+            assert_eq!(config.transformers_warning().is_some(), family == "mixtral");
+            let what = format!("{name} {want:?}");
+            let [found, want] = [&tiny, &dense].map(|tiny| tiny.logits(&reference.ids, &reference.lengths));
+            assert_close(&what, &found, &want);
+        }
+    }
+    let sliced = UpcycledExperts { layer_freq: MoeLayerFreq::Every(2), ..experts([8, 4, 2]) };
+    let message = Upcycling::open(&fixture("mistral"), sliced, 7).map(drop).unwrap_err().to_string();
+    assert!(message.contains("moe_layer_freq") && message.contains("use granularity 1"), "{message}");
 }
 
 #[test]

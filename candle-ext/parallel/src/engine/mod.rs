@@ -9,7 +9,7 @@ mod loss;
 mod memory;
 mod micro;
 mod mtp;
-mod pooled_counts;
+mod layer_summed_counts;
 mod router_rows;
 mod routing_replay;
 mod train;

@@ -6,14 +6,14 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{
-    ForwardContext, GlobalExpertCounts, ParallelOps, PooledExpertCounts, ReplayedExperts, RouterContext, RouterRows,
+    ForwardContext, GlobalExpertCounts, ParallelOps, LayerSummedCounts, ReplayedExperts, RouterContext, RouterRows,
     RouterTotals, RoutingRecord,
 };
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
 use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
-use super::pooled_counts::MicroCounts;
+use super::layer_summed_counts::MicroCounts;
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
 use crate::context_parallel::TokenShard;
@@ -66,8 +66,8 @@ struct MicroBatchState<'m> {
 struct StepRouters {
     totals: RouterTotals,
     global_counts: GlobalExpertCounts,
-    /// Counts pooled over layers, if a loss reads them.
-    pooled_counts: Option<PooledExpertCounts>,
+    /// Counts summed over layers, if a loss reads them.
+    layer_summed_counts: Option<LayerSummedCounts>,
     /// Record of the selections, if the step records them.
     record: Option<RoutingRecord>,
 }
@@ -82,8 +82,8 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn pooled_counts(&self) -> MicroCounts<'a> {
-        MicroCounts { counts: self.routers.pooled_counts.as_ref(), micro_idx: self.chunk_pass.micro }
+    fn layer_summed_counts(&self) -> MicroCounts<'a> {
+        MicroCounts { counts: self.routers.layer_summed_counts.as_ref(), micro_idx: self.chunk_pass.micro }
     }
 }
 
@@ -116,7 +116,7 @@ impl Engine {
         let _fp8 = self.store.enable_fp8(fp8_key)?;
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
-        let mut routers = StepRouters { record, pooled_counts: self.pooled_counts(), ..StepRouters::default() };
+        let mut routers = StepRouters { record, layer_summed_counts: self.layer_summed_counts(), ..StepRouters::default() };
         let given: Option<&[Option<MicroExperts>]> = match routing {
             StepRouting::Replay(micros) => Some(micros),
             StepRouting::Select | StepRouting::Record => None,
@@ -249,7 +249,7 @@ impl Engine {
             false => {
                 let expected = self.hidden_states(micro.positions.len(), parallel_ops);
                 let x = self.pipeline.receive_activation(expected)?;
-                self.receive_counts_forward(pass.pooled_counts())?;
+                self.receive_counts_forward(pass.layer_summed_counts())?;
                 (None, x)
             }
         };
@@ -266,7 +266,7 @@ impl Engine {
         }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
-            self.send_counts_forward(pass.pooled_counts())?;
+            self.send_counts_forward(pass.layer_summed_counts())?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
         let (loss, dx) = self.loss_and_grad(&x, pass, state, loss, &context, auxiliary)?;
@@ -291,7 +291,7 @@ impl Engine {
             None => {
                 let expected = self.hidden_states(state.part.micro.positions.len(), parallel_ops);
                 let dy = self.pipeline.receive_gradient(expected)?;
-                self.receive_counts_backward(pass.pooled_counts())?;
+                self.receive_counts_backward(pass.layer_summed_counts())?;
                 dy
             }
         };
@@ -302,7 +302,7 @@ impl Engine {
         }
         let Some(embedded) = embedded else {
             self.pipeline.send_gradient(&dx)?;
-            return self.send_counts_backward(pass.pooled_counts());
+            return self.send_counts_backward(pass.layer_summed_counts());
         };
         self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
@@ -323,7 +323,7 @@ impl Engine {
                 rows: router_rows.as_ref(),
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
-                pooled_counts: pass.routers.pooled_counts.as_ref(),
+                layer_summed_counts: pass.routers.layer_summed_counts.as_ref(),
                 record: None,
                 replayed: replayed.as_ref(),
                 micro_idx: pass.chunk_pass.micro,

@@ -17,21 +17,62 @@ use super::all_gather::GatherSizes;
 use super::row_counts::RowCounts;
 use super::*;
 
-type Events = Arc<Mutex<Vec<&'static str>>>;
+/// Virtual time of a message, and of half of an MLP or of attention.
+const MESSAGE: u64 = 50;
+const HALF: u64 = 30;
 
-/// A group that notes the start and the end of its exchanges.
+/// Events of a rank, and its virtual time. Real time would depend on the load of the machine.
+#[derive(Default)]
+struct Timeline {
+    events: Vec<&'static str>,
+    now: u64,
+    /// Arrival of the last message. The link of a rank carries one message at a time.
+    link_is_free: u64,
+}
+
+type Events = Arc<Mutex<Timeline>>;
+
+impl Timeline {
+    fn push(&mut self, event: &'static str) {
+        self.events.push(event);
+    }
+
+    /// Sends a message. Returns its arrival.
+    fn send(&mut self) -> u64 {
+        self.link_is_free = self.link_is_free.max(self.now) + MESSAGE;
+        self.link_is_free
+    }
+}
+
+/// Computation of a rank while its messages travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Overlap {
+    Allowed,
+    /// The rank waits for each message when it sends it.
+    Prevented,
+}
+
+/// A group that notes the start and the end of its exchanges, which take virtual time.
 struct NotesEvents {
     group: Arc<dyn Collective>,
     events: Events,
+    overlap: Overlap,
 }
 
 impl NotesEvents {
     /// Notes a start, and later the end of the wait.
     fn noted(&self, pending: Pending) -> Pending {
-        self.events.lock().unwrap().push("start");
+        let mut timeline = self.events.lock().unwrap();
+        timeline.push("start");
+        let arrival = timeline.send();
+        if self.overlap == Overlap::Prevented {
+            timeline.now = arrival;
+        }
         let events = Arc::clone(&self.events);
         pending.then(move |y| {
-            events.lock().unwrap().push("wait");
+            let mut timeline = events.lock().unwrap();
+            timeline.push("wait");
+            timeline.now = timeline.now.max(arrival);
             Ok(y)
         })
     }
@@ -89,8 +130,14 @@ impl Collective for NotesEvents {
 }
 
 /// Returns a rank's experts, whose group notes its exchanges.
-fn experts(group: Arc<dyn Collective>, events: &Events, dispatcher: TokenDispatcher) -> ExpertParallel {
-    let ep: Arc<dyn Collective> = Arc::new(NotesEvents { group: Arc::clone(&group), events: Arc::clone(events) });
+fn experts(
+    group: Arc<dyn Collective>,
+    events: &Events,
+    dispatcher: TokenDispatcher,
+    overlap: Overlap,
+) -> ExpertParallel {
+    let notes = NotesEvents { group: Arc::clone(&group), events: Arc::clone(events), overlap };
+    let ep: Arc<dyn Collective> = Arc::new(notes);
     let (micro_batch, step) = (Arc::clone(&group), group);
     ExpertParallel { ep, n_shards: 1, micro_batch, step, dispatcher }
 }
@@ -110,7 +157,7 @@ fn shared(x: &Tensor, n_copies: usize, events: &Events) -> Result<Tensor> {
 /// Returns the events of forward and backward, and the gradient of two tokens. The gradient of outputs is the rank plus 1.
 fn events(group: Arc<dyn Collective>, dispatcher: TokenDispatcher) -> Result<(Vec<&'static str>, Vec<f32>)> {
     let events = Events::default();
-    let experts = experts(group, &events, dispatcher);
+    let experts = experts(group, &events, dispatcher, Overlap::Allowed);
     let rank = experts.ep.rank() as f32;
     let x = Tensor::full(1f32 + rank, (2, 3), &Device::Cpu)?;
     let tape = Tape::record(&[&x], || {
@@ -132,7 +179,7 @@ fn events(group: Arc<dyn Collective>, dispatcher: TokenDispatcher) -> Result<(Ve
     })?;
     let dy = Tensor::full(rank + 1.0, tape.output().shape(), &Device::Cpu)?;
     let grad = tape.backward(&dy)?.remove(&x).unwrap().flatten_all()?.to_vec1()?;
-    let noted = events.lock().unwrap().clone();
+    let noted = std::mem::take(&mut events.lock().unwrap().events);
     Ok((noted, grad))
 }
 
@@ -154,15 +201,19 @@ fn a_shared_expert_computes_while_rows_or_tokens_travel_in_forward_and_backward(
     }
 }
 
-/// Sublayers of a rank, whose inputs and outputs are noted in forward and backward.
+/// Sublayers of a rank, whose inputs and outputs are noted in forward and backward. Each of both takes virtual time.
 struct NotesSublayers(Events);
 
 impl NotesSublayers {
     fn noted(&self, x: &Tensor, [forward, backward]: [&'static str; 2]) -> Result<Tensor> {
-        self.0.lock().unwrap().push(forward);
+        let compute = |timeline: &mut Timeline, event| {
+            timeline.push(event);
+            timeline.now += HALF;
+        };
+        compute(&mut self.0.lock().unwrap(), forward);
         let events = Arc::clone(&self.0);
         Ok(record("noted", [x.into()], x.affine(1.0, 0.0)?, move |dy, _| {
-            events.lock().unwrap().push(backward);
+            compute(&mut events.lock().unwrap(), backward);
             Ok([Some(dy.clone())])
         }))
     }
@@ -203,10 +254,14 @@ fn layer(rank: usize) -> (Model, UnitWeights) {
     (model, weights)
 }
 
-/// Returns the events of forward and backward of a layer with its attention.
-fn events_of_layer(group: Arc<dyn Collective>, dispatcher: TokenDispatcher) -> Result<[Vec<&'static str>; 2]> {
+/// Returns the timelines of forward and backward of a layer with its attention.
+fn timelines_of_layer(
+    group: Arc<dyn Collective>,
+    dispatcher: TokenDispatcher,
+    overlap: Overlap,
+) -> Result<[Timeline; 2]> {
     let events = Events::default();
-    let experts = experts(group, &events, dispatcher);
+    let experts = experts(group, &events, dispatcher, overlap);
     let rank = experts.ep.rank();
     let (model, weights) = layer(rank);
     let positions: Vec<u32> = (0..6).collect();
@@ -243,13 +298,34 @@ fn the_shared_expert_of_a_layer_computes_during_dispatch_and_combine() {
         (TokenDispatcher::AllToAll, &["start", "start", "in", "wait", "wait"][..]),
         (TokenDispatcher::AllGather, &["start", "start", "start", "in", "wait", "wait", "wait"]),
     ] {
-        let ranks = threads::run(2, Options::default(), |world| events_of_layer(world.group(), dispatcher)).unwrap();
-        for [forward, backward] in ranks {
+        let ranks = threads::run(2, Options::default(), |world| {
+            timelines_of_layer(world.group(), dispatcher, Overlap::Allowed)
+        })
+        .unwrap();
+        for [forward, backward] in ranks.into_iter().map(|timelines| timelines.map(|timeline| timeline.events)) {
             assert_eq!(forward, [&attention[..], &counts, dispatch, &combine].concat(), "{dispatcher:?}");
             let combine = ["start", "out backward", "wait"];
             let dispatch = ["start", "start", "in backward", "wait", "wait"];
             let attention = ["out backward", "in backward"];
             assert_eq!(backward, [&combine[..], &dispatch, &attention].concat(), "{dispatcher:?}");
+        }
+    }
+}
+
+/// A layer has attention, a shared expert, an exchange of counts, a dispatch of several messages and a combine of one. The halves
+/// of the shared expert take less time than a message, so the overlap hides both of them.
+#[test]
+fn the_shared_expert_takes_no_time_while_messages_travel() {
+    for (dispatcher, n_dispatched) in [(TokenDispatcher::AllToAll, 2), (TokenDispatcher::AllGather, 3)] {
+        let times = |overlap| {
+            let of_rank = |world: &candlewick_comm::World| timelines_of_layer(world.group(), dispatcher, overlap);
+            let ranks = threads::run(2, Options::default(), of_rank).unwrap();
+            ranks.into_iter().map(|timelines| timelines.map(|timeline| timeline.now)).collect::<Vec<_>>()
+        };
+        for ([forward, backward], blocking) in times(Overlap::Allowed).into_iter().zip(times(Overlap::Prevented)) {
+            assert_eq!(forward, 2 * HALF + (1 + n_dispatched + 1) * MESSAGE, "{dispatcher:?}");
+            assert_eq!(backward, 2 * HALF + 3 * MESSAGE, "{dispatcher:?}");
+            assert_eq!(blocking, [forward + 2 * HALF, backward + 2 * HALF], "{dispatcher:?}");
         }
     }
 }

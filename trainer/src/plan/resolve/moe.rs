@@ -43,7 +43,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
     }
     report_dropout(resolver, model);
-    report_router_keys(resolver, model);
+    report_megatron_keys(resolver, model);
     Some(router::resolve(resolver, model, moe))
 }
 
@@ -108,10 +108,12 @@ fn report_dropout(resolver: &mut Resolver, model: &ModelPlan) {
     resolver.report_with_advice(&[key], message, "set lora_dropout to 0, or name the modules in target_modules");
 }
 
-/// Reports keys of routers that an adapter's base model does not have. An adapter folder has no config of its model.
-fn report_router_keys(resolver: &mut Resolver, model: &ModelPlan) {
-    let is_of_router = |key: &&String| key.starts_with("moe_router_");
-    let Some(key) = model.hf_config_kwargs.keys().find(is_of_router).filter(|_| model.adapter.is_some()) else {
+/// Reports keys of Megatron-LM that an adapter's base model does not have. An adapter folder has no config of its model.
+fn report_megatron_keys(resolver: &mut Resolver, model: &ModelPlan) {
+    let is_of_megatron = |key: &&String| {
+        key.starts_with("moe_router_") || ["moe_apply_probs_on_input", "moe_layer_freq"].contains(&key.as_str())
+    };
+    let Some(key) = model.hf_config_kwargs.keys().find(is_of_megatron).filter(|_| model.adapter.is_some()) else {
         return;
     };
     let message = format!("model.hf_config_kwargs: an adapter cannot store {key}, so other programs would not know it");

@@ -1,27 +1,27 @@
-//! Expert counts pooled over the layers of all pipeline stages.
+//! Expert counts summed over the layers of all pipeline stages.
 //!
 //! A stage sends its sums after the activations of a chunk. The last stage has those of all layers, and they return with the
 //! gradients. So they arrive before the backward of the first layer that reads them.
 
 use candle_core::{DType, Result};
-use candlewick_model::{PooledExpertCounts, RouterLoss};
+use candlewick_model::{LayerSummedCounts, RouterLoss};
 
 use super::Engine;
 use crate::pipeline::HiddenStates;
 
-/// Pooled counts of a micro-batch that stages exchange; `None` if no loss reads them.
+/// Summed counts of a micro-batch that stages exchange; `None` if no loss reads them.
 #[derive(Clone, Copy)]
 pub(super) struct MicroCounts<'a> {
-    pub(super) counts: Option<&'a PooledExpertCounts>,
+    pub(super) counts: Option<&'a LayerSummedCounts>,
     pub(super) micro_idx: usize,
 }
 
 impl Engine {
-    /// Returns empty pooled counts, if a loss of the routers reads them.
-    pub(super) fn pooled_counts(&self) -> Option<PooledExpertCounts> {
+    /// Returns empty sums of counts, if a loss of the routers reads them.
+    pub(super) fn layer_summed_counts(&self) -> Option<LayerSummedCounts> {
         let moe = self.model.config().moe()?;
         let is_read = self.router.losses.contains(&RouterLoss::TransformersLoadBalancing);
-        is_read.then(|| PooledExpertCounts::new(moe.n_experts, moe.router.top_k))
+        is_read.then(|| LayerSummedCounts::new(moe.n_experts, moe.router.top_k))
     }
 
     /// Sends the sums so far to the next model chunk.
@@ -51,6 +51,6 @@ impl Engine {
     }
 }
 
-fn message(counts: &PooledExpertCounts) -> HiddenStates {
+fn message(counts: &LayerSummedCounts) -> HiddenStates {
     HiddenStates { dtype: DType::F32, shape: vec![counts.n_experts()] }
 }

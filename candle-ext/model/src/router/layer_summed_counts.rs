@@ -1,11 +1,10 @@
-//! Selections of a micro-batch, pooled over layers.
+//! Selections of a micro-batch, summed over layers.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 
 use candle_core::{DType, Device, Result, Tensor};
-
-use super::loss::fractions;
+use candlewick_ops::balance_factors;
 
 /// Sums of expert selections over the layers of each micro-batch of a step, for
 /// [`RouterLoss::TransformersLoadBalancing`](crate::RouterLoss::TransformersLoadBalancing).
@@ -13,7 +12,7 @@ use super::loss::fractions;
 /// They are complete before the first backward of a micro-batch. A pipeline stage passes its sums to the next stage, and gets
 /// those of all stages with the gradient.
 #[derive(Debug)]
-pub struct PooledExpertCounts {
+pub struct LayerSummedCounts {
     n_experts: usize,
     top_k: usize,
     /// Sum over layers, f32 [e], by micro-batch.
@@ -22,7 +21,7 @@ pub struct PooledExpertCounts {
     added: RefCell<HashSet<(usize, usize)>>,
 }
 
-impl PooledExpertCounts {
+impl LayerSummedCounts {
     /// Creates sums for routers that select `top_k` of `n_experts` experts.
     pub fn new(n_experts: usize, top_k: usize) -> Self {
         Self { n_experts, top_k, sums: RefCell::default(), added: RefCell::default() }
@@ -67,6 +66,6 @@ impl PooledExpertCounts {
     pub fn factors(&self, micro_idx: usize) -> Result<Tensor> {
         let sums = self.sums.borrow();
         let sums_e = sums.get(&micro_idx).expect("a layer with this loss has added its counts");
-        fractions(&sums_e.unsqueeze(0)?)?.squeeze(0)?.affine(self.top_k as f64, 0.0)
+        balance_factors(&sums_e.unsqueeze(0)?)?.squeeze(0)?.affine(self.top_k as f64, 0.0)
     }
 }
