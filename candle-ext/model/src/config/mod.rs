@@ -15,8 +15,8 @@ use candlewick_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
 use crate::{Family, ModelError, QkNorm};
-pub(crate) use moe::ON_INPUT;
 pub use moe::{ExpertWeighting, MoeConfig, SharedExpertConfig};
+pub(crate) use moe::{MAX_EXPERTS, ON_INPUT};
 pub(crate) use rope::{LongRope, RopeKind, Yarn};
 pub(crate) use router::{EXPERT_BIAS, ROUTER_KEYS, SCORE_FUNCTION, score_name};
 pub(crate) use typed::Typed;
