@@ -164,9 +164,12 @@ impl Lm {
             return Err(error.context(ExitCode::Usage));
         };
         let engine = self.engine.with_fp8_scales(&scales);
-        let folder = folder.display();
-        let engine =
-            engine.map_err(|error| anyhow!("failed to quantize to FP8 with the scales of {folder}: {error}"))?;
+        let path = folder.join(FP8_SCALES);
+        let engine = engine.map_err(|error| {
+            let remedy = "take the file of this model's run, or export the run again";
+            anyhow!("failed to quantize to FP8 with {}: {error}; {remedy}", path.display())
+                .context(ExitCode::Checkpoint)
+        })?;
         Ok(Self { engine, ..self })
     }
 

@@ -36,6 +36,7 @@ pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) 
     notes.extend(base.check(model.base_params().filter(|spec| !random.contains(spec.name.as_str())))?);
     if model.lora().is_some() {
         notes.extend(adapter.check(model.adapter_params())?);
+        notes.extend(model.unadapted_experts_warning());
     }
     let n_params = model.units().iter().map(|unit| unit.params.len()).sum();
     let what = if base.checkpoint().is_some() { "load weights" } else { "initialize weights" };

@@ -41,6 +41,9 @@ pub fn read_fp8_scales(folder: &Path) -> Result<Option<BTreeMap<String, Vec<Fp8L
         Ok((module, matrices.collect()))
     };
     let modules: Map<String, Value> = read_object(&path)?;
+    if modules.is_empty() {
+        return Err(ModelError::malformed(&path, "it has no module, so nothing would multiply in FP8; export again"));
+    }
     modules.into_iter().map(of_module).collect::<Result<_, _>>().map(Some)
 }
 
@@ -49,7 +52,7 @@ fn numbers(scales: &Value, key: &str) -> Result<Vec<f32>, String> {
     let found = scales.get(key);
     let all = found.and_then(Value::as_array).map_or_else(|| Vec::from_iter(found), |all| all.iter().collect());
     let number =
-        |value: &Value| value.as_f64().map(|scale| scale as f32).filter(|scale| scale.is_finite() && *scale > 0.0);
+        |value: &Value| value.as_f64().map(|scale| scale as f32).filter(|scale| scale.is_normal() && *scale > 0.0);
     let numbers: Option<Vec<f32>> = all.into_iter().map(number).collect();
     numbers.filter(|numbers| !numbers.is_empty()).ok_or_else(|| {
         let found = found.map_or("nothing".to_owned(), Value::to_string);
@@ -83,6 +86,10 @@ mod tests {
         for (text, words) in [
             (r#"{"a": {"input": 1}}"#, "a: expected a positive number as `weight`, or a list of them, found nothing"),
             (r#"{"a": {"input": 0, "weight": 1}}"#, "as `input`, or a list of them, found 0"),
+            // The inverse of a subnormal number is infinite.
+            (r#"{"a": {"input": 1e-40, "weight": 1}}"#, "as `input`, or a list of them, found 1e-40"),
+            (r#"{"a": {"input": 1, "weight": 1e39}}"#, "as `weight`, or a list of them, found 1e+39"),
+            ("{}", "it has no module, so nothing would multiply in FP8; export again"),
             (r#"{"a": 3}"#, "as `input`, or a list of them, found nothing"),
             (r#"{"a": {"input": [1, -1], "weight": [1, 1]}}"#, "found [1,-1]"),
             (r#"{"a": {"input": [], "weight": []}}"#, "found []"),

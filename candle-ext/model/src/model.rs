@@ -97,6 +97,16 @@ impl Model {
         self.layers().any(|layer| layer.expert_adapters().next().is_some())
     }
 
+    /// Returns a warning if an adapter folder names modules that routed experts have, but has no tensors of single experts. PEFT
+    /// writes such folders: its names mean shared experts and dense layers alone.
+    pub fn unadapted_experts_warning(&self) -> Option<String> {
+        let with_experts = Self::new(self.config().clone(), Some(self.lora()?.with_expert_modules()?)).ok()?;
+        (with_experts.adapts_experts() && !self.adapts_experts()).then(|| {
+            let names = "adapter_config.json names modules that routed experts have";
+            format!("{names}, but the adapter has no tensors of experts: they compute as in the base model")
+        })
+    }
+
     /// Returns the base model's parameters, as in a Hugging Face checkpoint.
     pub fn base_params(&self) -> impl Iterator<Item = &ParamSpec> {
         self.units.iter().flat_map(|unit| &unit.params).filter(|param| !AdapterSpec::owns(&param.name))

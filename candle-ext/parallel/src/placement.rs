@@ -249,7 +249,11 @@ impl Slice {
         let WeightStorage::Quantized(format) = spec.storage else { return Ok(()) };
         for (dim, border) in self.borders(spec) {
             if !format.splits_at(dim, border) {
-                bail!("{}: {} values with one scale cannot be split at {border} of dim {dim}", spec.name, format.name)
+                bail!(
+                    "{}: {} values with one scale cannot be split at {border} of dim {dim}; use fewer ranks, or do not quantize it",
+                    spec.name,
+                    format.name
+                )
             }
         }
         Ok(())

@@ -22,6 +22,7 @@ use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_model::{FP8_SCALES, LayerSpec, fp8_scales_to_json};
 use candlewick_ops::{AttentionChoice, AttentionImpl, Fp8LinearScales};
 use candlewick_parallel::KvCache;
+use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 
 fn alone() -> InferenceGroup {
@@ -270,6 +271,8 @@ fn fp8_needs_the_scales_of_the_models_layers() {
     fs::write(model.join(FP8_SCALES), r#"{"model.layers.7.mlp.up_proj": {"input": 1, "weight": 1}}"#).unwrap();
     let other = refused();
     assert!(other.contains("no linear layer or experts model.layers.7.mlp.up_proj"), "{other}");
+    assert!(other.contains("model/fp8_scales.json") && other.contains("export the run again"), "{other}");
+    assert_eq!(classify(&lm(&model).with_fp8_scales().err().unwrap()), ExitCode::Checkpoint);
 }
 
 /// Loads a model with experts on the ranks of a world.

@@ -1,16 +1,18 @@
 //! The weights of a `sharded` checkpoint, read without an engine.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{ModelError, ParamSpec, ParamValues};
+use candlewick_ops::Fp8LinearScales;
 
 use super::error::CheckpointError;
 use super::find::{CompleteCheckpoint, open};
 use super::fingerprint::FROZEN_WEIGHTS;
 use super::load::{load_tensors, read_state, verify_rank_files};
-use super::state::{StateError, TensorMeta, TrainState};
+use super::state::{FP8_STATE, StateError, TensorMeta, TrainState};
 
 /// The weights of a `sharded` checkpoint: f32 master weights and buffers.
 pub struct CheckpointWeights {
@@ -41,6 +43,25 @@ impl CheckpointWeights {
         }
     }
 
+    /// Returns the FP8 scales that the next training step would use, by module name; `None` unless the run had delayed scaling.
+    pub fn fp8_scales(&self) -> anyhow::Result<Option<BTreeMap<String, Vec<Fp8LinearScales>>>> {
+        let mut scales = BTreeMap::new();
+        for tensor in &self.complete.manifest.tensors {
+            let name = tensor.name.strip_prefix(FP8_STATE).and_then(|name| name.strip_prefix('/'));
+            let Some(module) = name.and_then(|name| name.strip_suffix(".scale")) else { continue };
+            let slots = self.read(TensorMeta { name: tensor.name.clone(), shape: tensor.shape.clone() })?;
+            scales.insert(module.to_owned(), Fp8LinearScales::of_slots(&slots));
+        }
+        Ok((!scales.is_empty()).then_some(scales))
+    }
+
+    /// Reads a tensor.
+    fn read(&self, meta: TensorMeta) -> anyhow::Result<Vec<f32>> {
+        let mut buffer = TensorBuffer { values: vec![0.0; meta.n_values()], meta };
+        load_tensors(&self.complete, &mut buffer)?;
+        Ok(buffer.values)
+    }
+
     /// Returns the start of the run that wrote the checkpoint, in milliseconds since 1970.
     pub fn run_start(&self) -> u64 {
         self.complete.manifest.run_start
@@ -51,12 +72,11 @@ impl ParamValues for CheckpointWeights {
     fn value(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
         let part = if param.is_buffer() { "buffer" } else { "master" };
         let meta = TensorMeta { name: format!("{part}/{}", param.name), shape: param.shape.clone() };
-        let mut buffer = TensorBuffer { values: vec![0.0; meta.n_values()], meta };
-        load_tensors(&self.complete, &mut buffer).map_err(|error| {
+        let values = self.read(meta).map_err(|error| {
             let folder = self.complete.dir.clone();
-            ModelError::Mismatch { folder, problem: candlewick_runtime::exit::report(&error.into()) }
+            ModelError::Mismatch { folder, problem: candlewick_runtime::exit::report(&error) }
         })?;
-        Ok(Tensor::from_vec(buffer.values, param.shape.as_slice(), &Device::Cpu)?)
+        Ok(Tensor::from_vec(values, param.shape.as_slice(), &Device::Cpu)?)
     }
 
     fn dtype(&self) -> Option<DType> {

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_inference::logits_check::{ExportReader, LogitsDifference, PromptLogits};
 use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder, require_empty};
-use candlewick_model::{GgufExport, MergeReport, SafetensorsExport};
+use candlewick_model::{FP8_SCALES, GgufExport, MergeReport, SafetensorsExport};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
 
@@ -118,7 +118,8 @@ impl Export<'_> {
         let model = &self.source.model;
         let (Some(file_type), Some(vocabulary)) = (format.gguf(), vocabulary) else {
             let copied = [files.folder.path()];
-            let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &[] };
+            let scales: Vec<_> = self.source.fp8_scales.iter().map(|text| (FP8_SCALES, text.as_str())).collect();
+            let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &scales };
             let Self { dtype, shard_bytes, expert_tensors, .. } = *self;
             let export = SafetensorsExport { auxiliary_files, dtype, shard_bytes, expert_tensors };
             let merge = export.write(model, folder, &progress("write safetensors"))?;

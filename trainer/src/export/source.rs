@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{LoraConfig, MergedModel, Model, ParamValues};
+use candlewick_model::{LoraConfig, MergedModel, Model, ParamValues, fp8_scales_to_json, read_fp8_scales};
 use candlewick_text::hub::{Hub, HubError, LocalModelKind, ModelFiles};
 
 use super::run_record::RunRecord;
@@ -23,6 +23,9 @@ pub struct ExportSource {
     pub chat_template: Option<String>,
     /// True if the model has an adapter.
     pub is_adapted: bool,
+    /// FP8 scales of the run that trained the model, as the text of `fp8_scales.json`; `None` without delayed scaling, or if an
+    /// adapter changes the weights.
+    pub fp8_scales: Option<String>,
     /// Log lines that name the chosen folders.
     pub notes: Vec<String>,
     /// Record of the run that trained the model, if there is one.
@@ -46,6 +49,7 @@ impl ExportSource {
         Ok(Self {
             model: MergedModel::open(&found.folder, None).context("failed to open the model")?,
             is_adapted: false,
+            fp8_scales: read_fp8_scales(&found.folder)?.map(|scales| fp8_scales_to_json(&scales)),
             base_model: trained_from.map(str::to_owned),
             folder: found.folder,
             chat_template: None,
@@ -69,6 +73,7 @@ impl ExportSource {
         Ok(Self {
             model: MergedModel::open(&base, Some(&adapter)).context("failed to open the model")?,
             is_adapted: true,
+            fp8_scales: None,
             base_model: LoraConfig::read(&adapter)?.base_model().map(str::to_owned),
             chat_template: None,
             notes,
@@ -87,6 +92,7 @@ impl ExportSource {
         run.check(weights.run_start())?;
         let lora = run.adapter()?;
         let is_adapted = lora.is_some();
+        let scales = if is_adapted { None } else { weights.fp8_scales()? };
         let model = Model::new(run.config()?, lora)?;
         let name = run.text("/plan/model/name_or_path").map(str::to_owned);
         let revision = run.text("/plan/model/revision");
@@ -121,6 +127,7 @@ impl ExportSource {
             base_model: name,
             chat_template: run.chat_template()?,
             is_adapted,
+            fp8_scales: scales.map(|scales| fp8_scales_to_json(&scales)),
             notes: vec![format!("model: {} (sharded checkpoint)", checkpoint.display())],
             run: Some(run),
         })

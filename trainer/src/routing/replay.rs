@@ -1,7 +1,6 @@
 //! Replay: the experts of a micro-batch, from the files of all ranks that wrote them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +8,7 @@ use candlewick_parallel::MicroExperts;
 
 use super::error::RoutingError;
 use super::file::RoutingFile;
-use super::folder::{MicroPosition, file_name, files, step_dir, steps};
+use super::folder::{MicroPosition, file_name, files, read_regular, step_dir, steps};
 use super::routed_model::RoutedModel;
 
 /// The reader of a record.
@@ -41,6 +40,10 @@ impl RoutingReplay {
     }
 
     fn missing_step(&self, step: usize, known: &BTreeSet<usize>) -> RoutingError {
+        if !self.dir.is_dir() {
+            let problem = "there is no such folder; name one that a run with moe.routing_replay.record wrote";
+            return RoutingError::unusable(&self.dir, problem);
+        }
         let range = match (known.first(), known.last()) {
             (Some(first), Some(last)) => format!(" ({first} to {last})"),
             _ => String::new(),
@@ -70,7 +73,7 @@ impl RoutingReplay {
         }
         let mut read = ReadExperts { top_k: self.model.top_k, n_tokens: ids.len(), layers: BTreeMap::new() };
         for path in own {
-            let bytes = fs::read(path).map_err(RoutingError::read(path))?;
+            let bytes = read_regular(path).map_err(RoutingError::read(path))?;
             let file = RoutingFile::parse(&bytes).and_then(|file| file.check(&self.model, ids).map(|()| file));
             file.and_then(|file| read.add(&file)).map_err(|problem| RoutingError::unusable(path, problem))?;
         }
@@ -186,9 +189,26 @@ mod tests {
         let micro = replay.read(MicroPosition { micro_idx: 4, ..AT }, &IDS).unwrap_err().to_string();
         assert!(micro.contains("micro-0004.rank-*") && micro.contains("1 recorded micro-batches"), "{micro}");
         let nowhere = RoutingReplay { dir: folder.path().join("x"), model: model() };
-        assert!(nowhere.check_steps(1..=1).unwrap_err().to_string().contains("the record has 0 recorded steps"));
+        let error = nowhere.check_steps(1..=1).unwrap_err().to_string();
+        assert!(error.contains("there is no such folder; name one that a run with"), "{error}");
         std::fs::write(folder.path().join("step-000002/micro-0003.rank-000.safetensors"), "half").unwrap();
         let damaged = replay.read(AT, &IDS).unwrap_err().to_string();
         assert!(damaged.contains("micro-0003.rank-000.safetensors") && damaged.contains("no complete"), "{damaged}");
+    }
+
+    #[test]
+    fn a_file_that_never_ends_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        replayed(folder.path(), &[(&[0, 1, 2, 3], &[1, 4])]).unwrap();
+        let file = folder.path().join("step-000002/micro-0003.rank-000.safetensors");
+        std::fs::remove_file(&file).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &file).unwrap();
+        let replay = RoutingReplay { dir: folder.path().to_owned(), model: model() };
+        let error = replay.read(AT, &IDS).unwrap_err();
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert!(error.to_string().contains("micro-0003.rank-000.safetensors"), "{error}");
+        assert!(cause.contains("it is not a regular file"), "{cause}");
+        let recorder = RoutingRecorder { dir: folder.path().to_owned(), model: model(), rank: 0, run: 1 };
+        assert!(recorder.prepare(2).is_err(), "a record reads the headers of earlier files");
     }
 }

@@ -1,5 +1,8 @@
 //! Runs whose linear layers multiply in FP8.
 
+use std::path::Path;
+use std::process::Command;
+
 use candle_core::{DType, Device};
 use candlewick_inference::lm::Lm;
 use candlewick_model::read_fp8_scales;
@@ -283,6 +286,15 @@ fn an_export_has_the_scales_of_delayed_scaling() {
     let load = || Lm::load(&folder, None, DType::F32, Device::Cpu).unwrap();
     let (dense, fp8) = (loss(&load()), loss(&load().with_fp8_scales().unwrap()));
     assert!(fp8 != dense && (fp8 / dense - 1.0).abs() < 0.05, "{fp8} {dense}");
+    for source in [run.export_folder(), run.path().join("checkpoints")] {
+        let output = tempfile::tempdir().unwrap();
+        let exported = output.path().join("exported");
+        let args = [source.as_path(), Path::new("--output"), &exported, Path::new("--skip-check")];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        let log = command.arg("export").args(args).current_dir(run.path()).output().unwrap();
+        assert!(log.status.success(), "{}", stderr(&log));
+        assert_eq!(read_fp8_scales(&exported).unwrap().as_ref(), Some(&scales), "{}", source.display());
+    }
 
     let current = Run::new();
     current.train_ok(&["precision.recipe=current", "train_iters=1"]);

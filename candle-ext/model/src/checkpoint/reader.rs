@@ -194,7 +194,7 @@ impl Checkpoint {
         let wrong = |problem: String| ModelError::mismatch(&file.path, format!("tensor `{name}` {problem}"));
         if entry.shape != shape {
             let source = if crate::AdapterSpec::owns(name) { "adapter_config.json" } else { "config.json" };
-            let hint = shape_hint(name);
+            let hint = shape_hint(name, &entry.shape, shape);
             return Err(wrong(format!("has shape {:?}, but {source} makes it {shape:?}{hint}", entry.shape)));
         }
         let known = [DType::F32, DType::BF16, DType::F16].map(element::disk_dtype);
@@ -243,6 +243,11 @@ impl Checkpoint {
         for (name, shape, elements) in sources {
             self.read_into(name, &shape, &mut values[elements])?;
         }
+        if param.is_buffer() && values.iter().any(|value| value.to_f32().is_nan()) {
+            let problem =
+                format!("tensor `{}` has NaN, with which a router selects any expert; download it again", param.name);
+            return Err(ModelError::mismatch(&self.folder, problem));
+        }
         let stored = Tensor::from_vec(values, param.shape.as_slice(), device)?;
         let layout = param.hub.as_deref().filter(|_| !self.is_fused(param)).map_or(HubLayout::Rows, |hub| hub.layout);
         Ok(layout.read(stored, &param.shape)?)
@@ -281,10 +286,15 @@ impl Checkpoint {
     }
 }
 
-/// Returns the usual reason for a wrong shape of a 3-D parameter's factor, or an empty string.
-fn shape_hint(name: &str) -> &'static str {
+/// Returns the usual reason for a wrong shape of a 3-D parameter's factor whose ranks are right, or an empty string.
+fn shape_hint(name: &str, found: &[usize], expected: &[usize]) -> &'static str {
     let is_parameter = name.contains(".experts.lora_") || name.contains(".experts.base_layer.lora_");
-    if is_parameter { "; PEFT before 0.19.1 exchanged inputs and outputs of experts" } else { "" }
+    let of_ranks = usize::from(name.contains(".lora_B"));
+    if is_parameter && found.get(of_ranks) == expected.get(of_ranks) {
+        "; PEFT before 0.19.1 exchanged inputs and outputs of experts"
+    } else {
+        ""
+    }
 }
 
 /// Describes the contents of a folder without safetensors, and the remedy.

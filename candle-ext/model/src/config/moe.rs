@@ -16,7 +16,7 @@ const EXPERTS_KEYS: [&str; 3] = ["num_local_experts", "num_experts", "n_routed_e
 pub(crate) const ON_INPUT: &str = "moe_apply_probs_on_input";
 
 /// Maximum number of experts of a layer.
-const MAX_EXPERTS: usize = 512;
+pub(crate) const MAX_EXPERTS: usize = 512;
 
 /// Mixture of experts of a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -79,7 +79,7 @@ pub(super) fn moe(
     }
     let (size_key, default) = family.expert_size;
     let expert_size = size(keys, size_key, default, MAX_SIZE)?;
-    let top_k = size(keys, "num_experts_per_tok", family.top_k, n_experts)?;
+    let top_k = top_k(keys, family, n_experts)?;
     let router = router(keys, family, RouterSizes { n_experts, top_k })?;
     let weighting = weighting(keys, top_k)?;
     let layers = layers(keys, raw, family.layers, n_layers)?;
@@ -97,6 +97,20 @@ pub(super) fn moe(
         weighting,
         unlike_family: unlike_weighting.or(router.unlike_family).or(unlike_layers),
     }))
+}
+
+/// Reads the number of selected experts of a token.
+fn top_k(keys: Keys, family: &MoeFamily, n_experts: usize) -> Result<usize, ModelError> {
+    const KEY: &str = "num_experts_per_tok";
+    let given = keys.count(KEY)?;
+    match given.unwrap_or(family.top_k) {
+        0 => Err(keys.error(KEY, "expected at least 1, found 0")),
+        top_k if top_k > n_experts => {
+            let origin = if given.is_none() { ", the family's default," } else { "" };
+            Err(keys.error(KEY, format!("{top_k}{origin} is more than the {n_experts} experts of a layer")))
+        }
+        top_k => Ok(top_k),
+    }
 }
 
 /// Reads the place of the experts' weights. transformers has no such key.
@@ -121,7 +135,14 @@ fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<O
         }
         SharedExpertFamily::Plain { default } => match keys.count("n_shared_experts")?.unwrap_or(default) {
             0 => Ok(None),
-            n => Ok(Some(SharedExpertConfig { intermediate_size: n * expert_size, gated: false })),
+            n => match n.checked_mul(expert_size).filter(|width| *width <= MAX_SIZE) {
+                Some(intermediate_size) => Ok(Some(SharedExpertConfig { intermediate_size, gated: false })),
+                None => {
+                    let problem =
+                        format!("{n} experts of {expert_size} are absurd: at most {MAX_SIZE} in all are supported");
+                    Err(keys.error("n_shared_experts", problem))
+                }
+            },
         },
     }
 }

@@ -156,7 +156,12 @@ fn groups(keys: Keys, family: &MoeFamily, sizes: RouterSizes) -> Result<Option<G
         need_each_other(keys, names)?;
     }
     let n_groups = size(keys, names[0], 1, sizes.n_experts)?;
-    let n_selected = size(keys, names[1], 1, n_groups)?;
+    let n_selected = match size(keys, names[1], 1, sizes.n_experts)? {
+        n if n > n_groups => {
+            return Err(keys.error(names[1], format!("{n} is more than the {n_groups} groups ({})", names[0])));
+        }
+        n => n,
+    };
     let RouterSizes { n_experts, top_k } = sizes;
     if !n_experts.is_multiple_of(n_groups) {
         return Err(keys.error(names[0], format!("{n_experts} experts cannot be divided into {n_groups} groups")));

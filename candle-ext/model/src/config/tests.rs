@@ -96,6 +96,26 @@ fn a_part_of_each_head_is_rotated_if_the_family_has_the_factor() {
 }
 
 #[test]
+fn absurd_numbers_of_experts_are_explained() {
+    let problem = |changes: Value| {
+        let mut value = json!({"model_type": "dots1", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+            "topk_group": 1, "moe_intermediate_size": 64});
+        value.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        Config::from_json(value).unwrap_err().to_string()
+    };
+    for (changes, words) in [
+        (json!({"num_experts_per_tok": 5}), "num_experts_per_tok`: 5 is more than the 4 experts of a layer"),
+        (json!({"num_experts_per_tok": null}), "the family's default, is more than the 4 experts of a layer"),
+        (json!({"num_experts_per_tok": 0}), "num_experts_per_tok`: expected at least 1, found 0"),
+        (json!({"topk_group": 3}), "topk_group`: 3 is more than the 2 groups (n_group)"),
+        (json!({"n_shared_experts": 1u64 << 60}), "n_shared_experts`: 1152921504606846976 experts of 64 are absurd"),
+    ] {
+        let found = problem(changes);
+        assert!(found.contains(words), "{found}");
+    }
+}
+
+#[test]
 fn weights_on_inputs_need_one_expert_per_token() {
     let read = |top_k: usize| {
         let value = json!({"model_type": "mixtral", "num_experts_per_tok": top_k, "moe_apply_probs_on_input": true});

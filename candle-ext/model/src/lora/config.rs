@@ -162,6 +162,11 @@ impl LoraConfig {
         !self.target_parameters.is_empty()
     }
 
+    /// Returns the rules with modules of single experts; `None` unless a folder without tensors of them was read.
+    pub(crate) fn with_expert_modules(&self) -> Option<Self> {
+        self.skips_expert_modules.then(|| Self { skips_expert_modules: false, ..self.clone() })
+    }
+
     /// Sets the base model's name for adapter_config.json.
     pub fn with_base_model(mut self, name_or_path: &str) -> Self {
         self.base_model = Some(name_or_path.to_string());

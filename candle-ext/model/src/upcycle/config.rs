@@ -3,7 +3,7 @@
 use candlewick_ops::ScoreFunction;
 use serde_json::{Map, Value, json};
 
-use crate::config::{EXPERT_BIAS, LAYER_FREQ, SCORE_FUNCTION, Typed, score_name};
+use crate::config::{EXPERT_BIAS, LAYER_FREQ, MAX_EXPERTS, SCORE_FUNCTION, Typed, score_name};
 use crate::family::{Bias, Family, MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization, Window, WindowLayers};
 use crate::{Config, ModelError, MoeLayerFreq};
 
@@ -46,7 +46,6 @@ impl Default for UpcycledRouter {
 pub(super) fn moe_config(dense: &Config, experts: &UpcycledExperts) -> Result<Config, ModelError> {
     let family = moe_family(dense)?;
     let moe = family.spec().moe.ok_or_else(|| not_supported(dense))?;
-    check_sizes(dense, experts)?;
     let mut raw = dense.raw().clone();
     raw.extend(explicit_keys(dense, family));
     raw.extend(expert_keys(dense, moe, experts));
@@ -84,9 +83,18 @@ fn not_supported(dense: &Config) -> ModelError {
     ))
 }
 
-fn check_sizes(dense: &Config, experts: &UpcycledExperts) -> Result<(), ModelError> {
+/// Fails unless a mixture with these sizes exists and computes the function of the dense model. The errors name the options, not a
+/// file.
+pub(super) fn check_experts(dense: &Config, experts: &UpcycledExperts) -> Result<(), ModelError> {
     let UpcycledExperts { n_experts, top_k, granularity, router, .. } = *experts;
     let refuse = |problem: String| Err(ModelError::Unsupported(problem));
+    if n_experts > MAX_EXPERTS {
+        return refuse(format!("num_experts {n_experts} must be at most {MAX_EXPERTS}"));
+    }
+    if router.expert_bias && router.score == ScoreFunction::Softmax {
+        let problem = "expert biases need the router score function sigmoid or sqrtsoftplus, as in Megatron-LM";
+        return refuse(problem.to_owned());
+    }
     if top_k == 0 || top_k > n_experts {
         return refuse(format!("num_experts_per_tok {top_k} must be between 1 and num_experts {n_experts}"));
     }

@@ -10,8 +10,8 @@ use candle_core::DType;
 
 use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors, WrittenTensors, require_empty};
 use crate::{Config, Family, Model, ModelError, ParamSpec, TensorCallback};
-use config::moe_config;
 pub use config::{UpcycledExperts, UpcycledRouter};
+use config::{check_experts, moe_config};
 use tensors::{UpcycledTensor, tensors};
 
 /// Output of an upcycling.
@@ -63,6 +63,7 @@ impl Upcycling {
     pub fn open(dense: &Path, experts: UpcycledExperts, seed: u64) -> Result<Self, ModelError> {
         let in_file = |error: ModelError| error.in_file(&dense.join("config.json"));
         let dense_model = Model::new(Config::read(dense)?, None)?;
+        check_experts(dense_model.config(), &experts)?;
         let model = Model::new(moe_config(dense_model.config(), &experts).map_err(in_file)?, None)?;
         let checkpoint = Checkpoint::open(dense)?;
         checkpoint.check(dense_model.base_params())?;

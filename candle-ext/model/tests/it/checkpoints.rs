@@ -72,6 +72,27 @@ fn pages_of_a_tensor_leave_the_memory_once_it_is_read() {
     }
 }
 
+/// A bias of NaN would neither select nor refuse an expert, and so would change outputs silently.
+#[test]
+fn an_expert_bias_that_is_no_number_is_refused() {
+    let source = Source::open("dots1");
+    let bias = source.model.base_params().find(|param| param.is_buffer()).unwrap();
+    let mut tensors = candle_core::safetensors::load(fixture("dots1").join("model.safetensors"), &Device::Cpu).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    for (value, is_read) in [(f32::NEG_INFINITY, true), (f32::NAN, false)] {
+        let mut values: Vec<f32> = vec![0.0; bias.numel()];
+        values[1] = value;
+        tensors.insert(bias.name.clone(), Tensor::new(values, &Device::Cpu).unwrap());
+        candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+        let read = Checkpoint::open(folder.path()).unwrap().param(bias, DType::F32, &Device::Cpu);
+        assert_eq!(read.is_ok(), is_read, "{value}");
+        if let Err(error) = read {
+            let error = error.to_string();
+            assert!(error.contains(&bias.name) && error.contains("has NaN") && error.contains("download"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn a_sharded_checkpoint_is_read_back_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();

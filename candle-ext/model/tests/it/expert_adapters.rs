@@ -107,6 +107,15 @@ fn an_adapter_of_the_up_projections_alone_has_the_outputs_of_the_reader() {
 fn an_adapter_folder_without_experts_is_one_of_shared_experts_and_dense_layers() {
     check("qwen2_moe", "qwen2_moe-lora", 3 * 2);
     assert_eq!(modules("qwen2_moe", json!({"target_modules": ["gate_proj", "down_proj"]})).len(), 3 * 2 + 2 * 2);
+    let warning = |base: &str, adapter: &str| {
+        let lora = LoraConfig::read(&fixture(adapter)).unwrap();
+        Model::new(config(base), Some(lora)).unwrap().unadapted_experts_warning()
+    };
+    assert!(warning("qwen2_moe", "qwen2_moe-lora").unwrap().contains("the adapter has no tensors of experts"));
+    for (base, adapter) in [("qwen2_moe", "qwen2_moe-up-lora"), ("olmoe", "olmoe-split-lora"), ("olmoe", "olmoe-lora")]
+    {
+        assert_eq!(warning(base, adapter), None, "{adapter}");
+    }
 }
 
 #[test]
@@ -278,6 +287,22 @@ fn factors_with_inputs_and_outputs_exchanged_are_refused_by_name_and_shapes() {
     for part in ["model.layers.0.mlp.experts.lora_A.weight", "[18, 40]", "[18, 16]", "PEFT before 0.19.1"] {
         assert!(message.contains(part), "`{message}` lacks `{part}`");
     }
+}
+
+/// Ranks that differ from adapter_config.json are no exchange.
+#[test]
+fn factors_of_another_rank_have_no_hint_about_old_versions_of_peft() {
+    let source = fixture("olmoe-lora");
+    let text = std::fs::read_to_string(source.join("adapter_config.json")).unwrap();
+    let mut peft_config: Value = serde_json::from_str(&text).unwrap();
+    peft_config["r"] = json!(peft_config["r"].as_u64().unwrap() + 1);
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(source.join("adapter_model.safetensors"), folder.path().join("adapter_model.safetensors")).unwrap();
+    std::fs::write(folder.path().join("adapter_config.json"), peft_config.to_string()).unwrap();
+    let adapter = AdapterFolder::open(folder.path()).unwrap();
+    let model = Model::new(config("olmoe"), Some(adapter.config)).unwrap();
+    let message = adapter.weights.check(model.adapter_params()).unwrap_err().to_string();
+    assert!(message.contains("adapter_config.json makes it") && !message.contains("PEFT before"), "{message}");
 }
 
 /// OLMoE's hidden size is twice its intermediate size: the shapes alone do not show the exchange.

@@ -314,7 +314,15 @@ fn sizes_that_do_not_divide_are_refused_with_the_rule() {
     of([6, 3, 3], &["intermediate_size 20", "multiple of granularity 3"]);
     of([6, 4, 4], &["num_experts 6", "multiple of granularity 4"]);
     of([8, 2, 4], &["num_experts_per_tok 2", "multiple of granularity 4"]);
-    of([1024, 2, 1], &["num_local_experts", "1024", "512"]);
+    of([1024, 2, 1], &["num_experts 1024 must be at most 512"]);
+    let root = tempfile::tempdir().unwrap();
+    let router = UpcycledRouter { expert_bias: true, ..UpcycledRouter::default() };
+    let biased = UpcycledExperts { router, ..experts([4, 2, 1]) };
+    let error =
+        Upcycling::open(&dense(root.path(), "mistral", json!({})), biased, 0).map(drop).unwrap_err().to_string();
+    assert!(error.contains("expert biases need the router score function sigmoid or sqrtsoftplus"), "{error}");
+    // The options are at fault, and not the config of the dense model.
+    assert!(!error.contains("config.json"), "{error}");
 }
 
 #[test]

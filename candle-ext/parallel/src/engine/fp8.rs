@@ -60,14 +60,7 @@ impl Engine {
         let Some(fp8) = self.store.fp8().filter(|fp8| fp8.amaxes().is_some()) else { return Ok(None) };
         let of_module = |module: Fp8LayerState| {
             let scales = to_host(&module.scales.contiguous()?)?.to_vec1::<f32>()?;
-            let of_matrix = |scales: &[f32; Fp8Operand::ALL.len()]| {
-                let of = |operand: Fp8Operand| match scales[operand as usize] {
-                    0.0 => 1.0,
-                    scale => scale,
-                };
-                Fp8LinearScales { input: of(Fp8Operand::Input), weight: of(Fp8Operand::Weight) }
-            };
-            Ok((module.module, scales.as_chunks().0.iter().map(of_matrix).collect()))
+            Ok((module.module, Fp8LinearScales::of_slots(&scales)))
         };
         let of_model = fp8.states()?.into_iter().filter(|module| self.n_matrices(&module.module).is_some());
         of_model.map(of_module).collect::<Result<_>>().map(Some)

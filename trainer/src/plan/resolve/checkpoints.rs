@@ -75,7 +75,7 @@ fn export_dtype(resolver: &Resolver, given: Option<FloatDtype>) -> Option<FloatD
 
 /// Saves nothing: a benchmark with forced loads of experts trains no useful model.
 fn refuse_benchmark(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
-    if resolver.loaded.is_set("checkpoint") {
+    if !resolver.recipe().checkpoint.is_empty() {
         let message = "checkpoint: the routers of moe.benchmark are forced, so the model is not for use";
         resolver.report_with_advice(&["checkpoint"], message, "remove the key, or moe.benchmark");
     }

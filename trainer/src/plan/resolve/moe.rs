@@ -1,9 +1,10 @@
 //! Resolution of the keys of mixture-of-experts models.
 
 use candlewick_model::QkNorm;
-use candlewick_ops::GroupedGemmImpl;
+use candlewick_ops::{FP8_BLOCK, GroupedGemmImpl};
 
 use super::model::EXPERTS;
+use super::ranks::degree_advice;
 use super::resolver::{Resolver, one_of};
 use super::router;
 use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
@@ -42,6 +43,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
             format!("{EXPERTS}: {name} needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
         resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
     }
+    report_split_blocks(resolver, model, ranks);
     report_dropout(resolver, model);
     report_megatron_keys(resolver, model);
     Some(router::resolve(resolver, model, moe))
@@ -64,12 +66,14 @@ pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stag
     let expert = resolver.positive(SIZE, resolver.recipe().expert_parallel_size, 1).max(1);
     let fits = |n: &usize| n_in_stage.is_multiple_of(*n) && n_experts.is_multiple_of(*n);
     if !fits(&expert) {
-        let message = if n_experts.is_multiple_of(expert) {
-            format!("{SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided by {expert}")
+        let possible = (1..=n_in_stage).filter(fits);
+        let (message, advice) = if n_experts.is_multiple_of(expert) {
+            let message = format!("{SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided by {expert}");
+            (message, degree_advice(resolver, possible))
         } else {
-            format!("{SIZE}: {n_experts} experts cannot be divided by {expert}")
+            (format!("{SIZE}: {n_experts} experts cannot be divided by {expert}"), one_of(possible))
         };
-        resolver.report_with_advice(&[SIZE], message, one_of((1..=n_in_stage).filter(fits)));
+        resolver.report_with_advice(&[SIZE], message, advice);
         return Some(ExpertRanks { expert: 1, tensor: 1 });
     }
     let tensor = resolver.positive(TENSOR_SIZE, resolver.recipe().expert_tensor_parallel_size, 1).max(1);
@@ -84,7 +88,8 @@ pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stag
         } else {
             format!("{TENSOR_SIZE}: the intermediate size {width} of an expert cannot be divided by {tensor}")
         };
-        resolver.report_with_advice(&[TENSOR_SIZE], message, one_of((1..=n_groups).filter(fits)));
+        let advice = degree_advice(resolver, (1..=n_groups).filter(fits));
+        resolver.report_with_advice(&[TENSOR_SIZE], message, advice);
         return Some(ExpertRanks { expert, tensor: 1 });
     }
     Some(ExpertRanks { expert, tensor })
@@ -94,6 +99,32 @@ pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stag
 pub(super) fn token_dispatcher(resolver: &mut Resolver) -> TokenDispatcherType {
     let given = resolver.recipe().moe.token_dispatcher_type;
     resolver.pick(DISPATCHER, given, TokenDispatcherType::default())
+}
+
+/// Reports ranks that would split the blocks of frozen experts in FP8, each of which has one scale.
+fn report_split_blocks(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) {
+    let Some((config, moe)) = model.config.as_ref().and_then(|config| Some((config, config.moe()?))) else { return };
+    let n_expert_ranks = ranks.expert.unwrap_or(1);
+    let n_own = moe.n_experts / n_expert_ranks;
+    let rows = [2 * moe.expert_size, config.hidden_size()].map(|rows| n_own * rows);
+    let is_whole = |size: &usize| size.is_multiple_of(FP8_BLOCK);
+    let splits = [
+        (
+            SIZE,
+            n_expert_ranks > 1 && !rows.iter().all(is_whole),
+            format!("{} and {} rows of its experts", rows[0], rows[1]),
+        ),
+        (
+            TENSOR_SIZE,
+            ranks.expert_tensor > 1 && !is_whole(&(moe.expert_size / ranks.expert_tensor)),
+            format!("{} of the intermediate size", moe.expert_size / ranks.expert_tensor),
+        ),
+    ];
+    for (key, _, part) in splits.iter().filter(|(_, is_split, _)| *is_split && model.quantize_base.is_some()) {
+        let message =
+            format!("{key}: model.quantize_base has a scale for each {FP8_BLOCK} rows, but a rank would have {part}");
+        resolver.report_with_advice(&[key], message, "use 1, or remove model.quantize_base");
+    }
 }
 
 /// Reports dropout of adapters of `target_parameters`. PEFT adds them to weights, which have no input to drop.

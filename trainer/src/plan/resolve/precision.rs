@@ -42,7 +42,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     let scales = match recipe {
         PrecisionRecipe::Delayed => Fp8RecipePlan::Delayed {
             margin: margin(resolver),
-            amax_history_len: resolver.positive(HISTORY, section.amax_history_len, 1024),
+            amax_history_len: amax_history_len(resolver),
             amax_compute_algo: resolver.pick(ALGORITHM, section.amax_compute_algo, AmaxComputeAlgo::Max),
         },
         PrecisionRecipe::None | PrecisionRecipe::Current => Fp8RecipePlan::Current(scale_rule(resolver, false)),
@@ -153,6 +153,16 @@ fn param_gather(resolver: &mut Resolver, recipe: PrecisionRecipe, model: &ModelP
         resolver.note(format!("{PARAM_GATHER} has no effect: the weights of one rank are not gathered"));
     }
     ranks.zero_stage == 3
+}
+
+/// Returns the number of steps whose amaxes are kept: 4 bytes each for three tensors of each linear layer and expert's matrix.
+fn amax_history_len(resolver: &mut Resolver) -> usize {
+    const MOST: usize = 1 << 16;
+    let len = resolver.positive(HISTORY, resolver.recipe().precision.amax_history_len, 1024);
+    if len > MOST {
+        resolver.report(&[HISTORY], format!("{HISTORY}: expected at most {MOST} steps, found {len}"));
+    }
+    len.min(MOST)
 }
 
 fn margin(resolver: &mut Resolver) -> i32 {

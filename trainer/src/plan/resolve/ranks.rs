@@ -148,9 +148,14 @@ pub(super) fn report_indivisible(resolver: &mut Resolver, key: &str, (n, unit): 
         1 => format!("{key}: 1 {unit} cannot be divided into {into}"),
         _ => format!("{key}: {n} {word}s{attribute} cannot be divided into {into}"),
     };
-    let advice = match resolver.env.world.n_ranks {
-        1 => "start the ranks that the recipe needs; to check it before, pass their number with --ranks N".to_owned(),
-        _ => one_of((1..=n).filter(|possible| n.is_multiple_of(*possible))),
-    };
+    let advice = degree_advice(resolver, (1..=n).filter(|possible| n.is_multiple_of(*possible)));
     resolver.report_with_advice(&[key], message, advice);
+}
+
+/// Returns advice to use one of these degrees, or to start more ranks if there is one.
+pub(super) fn degree_advice(resolver: &Resolver, possible: impl Iterator<Item = usize>) -> String {
+    match resolver.env.world.n_ranks {
+        1 => "start the ranks that the recipe needs; to check it before, pass their number with --ranks N".to_owned(),
+        _ => one_of(possible),
+    }
 }

@@ -206,12 +206,23 @@ fn balancing_losses(
     let coefficients = resolver.pick(COEFF, given.clone(), ValueOrList::Value(HumanFloat(default)));
     let coefficients = coefficients.values();
     if let Some(HumanFloat(low)) = coefficients.iter().find(|HumanFloat(c)| *c < 0.0) {
-        resolver.report(&[COEFF], format!("{COEFF}: expected at least 0, found {low}"));
+        match &given {
+            Some(_) => resolver.report(&[COEFF], format!("{COEFF}: expected at least 0, found {low}")),
+            None => {
+                let message =
+                    format!("{COEFF}: router_aux_loss_coef in the model's config.json is {}", moe.aux_loss_coefficient);
+                resolver.report_with_advice(&["model.name_or_path"], message, format!("set {COEFF} to at least 0"));
+            }
+        }
     }
     if coefficients.len() != losses.len() {
         let (n, n_given) = (losses.len(), given.map_or(0, |given| given.values().len()));
-        let message = format!("{COEFF}: {TYPE} names {n} losses, and there are {n_given} coefficients");
-        resolver.report_with_advice(&[COEFF, TYPE], message, format!("give a list of {n} coefficients"));
+        let (named, advice) = match n {
+            1 => ("one loss".to_owned(), "give one number".to_owned()),
+            n => (format!("{n} losses"), format!("give a list of {n} coefficients")),
+        };
+        let message = format!("{COEFF}: {TYPE} names {named}, and there are {n_given} coefficients");
+        resolver.report_with_advice(&[COEFF, TYPE], message, advice);
     }
     let terms = losses.into_iter().zip(coefficients);
     terms.map(|(loss, HumanFloat(coefficient))| RouterLossTerm { loss, coefficient: *coefficient }).collect()

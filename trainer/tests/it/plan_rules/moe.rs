@@ -72,6 +72,8 @@ fn the_expert_parallel_degree_divides_ranks_and_experts() {
     let too_many = ["expert_parallel_size=4", "pipeline_parallel_size=2", "gradient_accumulation_steps=2"];
     refused_with_experts(4, &too_many, &["6 experts cannot be divided by 4", "use 1 or 2"]);
     refused_with_experts(4, &["expert_parallel_size=3"], &["the 4 ranks of a pipeline stage cannot be divided by 3"]);
+    let alone = ["the 1 ranks of a pipeline stage cannot be divided by 2", "start the ranks that the recipe needs"];
+    refused_with_experts(1, &["expert_parallel_size=2"], &alone);
     refused_with_experts(4, &["expert_parallel_size=0"], &["expected at least 1, found 0"]);
 }
 
@@ -154,6 +156,18 @@ fn load_balancing_types_are_megatrons() {
 }
 
 #[test]
+fn a_negative_coefficient_of_the_model_is_named() {
+    let mut config = config_of_experts();
+    config["router_aux_loss_coef"] = json!(-1.0);
+    let error = resolve(config.clone(), 1, &[]).unwrap_err();
+    for part in ["router_aux_loss_coef in the model's config.json is -1", "set moe.aux_loss_coeff to at least 0"] {
+        assert!(error.contains(part), "{error}");
+    }
+    resolve(config, 1, &["moe.aux_loss_coeff=0"]).unwrap();
+    refused_with_experts(1, &["moe.aux_loss_coeff=-2"], &["moe.aux_loss_coeff: expected at least 0, found -2"]);
+}
+
+#[test]
 fn contradictory_load_balancing_keys_are_refused() {
     let kind = |kind: &str| format!("moe.router_load_balancing_type={kind}");
     for list in ["[]", "[aux_loss, aux_loss]", "[aux_loss, none]", "[sinkhorn]"] {
@@ -162,6 +176,8 @@ fn contradictory_load_balancing_keys_are_refused() {
     let two = kind("[aux_loss, seq_aux_loss]");
     refused_with_experts(1, &[&two], &["names 2 losses, and there are 0 coefficients", "give a list of 2"]);
     refused_with_experts(1, &[&two, "moe.aux_loss_coeff=[1]"], &["names 2 losses, and there are 1 coefficients"]);
+    let empty = ["moe.aux_loss_coeff=[]"];
+    refused_with_experts(1, &empty, &["names one loss, and there are 0 coefficients", "give one number"]);
     for none in ["none", "sinkhorn"] {
         refused_with_experts(1, &[&kind(none), "moe.aux_loss_coeff=0.1"], &["moe.aux_loss_coeff", "names no loss"]);
     }
@@ -256,6 +272,7 @@ fn a_benchmark_saves_nothing() {
     assert_eq!(off.moe.unwrap().settings().forced_load, ForcedExpertLoad::None);
     let saves = ["moe.benchmark.router_force_biased=2", "checkpoint=[{output_dir: saves}]"];
     refused_with_experts(1, &saves, &["the model is not for use"]);
+    of_experts(1, &["moe.benchmark.router_force_biased=2", "checkpoint=none"]).unwrap();
     let both = ["moe.benchmark={router_force_biased: 2, router_force_load_balancing: true}"];
     refused_with_experts(1, &both, &["exclude each other"]);
     refused_with_experts(1, &["moe.benchmark.router_force_biased=0"], &["expected a number above 0, found 0"]);
@@ -346,6 +363,19 @@ fn keys_of_experts_need_a_model_with_experts() {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }
     of_experts(1, &["arctic_moe=true"]).unwrap();
+}
+
+/// The experts of a rank are 6 / 2 matrices of 2 * 32 and of 64 rows, of which 128 have one scale.
+#[test]
+fn ranks_must_not_split_the_blocks_of_experts_in_fp8() {
+    let base = ["model.quantize_base=fp8", "model.peft_config={r: 4, target_modules: [q_proj]}"];
+    let splits = |key: &'static str| [&base[..], &[key]].concat();
+    let want = ["expert_parallel_size: model.quantize_base has a scale for each 128 rows", "192 and 192 rows"];
+    refused_with_experts(2, &splits("expert_parallel_size=2"), &want);
+    let want = ["expert_tensor_parallel_size: model.quantize_base", "16 of the intermediate size", "use 1, or remove"];
+    refused_with_experts(2, &splits("expert_tensor_parallel_size=2"), &want);
+    of_experts(3, &splits("expert_parallel_size=3")).unwrap();
+    of_experts(2, &["expert_parallel_size=2", base[1]]).unwrap();
 }
 
 #[test]

@@ -122,6 +122,8 @@ fn keys_without_effect_are_refused() {
         refused(&fake, &["no effect with precision.fake_quantize"]);
     }
     refused(&["precision.recipe=delayed", "precision.amax_history_len=0"], &["expected at least 1, found 0"]);
+    let long = ["precision.recipe=delayed", "precision.amax_history_len=1e9"];
+    refused(&long, &["precision.amax_history_len: expected at most 65536 steps, found 1000000000"]);
     refused(&["precision.recipe=delayed", "precision.margin=99"], &["expected at most 64, found 99"]);
 }
 

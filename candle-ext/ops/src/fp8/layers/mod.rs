@@ -71,6 +71,19 @@ pub struct Fp8LinearScales {
     pub weight: f32,
 }
 
+impl Fp8LinearScales {
+    /// Returns the scales of a module's matrices from those of its slots, such as [`Fp8LayerState::scales`]. A slot without a scale
+    /// yet, such as the input of an expert without tokens, has 1.
+    pub fn of_slots(slots: &[f32]) -> Vec<Self> {
+        let or_one = |scale: f32| if scale == 0.0 { 1.0 } else { scale };
+        let of_matrix = |slots: &[f32; SLOTS]| {
+            let of = |operand: Fp8Operand| or_one(slots[operand as usize]);
+            Self { input: of(Fp8Operand::Input), weight: of(Fp8Operand::Weight) }
+        };
+        slots.as_chunks().0.iter().map(of_matrix).collect()
+    }
+}
+
 /// Statistics of one step.
 #[derive(Default)]
 enum StepStats {

@@ -22,9 +22,11 @@ pub enum DropPolicy {
     Position,
 }
 
-/// Returns the capacity of an expert: ceil(t * k / e * factor) for t tokens with k of e experts each.
+/// Returns the capacity of an expert: ceil(t * k / e * factor) for t tokens with k of e experts each, and at most t, because a
+/// token selects an expert once.
 pub fn expert_capacity(n_tokens: usize, top_k: usize, n_experts: usize, factor: f64) -> usize {
-    ((n_tokens * top_k) as f64 / n_experts as f64 * factor).ceil() as usize
+    let of_factor = ((n_tokens * top_k) as f64 / n_experts as f64 * factor).ceil() as usize;
+    of_factor.min(n_tokens)
 }
 
 /// Drops slots of experts with more than `capacity` rows.

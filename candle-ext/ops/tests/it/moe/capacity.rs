@@ -54,6 +54,8 @@ fn the_capacity_is_the_balanced_load_times_the_factor() {
     assert_eq!(expert_capacity(8, 4, 16, 1.0), 2);
     assert_eq!(expert_capacity(8, 4, 16, 1.25), 3);
     assert_eq!(expert_capacity(0, 4, 16, 1.25), 0);
+    let of_ten = [1e-300, 1.5, 4.0, 4.1, 1e300].map(|factor| expert_capacity(10, 2, 8, factor));
+    assert_eq!(of_ten, [1, 4, 10, 10, 10], "a token selects an expert once");
 }
 
 #[test]
