@@ -123,7 +123,7 @@ fn other_score_functions_keep_the_logits_of_the_dense_model() {
     let sigmoid = UpcycledRouter { score: ScoreFunction::Sigmoid, expert_bias: false };
     assert!(refused(sigmoid, [4, 1, 1]).contains("sigmoid scores need num_experts_per_tok of at least 2"));
     let softmax = UpcycledRouter { score: ScoreFunction::Softmax, expert_bias: true };
-    assert!(refused(softmax, [4, 2, 1]).contains("moe_router_enable_expert_bias"));
+    assert!(refused(softmax, [4, 2, 1]).contains("expert biases need the router score function sigmoid"));
 }
 
 /// Dense layers keep the MLPs of the dense model. Qwen's families have keys for them.
