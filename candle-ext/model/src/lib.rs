@@ -65,6 +65,7 @@ pub use router::{
     ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, LayerSummedCounts, ReplayedExperts,
     RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
+pub use swiglu::swiglu_mlp;
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use upcycle::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};

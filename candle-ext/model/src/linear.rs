@@ -30,6 +30,11 @@ impl Linear {
         })
     }
 
+    /// Creates a layer without bias and adapter.
+    pub(crate) fn plain(weight: Weight) -> Self {
+        Self { weight, bias: None, adapter: None }
+    }
+
     /// Computes [.., in_features] -> [.., out_features]. LoRA dropout applies only with a `dropout` scope.
     pub(crate) fn forward(&self, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
         let base = ops::linear(x, &self.weight, self.bias.as_ref(), OutputDtype::SameAsInput)?;

@@ -14,6 +14,13 @@ pub(crate) struct SwiGlu {
     down: Linear,
 }
 
+/// Computes an MLP without biases and adapters as a layer does, [t, d] -> [t, d], from the weights of gate, up and down.
+pub fn swiglu_mlp(x_td: &Tensor, weights: [&Weight; 3]) -> Result<Tensor> {
+    let [gate, up, down] = weights.map(|weight| Linear::plain(weight.clone()));
+    let mlp = SwiGlu { gate_up: [gate, up], down };
+    mlp.project(mlp.start(x_td, None)?, None, ColumnShard::ALL)
+}
+
 /// An MLP sublayer before the collective that reduces its output.
 pub(crate) enum StartedSwiGlu {
     /// Gated activation [t, f]; the down projection is still to compute.

@@ -55,7 +55,6 @@ mod simd;
 mod span;
 mod storage;
 pub mod swiglu;
-mod swiglu_mlp;
 pub mod tape;
 #[cfg(feature = "emulate")]
 mod thread_value;
@@ -142,7 +141,6 @@ pub use set_rows::set_rows;
 pub use sigmoid_gate::sigmoid_gate;
 pub use span::{PROFILE_TARGET, span};
 pub use swiglu::{swiglu, swiglu_cost, swiglu_joined};
-pub use swiglu_mlp::swiglu_mlp;
 pub use tape::{Grads, Tape};
 pub use threads::{SpinGuard, join_rayon_pool, spin_workers};
 pub use tiled::{TiledCost, tile_rows, tiled, tiled_with_weights};

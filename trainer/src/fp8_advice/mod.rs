@@ -7,8 +7,8 @@ use std::fmt;
 
 use anyhow::{Context, Result};
 use candle_core::{Device, DeviceLocation, Tensor, bail};
-use candlewick_model::{LinearSpec, Model, SwiGluSpec};
-use candlewick_ops::{Fp8Config, OutputDtype, Weight, linear, rms_norm, swiglu_mlp};
+use candlewick_model::{LinearSpec, Model, SwiGluSpec, swiglu_mlp};
+use candlewick_ops::{Fp8Config, OutputDtype, Weight, linear, rms_norm};
 use serde::Serialize;
 
 use crate::plan::{Plan, dtype};
