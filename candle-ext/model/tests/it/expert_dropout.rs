@@ -1,19 +1,24 @@
 //! Dropout of adapters on single experts, compared with a computation of one token after the other.
 
 use std::cell::Cell;
+use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candlewick_model::{ExpertCall, LayerSpec, ParallelOps, SingleDevice, TokenExchange};
-use candlewick_ops::{Dropout, Tape, derive_key, dropout};
+use candlewick_model::{ExpertCall, LayerSpec, MlpSpec, ParallelOps, SingleDevice, TokenExchange};
+use candlewick_ops::{Dropout, Tape, derive_key, dropout, route};
 
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
 
 const P: f64 = 0.4;
+/// Key of the dropout masks of the micro-batch.
+const KEY: u64 = 9;
 
 /// Compares the experts of each layer and their gradients with candle's.
 struct ChecksExperts<'a> {
     tiny: &'a Tiny,
     next_layer: Cell<usize>,
+    /// Number of routers whose adapter was compared.
+    n_routers: Cell<usize>,
 }
 
 /// One matrix of all experts with its adapters.
@@ -68,15 +73,38 @@ impl<'a> Matrix<'a> {
     }
 }
 
+impl ChecksExperts<'_> {
+    /// Compares experts and weights with those of a router whose adapter's input has a mask.
+    fn check_router(&self, layer: &LayerSpec, call: &ExpertCall) -> Result<()> {
+        let (MlpSpec::Moe(moe), Some(router)) = (&layer.mlp, layer.router()) else { return Ok(()) };
+        let Some(adapter) = &router.adapter else { return Ok(()) };
+        let [weight, a, b] =
+            [router.weight_name(), adapter.a_name(), adapter.b_name()].map(|name| self.tiny.value(&name).unwrap());
+        let key = derive_key(KEY, fnv1a(&adapter.module));
+        let mask = dropout(&Tensor::ones(call.x.shape(), DType::F32, &Device::Cpu)?, Dropout { p: P, key })?;
+        let of_adapter = (call.x * mask)?.matmul(&a.t()?)?.matmul(&b.t()?)?;
+        let logits = (call.x.matmul(&weight.t()?)? + (of_adapter * adapter.scaling)?)?;
+        let want = route(&logits, None, moe.router)?;
+        let experts = |routing: &candlewick_ops::Routing| routing.assignment.experts.to_vec2::<u32>();
+        assert_eq!(experts(call.routing)?, experts(&want)?, "{}", adapter.module);
+        assert_close(&adapter.module, &call.routing.weights, &want.weights);
+        self.n_routers.set(self.n_routers.get() + 1);
+        Ok(())
+    }
+}
+
 impl ParallelOps for ChecksExperts<'_> {
     fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
         meanwhile(TokenExchange::Dispatch)?;
         meanwhile(TokenExchange::Combine)?;
         let layer = self.next_layer.replace(self.next_layer.get() + 1);
         let [gate_up, down] = [Matrix::new(self.tiny, layer, 0)?, Matrix::new(self.tiny, layer, 1)?];
+        self.check_router(&gate_up.layer, call)?;
         let x = Var::from_tensor(call.x)?;
         let experts = call.routing.assignment.experts.to_vec2::<u32>()?;
         let (weights, keys) = (call.routing.weights.to_vec2::<f32>()?, call.dropout_keys.unwrap().to_vec2::<i64>()?);
+        let n_masks = keys.iter().flatten().collect::<HashSet<_>>().len();
+        assert_eq!(n_masks, call.routing.assignment.n_slots(), "each expert of a token has a mask of its own");
         let of_token = |token: usize| {
             let row = x.narrow(0, token, 1)?;
             let mut sum = row.zeros_like()?;
@@ -109,17 +137,18 @@ fn the_input_of_an_experts_adapter_has_dropout() {
     for (base, adapter) in [("mixtral", "mixtral-experts-lora"), ("qwen2_moe", "qwen2_moe-up-lora")] {
         let Reference { ids, lengths, .. } = Reference::load(adapter);
         let tiny = |p, key| Tiny::load_with_dropout(base, &fixture(adapter), p, key);
-        let dropped = tiny(P, Some(9));
-        let checks = ChecksExperts { tiny: &dropped, next_layer: Cell::new(0) };
+        let dropped = tiny(P, Some(KEY));
+        let checks = ChecksExperts { tiny: &dropped, next_layer: Cell::new(0), n_routers: Cell::new(0) };
         dropped.normed_with(&ids, &lengths, &checks).unwrap();
         assert!(checks.next_layer.get() > 0);
+        assert_eq!(checks.n_routers.get() > 0, base == "mixtral");
         let outputs = |tiny: &Tiny| tiny.normed_with(&ids, &lengths, &SingleDevice).unwrap();
         let values = |tiny: &Tiny| outputs(tiny).to_vec2::<f32>().unwrap();
-        assert_eq!(values(&dropped), values(&tiny(P, Some(9))));
+        assert_eq!(values(&dropped), values(&tiny(P, Some(KEY))));
         assert_ne!(values(&dropped), values(&tiny(P, Some(8))));
         // Without a key, as in evaluation, and with a probability of zero there is none.
         let plain = values(&Tiny::load_with_adapter(base, &fixture(adapter)));
-        assert_eq!((values(&tiny(P, None)), values(&tiny(0.0, Some(9)))), (plain.clone(), plain));
+        assert_eq!((values(&tiny(P, None)), values(&tiny(0.0, Some(KEY)))), (plain.clone(), plain));
     }
 }
 
