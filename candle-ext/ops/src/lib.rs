@@ -117,10 +117,12 @@ pub use moe::expert_labels::{relabel_experts, repeat_keys, repeat_weights};
 pub use moe::grouped_linear::{GroupedCall, GroupedGemmImpl, GroupedLinearCost, TokensPerCall, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_keys, permute_weights, unpermute};
 pub use moe::router::{
-    GroupLimit, RouterSpec, Routing, ScoreFunction, TopKOrder, route, route_by, route_cost, route_to,
+    BestExperts, CountedRows, ExpertChoice, GroupLimit, RouterSpec, RouterStatistics, Routing, ScoreFunction, TopKOrder,
+    route, route_by, route_by_choice, route_cost, route_counted, route_to,
 };
 pub use moe::router_loss::{
-    expert_score_sums, load_balancing_loss, router_loss_cost, router_z_loss, sequence_load_balancing_loss,
+    balance_factors, expert_score_sums, load_balancing_loss, router_loss_cost, router_z_loss,
+    sequence_load_balancing_loss,
 };
 pub use moe::router_noise::{InputJitter, biased_logits, input_jitter, random_logits};
 pub use moe::sinkhorn::sinkhorn;

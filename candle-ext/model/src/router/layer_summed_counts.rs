@@ -4,8 +4,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 
 use candle_core::{DType, Device, Result, Tensor};
-
-use super::loss::fractions;
+use candlewick_ops::balance_factors;
 
 /// Sums of expert selections over the layers of each micro-batch of a step, for
 /// [`RouterLoss::TransformersLoadBalancing`](crate::RouterLoss::TransformersLoadBalancing).
@@ -67,6 +66,6 @@ impl LayerSummedCounts {
     pub fn factors(&self, micro_idx: usize) -> Result<Tensor> {
         let sums = self.sums.borrow();
         let sums_e = sums.get(&micro_idx).expect("a layer with this loss has added its counts");
-        fractions(&sums_e.unsqueeze(0)?)?.squeeze(0)?.affine(self.top_k as f64, 0.0)
+        balance_factors(&sums_e.unsqueeze(0)?)?.squeeze(0)?.affine(self.top_k as f64, 0.0)
     }
 }

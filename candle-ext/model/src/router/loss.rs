@@ -1,9 +1,4 @@
 //! Auxiliary losses of the router.
-//!
-//! t tokens without padding, e experts, s sequences
-
-use candle_core::{Result, Tensor};
-use candlewick_ops::{RouterSpec, TopKOrder, no_grad, route};
 
 /// Auxiliary loss of the routers. Each layer adds the loss summed over its tokens to the tape.
 ///
@@ -44,17 +39,4 @@ impl RouterLoss {
             Self::Z => "z_loss",
         }
     }
-}
-
-/// Returns e * (fraction of the selections of each expert), by sequence, for counts f32 [s, e].
-pub(crate) fn fractions(counts_se: &Tensor) -> Result<Tensor> {
-    let n_experts = counts_se.dim(1)? as f64;
-    let totals_s1 = counts_se.sum_keepdim(1)?.maximum(1f32)?;
-    counts_se.broadcast_div(&totals_s1)?.affine(n_experts, 0.0)
-}
-
-/// Returns the experts with the highest scores of each token, u32 [t, k], without bias, groups or capacity.
-pub(crate) fn best_experts(logits_te: &Tensor, spec: RouterSpec) -> Result<Tensor> {
-    let spec = RouterSpec { order: TopKOrder::ScoreFirst, normalize: false, groups: None, ..spec };
-    Ok(no_grad(|| route(logits_te, None, spec))?.assignment.experts)
 }

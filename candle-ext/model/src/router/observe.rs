@@ -4,11 +4,10 @@
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::{
-    self as ops, RouterSpec, Routing, expert_counts, expert_score_sums, load_balancing_loss, router_z_loss,
-    sequence_load_balancing_loss,
+    self as ops, RouterSpec, RouterStatistics, Routing, balance_factors, expert_counts, expert_score_sums, load_balancing_loss,
+    router_z_loss, sequence_load_balancing_loss,
 };
 
-use super::loss::{best_experts, fractions};
 use super::{RouterContext, RouterLoss, RouterRows};
 use crate::ParallelOps;
 
@@ -17,70 +16,58 @@ pub(crate) struct RoutedLayer<'a> {
     pub(crate) layer_idx: usize,
     /// Logits [t, e].
     pub(crate) logits: &'a Tensor,
-    /// Selected experts, before the capacity drops any.
-    pub(crate) routing: &'a Routing,
+    /// Rows without padding.
+    pub(crate) rows: &'a RouterRows,
     /// Selected experts within the capacity; `None` without one.
     pub(crate) kept: Option<&'a Routing>,
-    /// Experts with the highest scores, u32 [t, k], without bias, groups or balancing; `None` if they were not computed.
-    pub(crate) best_experts: Option<&'a Tensor>,
+    /// Sums over these rows, before the capacity drops any. As in Megatron-LM, its best experts ignore bias and groups.
+    pub(crate) statistics: &'a RouterStatistics,
     pub(crate) spec: RouterSpec,
-}
-
-/// Logits and experts of the tokens that count.
-struct CountedTokens<'a> {
-    layer_idx: usize,
-    logits_ne: Tensor,
-    /// Experts by score alone, u32 [n, k]. As in Megatron-LM, losses ignore bias, groups and capacity.
-    best_nk: Tensor,
-    spec: RouterSpec,
-    rows: &'a RouterRows,
 }
 
 impl RoutedLayer<'_> {
     /// Adds the layer to the totals and its losses to the tape.
     pub(crate) fn observe(&self, context: &RouterContext, parallel_ops: &dyn ParallelOps) -> Result<()> {
-        let Some(rows) = context.rows else { return Ok(()) };
-        let losses = &context.settings.losses;
-        if context.totals.is_none() && losses.is_empty() {
-            return Ok(());
-        }
-        let logits_ne = rows.select(self.logits)?;
         if let Some(totals) = context.totals {
-            let counts_e = |routing: &Routing| {
-                expert_counts(&rows.select(&routing.assignment.experts)?, None, logits_ne.dim(1)?)?.squeeze(0)
-            };
-            let selected_e = counts_e(self.routing)?;
-            let n_dropped = match self.kept {
-                Some(kept) => (selected_e.sum_all()? - counts_e(kept)?.sum_all()?)?,
-                None => Tensor::zeros((), selected_e.dtype(), selected_e.device())?,
-            };
-            totals.add(self.layer_idx, &logits_ne, &selected_e, &n_dropped)?;
+            totals.add(self.layer_idx, self.statistics.totals()?, self.n_kept()?)?;
         }
+        let losses = &context.settings.losses;
         if losses.is_empty() {
             return Ok(());
         }
-        let best_nk = match self.best_experts {
-            Some(experts) => rows.select(experts)?,
-            None => best_experts(&logits_ne, self.spec)?,
+        let logits_ne = self.rows.select(self.logits)?;
+        let add = |loss: &RouterLoss| {
+            ops::auxiliary_loss(loss.name(), &self.loss(*loss, &logits_ne, context, parallel_ops)?)
         };
-        let tokens = CountedTokens { layer_idx: self.layer_idx, logits_ne, best_nk, spec: self.spec, rows };
-        losses.iter().try_for_each(|loss| ops::auxiliary_loss(loss.name(), &tokens.loss(*loss, context, parallel_ops)?))
+        losses.iter().try_for_each(add)
     }
-}
 
-impl CountedTokens<'_> {
+    /// Returns the selections that the capacity keeps, an f32 scalar; `None` without a capacity.
+    fn n_kept(&self) -> Result<Option<Tensor>> {
+        let Some(kept) = self.kept else { return Ok(None) };
+        let experts = self.rows.select(&kept.assignment.experts)?;
+        Ok(Some(expert_counts(&experts, None, self.logits.dim(1)?)?.sum_all()?))
+    }
+
     /// Returns a loss, summed over the tokens: an f32 scalar, or the scores of each expert [e] if their factors are not yet known.
-    fn loss(&self, loss: RouterLoss, context: &RouterContext, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
-        let (logits_ne, score) = (&self.logits_ne, self.spec.score);
-        let balance = |counts_1e: &Tensor| load_balancing_loss(logits_ne, &fractions(counts_1e)?.squeeze(0)?, score);
-        let counts_1e = || expert_counts(&self.best_nk, None, logits_ne.dim(1)?);
+    fn loss(
+        &self,
+        loss: RouterLoss,
+        logits_ne: &Tensor,
+        context: &RouterContext,
+        parallel_ops: &dyn ParallelOps,
+    ) -> Result<Tensor> {
+        let statistics = self.statistics;
+        let counts_1e = || statistics.best_counts()?.unsqueeze(0);
+        let balance =
+            |counts_1e: &Tensor| load_balancing_loss(logits_ne, statistics, &balance_factors(counts_1e)?.squeeze(0)?);
         match loss {
             RouterLoss::LoadBalancing => balance(&parallel_ops.sum_over_micro_batch(&counts_1e()?)?),
             RouterLoss::SequenceLoadBalancing => {
-                let sequences = self.rows.token_sequences()?;
-                let counts_se = expert_counts(&self.best_nk, Some(sequences), logits_ne.dim(1)?)?;
+                let (sequences, best_nk) = (self.rows.token_sequences()?, self.rows.select(statistics.best_experts())?);
+                let counts_se = expert_counts(&best_nk, Some(sequences), logits_ne.dim(1)?)?;
                 let counts_se = parallel_ops.sum_over_micro_batch(&counts_se)?;
-                sequence_load_balancing_loss(logits_ne, &fractions(&counts_se)?, sequences, score)
+                sequence_load_balancing_loss(logits_ne, &balance_factors(&counts_se)?, sequences, self.spec.score)
             }
             RouterLoss::GlobalLoadBalancing => {
                 let counts_1e = || parallel_ops.sum_over_data_parallel(&counts_1e()?);
@@ -88,12 +75,12 @@ impl CountedTokens<'_> {
                 balance(&sums.up_to(context.micro_idx, self.layer_idx, counts_1e)?)
             }
             RouterLoss::TransformersLoadBalancing => {
-                let counts_e = || parallel_ops.sum_over_micro_batch(&counts_1e()?.squeeze(0)?);
+                let counts_e = || parallel_ops.sum_over_micro_batch(&statistics.best_counts()?);
                 let summed = context.layer_summed_counts.expect("a step with this loss has counts summed over layers");
                 summed.add(context.micro_idx, self.layer_idx, counts_e)?;
-                expert_score_sums(logits_ne, score)
+                expert_score_sums(logits_ne, statistics)
             }
-            RouterLoss::Z => router_z_loss(logits_ne),
+            RouterLoss::Z => router_z_loss(logits_ne, statistics),
         }
     }
 }
@@ -102,9 +89,10 @@ impl CountedTokens<'_> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use candle_core::{DType, Device, IndexOp};
-    use candlewick_ops::{ScoreFunction, Tape, TopKOrder, route};
+    use candlewick_ops::{ScoreFunction, Tape, TopKOrder};
     use serde_json::Value;
 
+    use super::super::{RouterLogits, select};
     use super::*;
     use crate::{GlobalExpertCounts, RouterSettings, SingleDevice};
 
@@ -134,7 +122,9 @@ mod tests {
         counts: (&GlobalExpertCounts, usize),
     ) -> (f64, Tensor) {
         let sequence_of = |row: usize| (row * n_sequences / n_rows) as u32;
+        let mark = |row: usize| u32::from((first..first + n_rows).contains(&row));
         let rows = RouterRows {
+            marks: Some(Tensor::from_iter((0..logits.dim(0).unwrap()).map(mark), &Device::Cpu).unwrap()),
             valid: Some(Tensor::arange(first as u32, (first + n_rows) as u32, &Device::Cpu).unwrap()),
             sequences: Some(Tensor::from_iter((0..n_rows).map(sequence_of), &Device::Cpu).unwrap()),
             tokens: None,
@@ -147,9 +137,7 @@ mod tests {
         let context = RouterContext { settings, rows, global_counts, micro_idx, ..RouterContext::default() };
         let tape = Tape::record(&[logits], || {
             let bias = Tensor::arange(0f32, logits.dim(1)? as f32, &Device::Cpu)?;
-            let routing = route(logits, Some(&bias), spec)?;
-            RoutedLayer { layer_idx: 3, logits, routing: &routing, kept: None, best_experts: None, spec }
-                .observe(&context, &SingleDevice)?;
+            select(&RouterLogits { layer_idx: 3, logits, bias: Some(&bias), spec }, &context, &SingleDevice)?;
             ops::scale(logits, 1.0, DType::F32)
         })
         .unwrap();

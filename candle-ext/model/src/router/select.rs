@@ -1,9 +1,9 @@
 //! Selection of the experts.
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, RouterSpec, Routing};
+use candlewick_ops::{self as ops, BestExperts, CountedRows, ExpertChoice, RouterSpec, Routing};
 
-use super::{ExpertCapacity, ExpertSelection, RoutedLayer, RouterContext};
+use super::{ExpertCapacity, ExpertSelection, RoutedLayer, RouterContext, RouterLoss};
 use crate::{ExpertPadding, ParallelOps};
 
 /// Logits of a router.
@@ -25,15 +25,25 @@ pub(crate) fn select(
 ) -> Result<Routing> {
     let RouterLogits { layer_idx, logits, bias, spec } = *router;
     let logits = &context.forced(logits, layer_idx)?;
-    let (routing, is_best) = match (context.replayed, context.settings.selection) {
-        (Some(replayed), _) => (ops::route_to(logits, replayed.of_layer(layer_idx)?, spec)?, false),
-        (None, ExpertSelection::TopK) => (ops::route(logits, bias, spec)?, bias.is_none() && spec.groups.is_none()),
-        (None, ExpertSelection::Sinkhorn) => (ops::route_by(logits, &ops::sinkhorn(logits)?, spec)?, false),
+    let balanced = match (context.replayed, context.settings.selection) {
+        (None, ExpertSelection::Sinkhorn) => Some(ops::sinkhorn(logits)?),
+        _ => None,
+    };
+    let choice = match (context.replayed, &balanced) {
+        (Some(replayed), _) => ExpertChoice::Given(replayed.of_layer(layer_idx)?),
+        (None, Some(balanced)) => ExpertChoice::BySelection(balanced),
+        (None, None) => ExpertChoice::ByScore { bias },
+    };
+    let (routing, statistics) = match context.counted(choice, spec) {
+        Some(counted) => {
+            let (routing, statistics) = ops::route_counted(logits, choice, spec, counted)?;
+            (routing, Some(statistics))
+        }
+        None => (ops::route_by_choice(logits, choice, spec)?, None),
     };
     if let Some(record) = context.record {
         record.add(context.micro_idx, layer_idx, &routing.assignment.experts);
     }
-    let best_experts = is_best.then_some(&routing.assignment.experts);
     let kept = match context.settings.capacity {
         Some(capacity) => {
             let (t, e) = logits.dims2()?;
@@ -41,12 +51,26 @@ pub(crate) fn select(
         }
         None => None,
     };
-    RoutedLayer { layer_idx, logits, routing: &routing, kept: kept.as_ref(), best_experts, spec }
-        .observe(context, parallel_ops)?;
+    if let (Some(statistics), Some(rows)) = (&statistics, context.rows) {
+        RoutedLayer { layer_idx, logits, rows, kept: kept.as_ref(), statistics, spec }.observe(context, parallel_ops)?;
+    }
     Ok(kept.unwrap_or(routing))
 }
 
 impl RouterContext<'_> {
+    /// Returns the rows that losses and totals cover; `None` if there are neither.
+    fn counted(&self, choice: ExpertChoice, spec: RouterSpec) -> Option<CountedRows<'_>> {
+        let losses = &self.settings.losses;
+        let rows = self.rows.filter(|_| self.totals.is_some() || !losses.is_empty())?;
+        let is_by_score = matches!(choice, ExpertChoice::ByScore { bias: None }) && spec.groups.is_none();
+        // The z-loss counts no experts.
+        let best = match is_by_score || losses.iter().all(|loss| *loss == RouterLoss::Z) {
+            true => BestExperts::Chosen,
+            false => BestExperts::ByScore,
+        };
+        Some(CountedRows { marks: rows.marks.as_ref(), best })
+    }
+
     /// Returns the padding of a layer's `n_experts` experts. It is at least the capacity of this rank's tokens.
     pub(crate) fn padding(&self, spec: RouterSpec, n_experts: usize) -> Option<ExpertPadding> {
         let (most_tokens, capacity) = (self.most_tokens?, self.settings.capacity?);

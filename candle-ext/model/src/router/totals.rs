@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 /// Totals of the routers by layer. Padding does not count.
 #[derive(Debug, Default)]
@@ -35,18 +35,18 @@ impl RouterTotals {
         n_experts + N_STATISTICS
     }
 
-    /// Adds a forward pass: logits [t, e], selections f32 [e], and the number of dropped selections, an f32 scalar.
-    pub(crate) fn add(
-        &self,
-        layer_idx: usize,
-        logits_te: &Tensor,
-        counts_e: &Tensor,
-        n_dropped: &Tensor,
-    ) -> Result<()> {
-        let n_tokens = Tensor::new(logits_te.dim(0)? as f32, counts_e.device())?;
-        let logits_te = logits_te.to_dtype(DType::F32)?;
-        let statistics = [&n_tokens, &logits_te.sum_all()?, &logits_te.sqr()?.sum_all()?, n_dropped];
-        let total = Tensor::cat(&[counts_e, &Tensor::stack(&statistics, 0)?], 0)?;
+    /// Adds a forward pass: its [`RouterStatistics::totals`](candlewick_ops::RouterStatistics::totals), and the selections that
+    /// the capacity kept, an f32 scalar; `None` without a capacity.
+    pub(crate) fn add(&self, layer_idx: usize, statistics: Tensor, n_kept: Option<Tensor>) -> Result<()> {
+        let total = match n_kept {
+            Some(n_kept) => {
+                let n_others = statistics.dim(0)? - 1;
+                let n_selected = statistics.narrow(0, 0, n_others - 3)?.sum_all()?;
+                let n_dropped = (n_selected - n_kept)?.reshape(1)?;
+                Tensor::cat(&[&statistics.narrow(0, 0, n_others)?, &n_dropped], 0)?
+            }
+            None => statistics,
+        };
         let mut layers = self.layers.borrow_mut();
         let sum = match layers.get(&layer_idx) {
             Some(sum) => (sum + total)?,

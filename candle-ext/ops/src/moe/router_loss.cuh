@@ -1,4 +1,4 @@
-// Router losses, as sums over tokens: a warp per token. Without counts [e] it is the z-loss.
+// Router losses, as sums over tokens: a warp per token. Without counts [e] it is the z-loss, of which only backward is here.
 #pragma once
 
 #include "scores.cuh"
@@ -34,14 +34,9 @@ __device__ __forceinline__ void token_losses(const C* logits, const float* count
     for (long long token = blockIdx.x * LOSS_WARPS + warp; token < t; token += gridDim.x * LOSS_WARPS) {
         const C* row = logits + token * e;
         const auto scores = Scores<C>::of_row(function, row, e);
-        if (counts) {
-            C weighted, divisor;
-            weighted_sum(scores, row, counts_of(counts, sequences, token, e), e, weighted, divisor);
-            sum += weighted / divisor;
-        } else {
-            const double lse = scores.max + log_of(scores.sum);
-            sum += lse * lse;
-        }
+        C weighted, divisor;
+        weighted_sum(scores, row, counts_of(counts, sequences, token, e), e, weighted, divisor);
+        sum += weighted / divisor;
     }
     if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
     __syncthreads();
@@ -76,23 +71,6 @@ __device__ __forceinline__ void loss_backward(const C* logits, const float* coun
     }
 }
 
-// Writes the normalized scores [t, e].
-template <typename C>
-__device__ __forceinline__ void normalized_scores(const C* logits, float* shares, int t, int e, int function) {
-    const long long token = static_cast<long long>(blockIdx.x) * LOSS_WARPS + threadIdx.x / 32;
-    if (token >= t) return;
-    logits += token * e;
-    shares += token * e;
-    const auto scores = Scores<C>::of_row(function, logits, e);
-    C divisor = C(1);
-    if (function != SOFTMAX) {
-        C sum = C(0);
-        for (int i = threadIdx.x % 32; i < e; i += 32) sum += scores.of(logits[i]);
-        divisor = sum_lanes(sum) + scores.epsilon();
-    }
-    for (int i = threadIdx.x % 32; i < e; i += 32) shares[i] = static_cast<float>(scores.of(logits[i]) / divisor);
-}
-
 #define ROUTER_LOSS(C, suffix)                                                                                        \
     KERNEL(128) token_losses_##suffix(const C* logits, const float* counts, const uint* sequences, double* partial,   \
             int t, int e, int function) {                                                                             \
@@ -101,9 +79,6 @@ __device__ __forceinline__ void normalized_scores(const C* logits, float* shares
     KERNEL(128) loss_backward_##suffix(const C* logits, const float* counts, const uint* sequences, const float* dy,  \
             C* d_logits, int t, int e, int function) {                                                                \
         loss_backward(logits, counts, sequences, dy, d_logits, t, e, function);                                       \
-    }                                                                                                                 \
-    KERNEL(128) normalized_scores_##suffix(const C* logits, float* shares, int t, int e, int function) {              \
-        normalized_scores(logits, shares, t, e, function);                                                            \
     }
 ROUTER_LOSS(float, f32)
 ROUTER_LOSS(double, f64)
@@ -114,4 +89,22 @@ KERNEL(32) sum_losses(const double* partial, float* loss, int n) {
     for (int i = threadIdx.x; i < n; i += 32) sum += partial[i];
     sum = sum_lanes(sum);
     if (threadIdx.x == 0) *loss = static_cast<float>(sum);
+}
+
+// loss [1]: the dot product of the sums [e] of the normalized scores with factors [e], by one warp
+KERNEL(32) balance_loss(const double* sums, const float* factors, float* loss, int e) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < e; i += 32) sum += sums[i] * factors[i];
+    sum = sum_lanes(sum);
+    if (threadIdx.x == 0) *loss = static_cast<float>(sum);
+}
+
+// factors [s, e]: e times the fraction of each count of counts [s, e] in its row; a warp per row
+KERNEL(32) balance_factors(const float* counts, float* factors, int e) {
+    const long long row = static_cast<long long>(blockIdx.x) * e;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < e; i += 32) sum += counts[row + i];
+    // Counts are integers, whose sums are exact.
+    const float total = fmaxf(sum_lanes(sum), 1.0f);
+    for (int i = threadIdx.x; i < e; i += 32) factors[row + i] = counts[row + i] / total * static_cast<float>(e);
 }

@@ -8,6 +8,7 @@ mod cuda;
 mod given;
 pub(super) mod scores;
 mod spec;
+mod statistics;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -21,7 +22,9 @@ use crate::storage::host;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(in crate::moe) use cuda::logits_suffix;
 use spec::Selection;
-pub use spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+pub use spec::{ExpertChoice, GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+use statistics::{Columns, check_marks};
+pub use statistics::{BestExperts, CountedRows, RouterStatistics};
 
 const OP: &str = "route";
 
@@ -43,18 +46,14 @@ pub struct Routing {
 ///
 /// The second forward of a replayed block takes experts and weights of the first.
 pub fn route(logits: &Tensor, bias: Option<&Tensor>, spec: RouterSpec) -> Result<Routing> {
-    let n_experts = check_logits(OP, logits)?;
-    check_selection("bias", bias, &[n_experts])?;
-    routed(logits, bias.map(Selection::Bias), spec)
+    Ok(routed(logits, ExpertChoice::ByScore { bias }, spec, None)?.0)
 }
 
 /// Chooses the experts with the highest `selection`, f32 [t, e], such as [`sinkhorn`](crate::sinkhorn)'s.
 ///
 /// Weights come from the logits, as in [`route`]. The selection gets no gradient.
 pub fn route_by(logits: &Tensor, selection: &Tensor, spec: RouterSpec) -> Result<Routing> {
-    check_logits(OP, logits)?;
-    check_selection("selection", Some(selection), logits.dims())?;
-    routed(logits, Some(Selection::Given(selection)), spec)
+    Ok(routed(logits, ExpertChoice::BySelection(selection), spec, None)?.0)
 }
 
 /// Weighs the experts that the caller gives, u32 [t, k], in their order, such as those that another run selected.
@@ -65,27 +64,75 @@ pub fn route_by(logits: &Tensor, selection: &Tensor, spec: RouterSpec) -> Result
 ///
 /// On the CPU, if an expert of a token is not below e, or occurs twice.
 pub fn route_to(logits: &Tensor, experts: &Tensor, spec: RouterSpec) -> Result<Routing> {
-    let n_experts = check_logits(OP, logits)?;
-    let spec = RouterSpec { groups: None, ..spec };
-    spec.check(n_experts)?;
-    let selection = given::selection(experts, [logits.dims()[0], n_experts], spec.top_k)?;
-    routed(logits, Some(Selection::Given(&selection)), spec)
+    Ok(routed(logits, ExpertChoice::Given(experts), spec, None)?.0)
 }
 
-fn routed(logits: &Tensor, selection: Option<Selection<'_>>, spec: RouterSpec) -> Result<Routing> {
+/// Routes as [`route`], [`route_by`] or [`route_to`].
+pub fn route_by_choice(logits: &Tensor, choice: ExpertChoice<'_>, spec: RouterSpec) -> Result<Routing> {
+    Ok(routed(logits, choice, spec, None)?.0)
+}
+
+/// Routes as [`route_by_choice`], and returns statistics of the tokens that count from the same pass.
+pub fn route_counted(
+    logits: &Tensor,
+    choice: ExpertChoice<'_>,
+    spec: RouterSpec,
+    counted: CountedRows<'_>,
+) -> Result<(Routing, RouterStatistics)> {
+    let (routing, statistics) = routed(logits, choice, spec, Some(counted))?;
+    match statistics {
+        Some(statistics) => Ok((routing, statistics)),
+        None => bail!("{OP}: the first forward of this block computed no statistics"),
+    }
+}
+
+fn routed(
+    logits: &Tensor,
+    choice: ExpertChoice<'_>,
+    spec: RouterSpec,
+    counted: Option<CountedRows<'_>>,
+) -> Result<(Routing, Option<RouterStatistics>)> {
     let _span = span(OP, "forward");
-    let n_experts = logits.dims()[1];
-    spec.check(n_experts)?;
+    let e = check_logits(OP, logits)?;
+    let t = logits.dims()[0];
+    check_marks(OP, counted, t)?;
+    let spec = if let ExpertChoice::Given(_) = choice { RouterSpec { groups: None, ..spec } } else { spec };
+    spec.check(e)?;
     let source = logits.contiguous()?;
-    let (weights, assignment) = compute_or_replay(OP, || {
-        let (weights, experts) = choose(&source, selection, &spec)?;
-        Ok((weights, ExpertAssignment::new(&experts, n_experts)?))
+    let (weights, state) = compute_or_replay(OP, || {
+        let given = match choice {
+            ExpertChoice::Given(experts) => Some(given::selection(experts, [t, e], spec.top_k)?),
+            _ => None,
+        };
+        let selection = selection(choice, given.as_ref(), [t, e])?;
+        let Chosen { weights, experts, statistics } = choose(&source, selection, &spec, counted)?;
+        Ok((weights, (ExpertAssignment::new(&experts, e)?, statistics)))
     })?;
-    let (assignment, experts) = (assignment.as_ref().clone(), assignment.experts.clone());
+    let (assignment, statistics) = state.as_ref().clone();
+    let experts = assignment.experts.clone();
     let weights = record(OP, [logits.into()], weights, move |d_weights, _| {
         Ok([Some(grad_logits(&source, &experts, d_weights, &spec)?)])
     });
-    Ok(Routing { weights, assignment })
+    Ok((Routing { weights, assignment }, statistics))
+}
+
+/// Returns the tensor that the choice depends on besides the logits. `given` has the scores of given experts.
+fn selection<'a>(
+    choice: ExpertChoice<'a>,
+    given: Option<&'a Tensor>,
+    [t, e]: [usize; 2],
+) -> Result<Option<Selection<'a>>> {
+    match choice {
+        ExpertChoice::ByScore { bias } => {
+            check_selection("bias", bias, &[e])?;
+            Ok(bias.map(Selection::Bias))
+        }
+        ExpertChoice::BySelection(selection) => {
+            check_selection("selection", Some(selection), &[t, e])?;
+            Ok(Some(Selection::Given(selection)))
+        }
+        ExpertChoice::Given(_) => Ok(given.map(Selection::Given)),
+    }
 }
 
 /// Returns the cost of `route` for `n_tokens` tokens: f32 logits are saved.
@@ -93,32 +140,78 @@ pub fn route_cost(n_tokens: u64, n_experts: u64) -> Cost {
     Cost { saved_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
 }
 
-/// Returns weights f32 [t, k] and experts u32 [t, k].
-fn choose(logits: &Tensor, selection: Option<Selection<'_>>, spec: &RouterSpec) -> Result<(Tensor, Tensor)> {
+/// Output of the kernels.
+struct Chosen {
+    /// f32 [t, k].
+    weights: Tensor,
+    /// u32 [t, k].
+    experts: Tensor,
+    statistics: Option<RouterStatistics>,
+}
+
+fn choose(
+    logits: &Tensor,
+    selection: Option<Selection<'_>>,
+    spec: &RouterSpec,
+    counted: Option<CountedRows<'_>>,
+) -> Result<Chosen> {
     on_device!(OP, logits, {
-        cpu => {
-            let tensor = match selection {
-                Some(Selection::Bias(tensor) | Selection::Given(tensor)) => Some(tensor.contiguous()?),
-                None => None,
-            };
-            let values = tensor.as_ref().map(|tensor| host(OP, tensor)).transpose()?;
-            let values = values.as_ref().map(|values| values.slice::<f32>()).transpose()?;
-            let selection = match (selection, values) {
-                (Some(Selection::Given(_)), Some(values)) => cpu::SelectionScores::Given(values),
-                (_, bias) => cpu::SelectionScores::OfLogits { bias },
-            };
-            let (t, e) = logits.dims2()?;
-            let host = host(OP, logits)?;
-            let routed = match logits.dtype() {
-                DType::F64 => cpu::route::<f64>(host.slice()?, selection, e, spec),
-                _ => cpu::route::<f32>(host.slice()?, selection, e, spec),
-            };
-            let shape = (t, spec.top_k);
-            let weights = Tensor::from_vec(routed.weights, shape, logits.device())?;
-            Ok((weights, Tensor::from_vec(routed.experts, shape, logits.device())?))
-        },
-        cuda => cuda::route(logits, selection, spec),
+        cpu => choose_on_cpu(logits, selection, spec, counted),
+        cuda => cuda::route(logits, selection, spec, counted),
     })
+}
+
+fn choose_on_cpu(
+    logits: &Tensor,
+    selection: Option<Selection<'_>>,
+    spec: &RouterSpec,
+    counted: Option<CountedRows<'_>>,
+) -> Result<Chosen> {
+    let contiguous = |tensor: Option<&Tensor>| tensor.map(Tensor::contiguous).transpose();
+    let tensor = contiguous(match selection {
+        Some(Selection::Bias(tensor) | Selection::Given(tensor)) => Some(tensor),
+        None => None,
+    })?;
+    let values = tensor.as_ref().map(|tensor| host(OP, tensor)).transpose()?;
+    let values = values.as_ref().map(|values| values.slice::<f32>()).transpose()?;
+    let selection = match (selection, values) {
+        (Some(Selection::Given(_)), Some(values)) => cpu::SelectionScores::Given(values),
+        (_, bias) => cpu::SelectionScores::OfLogits { bias },
+    };
+    let marks = contiguous(counted.and_then(|counted| counted.marks))?;
+    let marks = marks.as_ref().map(|marks| host(OP, marks)).transpose()?;
+    let marks = marks.as_ref().map(|marks| marks.slice::<u32>()).transpose()?;
+    let e = logits.dims()[1];
+    let counted = counted.map(|CountedRows { best, .. }| cpu::CountedTokens { marks, best, columns: Columns::new(e, best) });
+    let host = host(OP, logits)?;
+    let routed = match logits.dtype() {
+        DType::F64 => cpu::route::<f64>(host.slice()?, selection, e, spec, counted),
+        _ => cpu::route::<f32>(host.slice()?, selection, e, spec, counted),
+    };
+    chosen(routed, logits, spec, counted)
+}
+
+fn chosen(
+    routed: cpu::Routed,
+    logits: &Tensor,
+    spec: &RouterSpec,
+    counted: Option<cpu::CountedTokens<'_>>,
+) -> Result<Chosen> {
+    let (shape, device) = ((logits.dims()[0], spec.top_k), logits.device());
+    let experts = Tensor::from_vec(routed.experts, shape, device)?;
+    let statistics = match counted {
+        None => None,
+        Some(cpu::CountedTokens { best, columns, .. }) => {
+            let best_experts = match best {
+                BestExperts::Chosen => experts.clone(),
+                BestExperts::ByScore => Tensor::from_vec(routed.best, shape, device)?,
+            };
+            let rounded = Tensor::from_iter(routed.sums.iter().map(|sum| *sum as f32), device)?;
+            let sums = Tensor::from_vec(routed.sums, columns.len(), device)?;
+            Some(RouterStatistics::new(spec.score, columns, [sums, rounded], best_experts))
+        }
+    };
+    Ok(Chosen { weights: Tensor::from_vec(routed.weights, shape, device)?, experts, statistics })
 }
 
 fn grad_logits(logits: &Tensor, experts: &Tensor, d_weights: &Tensor, spec: &RouterSpec) -> Result<Tensor> {

@@ -9,7 +9,7 @@ impl ScoreFunction {
     /// Computes the scores of a row of logits.
     pub(in crate::moe) fn scores(self, logits: &[f64], scores: &mut [f64]) {
         match self {
-            Self::Softmax => softmax(logits, scores),
+            Self::Softmax => _ = softmax(logits, scores),
             Self::Sigmoid => scores.iter_mut().zip(logits).for_each(|(s, x)| *s = sigmoid(*x)),
             Self::SqrtSoftplus => scores.iter_mut().zip(logits).for_each(|(s, x)| *s = softplus(*x).sqrt()),
         }
@@ -57,11 +57,11 @@ pub(in crate::moe) fn log_sum_exp(logits: &[f64]) -> f64 {
     max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
 }
 
-/// Computes the softmax of a row.
-pub(in crate::moe) fn softmax(logits: &[f64], scores: &mut [f64]) {
+/// Computes the softmax of a row. Returns log(sum(e^x)).
+pub(in crate::moe) fn softmax(logits: &[f64], scores: &mut [f64]) -> f64 {
     let max = largest(logits);
     scores.iter_mut().zip(logits).for_each(|(s, x)| *s = (x - max).exp());
-    normalize(scores, 0.0);
+    max + normalize(scores, 0.0).ln()
 }
 
 fn largest(logits: &[f64]) -> f64 {

@@ -74,6 +74,20 @@ impl RouterSpec {
     }
 }
 
+/// Choice of the experts of a token.
+#[derive(Clone, Copy, Debug)]
+pub enum ExpertChoice<'a> {
+    /// The highest scores of the logits, as in [`route`](crate::route).
+    ByScore {
+        /// Bias that is added to the scores, f32 [e].
+        bias: Option<&'a Tensor>,
+    },
+    /// The highest numbers, f32 [t, e], as in [`route_by`](crate::route_by).
+    BySelection(&'a Tensor),
+    /// These experts, u32 [t, k], as in [`route_to`](crate::route_to).
+    Given(&'a Tensor),
+}
+
 /// Tensor, besides the logits, that the choice of experts depends on.
 #[derive(Clone, Copy)]
 pub(super) enum Selection<'a> {

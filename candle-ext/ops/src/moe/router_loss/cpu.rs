@@ -4,22 +4,19 @@ use candle_core::WithDType;
 use rayon::prelude::*;
 
 use crate::moe::router::ScoreFunction;
-use crate::moe::router::scores::{log_sum_exp, normalize, normalize_backward, softmax};
+use crate::moe::router::scores::{normalize, normalize_backward, softmax};
 
 /// Tokens per task. Sums of tasks are added in order, so the result does not depend on the number of threads.
 const TOKENS: usize = 64;
 
-/// A loss that is a sum over tokens.
-pub(super) trait TokenLoss: Sync {
-    /// Returns the loss of a token.
-    fn loss(&self, token: usize, logits: &[f64], buffer: &mut [f64]) -> f64;
-
+/// Gradient of a loss that is a sum over tokens.
+pub(super) trait TokenGrad: Sync {
     /// Computes the gradient of a token's logits.
     fn grad(&self, token: usize, logits: &[f64], buffer: &mut [f64], grads: &mut [f64]);
 }
 
 /// Returns the sum of the loss over rows of `n_experts` logits.
-pub(super) fn sum<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_experts: usize) -> f64 {
+pub(super) fn sum<T: WithDType>(loss: &Balance<'_>, logits: &[T], n_experts: usize) -> f64 {
     let partial = |(task, logits): (usize, &[T])| {
         let (mut row, mut buffer) = (vec![0.0; n_experts], vec![0.0; n_experts]);
         let of_token = |(token, logits): (usize, &[T])| {
@@ -33,7 +30,7 @@ pub(super) fn sum<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_experts: 
 }
 
 /// Returns the gradient of the logits, times `upstream`.
-pub(super) fn backward<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_experts: usize, upstream: f64) -> Vec<T> {
+pub(super) fn backward<T: WithDType>(loss: &impl TokenGrad, logits: &[T], n_experts: usize, upstream: f64) -> Vec<T> {
     let mut d_logits = vec![T::zero(); logits.len()];
     let tasks = d_logits.par_chunks_mut(TOKENS * n_experts).zip(logits.par_chunks(TOKENS * n_experts));
     tasks.enumerate().for_each(|(task, (d_logits, logits))| {
@@ -46,27 +43,6 @@ pub(super) fn backward<T: WithDType>(loss: &impl TokenLoss, logits: &[T], n_expe
         }
     });
     d_logits
-}
-
-/// Returns the sum of the normalized scores over rows of `n_experts` logits.
-pub(super) fn score_sums<T: WithDType>(score: ScoreFunction, logits: &[T], n_experts: usize) -> Vec<f64> {
-    let add = |mut sums: Vec<f64>, other: &[f64]| {
-        sums.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
-        sums
-    };
-    let partial = |logits: &[T]| {
-        let (mut row, mut p) = (vec![0.0; n_experts], vec![0.0; n_experts]);
-        logits.chunks_exact(n_experts).fold(vec![0.0; n_experts], |sums, logits| {
-            read(logits, &mut row);
-            score.scores(&row, &mut p);
-            if score != ScoreFunction::Softmax {
-                normalize(&mut p, score.epsilon());
-            }
-            add(sums, &p)
-        })
-    };
-    let partials: Vec<Vec<f64>> = logits.par_chunks(TOKENS * n_experts).map(partial).collect();
-    partials.iter().fold(vec![0.0; n_experts], |sums, partial| add(sums, partial))
 }
 
 fn read<T: WithDType>(logits: &[T], row: &mut [f64]) {
@@ -88,16 +64,17 @@ impl Balance<'_> {
         let sequence = self.sequences.map_or(0, |sequences| sequences[token] as usize);
         &self.counts[sequence * n_experts..(sequence + 1) * n_experts]
     }
-}
 
-impl TokenLoss for Balance<'_> {
+    /// Returns the loss of a token.
     fn loss(&self, token: usize, logits: &[f64], p: &mut [f64]) -> f64 {
         self.score.scores(logits, p);
         let divisor =
             if self.score == ScoreFunction::Softmax { 1.0 } else { p.iter().sum::<f64>() + self.score.epsilon() };
         p.iter().zip(self.counts_of(token, logits.len())).map(|(p, count)| p * f64::from(*count)).sum::<f64>() / divisor
     }
+}
 
+impl TokenGrad for Balance<'_> {
     fn grad(&self, token: usize, logits: &[f64], scores: &mut [f64], grads: &mut [f64]) {
         self.score.scores(logits, scores);
         grads.iter_mut().zip(self.counts_of(token, logits.len())).for_each(|(grad, count)| *grad = f64::from(*count));
@@ -113,14 +90,9 @@ impl TokenLoss for Balance<'_> {
 /// Square of a token's log-sum-exp.
 pub(super) struct ZLoss;
 
-impl TokenLoss for ZLoss {
-    fn loss(&self, _: usize, logits: &[f64], _: &mut [f64]) -> f64 {
-        log_sum_exp(logits).powi(2)
-    }
-
+impl TokenGrad for ZLoss {
     fn grad(&self, _: usize, logits: &[f64], _: &mut [f64], grads: &mut [f64]) {
-        let factor = 2.0 * log_sum_exp(logits);
-        softmax(logits, grads);
+        let factor = 2.0 * softmax(logits, grads);
         grads.iter_mut().for_each(|grad| *grad *= factor);
     }
 }

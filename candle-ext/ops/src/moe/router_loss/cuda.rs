@@ -13,13 +13,13 @@ const WARPS: usize = 4;
 /// Most blocks that sum losses.
 const MAX_BLOCKS: usize = 1024;
 
-/// Returns the load-balancing loss, or without counts the z-loss.
-pub(super) fn sum(logits: &Tensor, balance: Option<&BalanceInputs>) -> Result<Tensor> {
+/// Returns the load-balancing loss.
+pub(super) fn sum(logits: &Tensor, balance: &BalanceInputs) -> Result<Tensor> {
     let on = gpu(OP, logits)?;
     let n_blocks = logits.dims()[0].div_ceil(WARPS).clamp(1, MAX_BLOCKS);
     let (partial, loss) = (Out::new(on, DType::F64, n_blocks)?, Out::new(on, DType::F32, 1)?);
-    let inputs = inputs(logits, balance)?;
-    let args = [&inputs[..], &[Arg::Address(partial.address)], &settings(logits, balance)].concat();
+    let inputs = inputs(logits, Some(balance))?;
+    let args = [&inputs[..], &[Arg::Address(partial.address)], &settings(logits, Some(balance))].concat();
     let name = format!("token_losses_{}", logits_suffix(logits.dtype()));
     let of_sum = [Arg::Address(partial.address), Arg::Address(loss.address), Arg::I32(n_blocks as i32)];
     // SAFETY: logits are [t, e], counts [s, e], sequences [t] below s; there is a partial sum per block.
@@ -30,17 +30,26 @@ pub(super) fn sum(logits: &Tensor, balance: Option<&BalanceInputs>) -> Result<Te
     Ok(loss.into_tensor(()))
 }
 
-/// Returns the sum of the normalized scores over tokens, f32 [e].
-pub(super) fn score_sums(logits: &Tensor, score: ScoreFunction) -> Result<Tensor> {
-    let on = gpu(OP, logits)?;
-    let [t, e] = [0, 1].map(|dim| logits.dims()[dim]);
-    let shares = Out::new(on, DType::F32, t * e)?;
-    let addresses = [address(OP, logits)?, shares.address].map(Arg::Address);
-    let args = [&addresses[..], &[Arg::I32(t as i32), Arg::I32(e as i32), score.arg()]].concat();
-    let name = format!("normalized_scores_{}", logits_suffix(logits.dtype()));
-    // SAFETY: logits and scores are [t, e].
-    unsafe { KERNELS.launch(on, &name, [t.div_ceil(WARPS), 1, 1], WARPS * 32, &args)? };
-    shares.into_tensor((t, e)).sum(0)
+/// Returns the load-balancing loss for sums of normalized scores, f64 [e, and more], and factors f32 [e].
+pub(super) fn balance_loss(sums: &Tensor, factors: &Tensor) -> Result<Tensor> {
+    let on = gpu(OP, sums)?;
+    let loss = Out::new(on, DType::F32, 1)?;
+    let addresses = [address(OP, sums)?, address(OP, factors)?, loss.address].map(Arg::Address);
+    let args = [&addresses[..], &[Arg::I32(factors.elem_count() as i32)]].concat();
+    // SAFETY: there are at least as many sums as factors.
+    unsafe { KERNELS.launch(on, "balance_loss", [1, 1, 1], 32, &args)? };
+    Ok(loss.into_tensor(()))
+}
+
+/// Returns e * (fraction of each count in its row), for counts f32 [s, e].
+pub(super) fn balance_factors(counts: &Tensor) -> Result<Tensor> {
+    let on = gpu(OP, counts)?;
+    let [s, e] = [0, 1].map(|dim| counts.dims()[dim]);
+    let factors = Out::new(on, DType::F32, s * e)?;
+    let args = [Arg::Address(address(OP, counts)?), Arg::Address(factors.address), Arg::I32(e as i32)];
+    // SAFETY: counts and factors are [s, e].
+    unsafe { KERNELS.launch(on, "balance_factors", [s, 1, 1], 32, &args)? };
+    Ok(factors.into_tensor((s, e)))
 }
 
 /// Returns the gradient of the logits for the upstream gradient `dy`, a scalar on the device.

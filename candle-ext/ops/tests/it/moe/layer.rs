@@ -6,7 +6,7 @@ use candlewick_ops::{
     limit_capacity, load_balancing_loss, permute, permute_weights, route, router_z_loss, unpermute, weighted_swiglu,
 };
 
-use super::{devices, to_u32s};
+use super::{devices, statistics, to_u32s};
 use crate::cases::{OpCase, bits, grad_of, randn, tape, trainable};
 
 const T: usize = 61;
@@ -84,9 +84,11 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
             let y = tape.output().clone();
             let grads = tape.backward(&randn((t, d), 5)).unwrap();
             let counts = Tensor::ones(e, DType::F32, &Device::Cpu).unwrap();
+            let of_logits = statistics(&inputs[1], ScoreFunction::Sigmoid).unwrap();
             let losses = [
-                load_balancing_loss(&inputs[1], &counts, ScoreFunction::Softmax).unwrap(),
-                router_z_loss(&inputs[1]).unwrap(),
+                load_balancing_loss(&inputs[1], &of_logits, &counts).unwrap(),
+                router_z_loss(&inputs[1], &of_logits).unwrap(),
+                of_logits.totals().unwrap(),
             ];
             let grads = inputs.iter().map(|x| grads.get(x).unwrap().clone());
             let all = std::iter::once(y).chain(grads).chain(weights.iter().map(grad_of)).chain(losses);

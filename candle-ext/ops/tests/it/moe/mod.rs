@@ -9,10 +9,14 @@ pub(crate) mod router;
 mod router_fixture;
 mod router_loss;
 mod router_noise;
+mod router_statistics;
 mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::ExpertAssignment;
+use candlewick_ops::{
+    BestExperts, CountedRows, ExpertAssignment, ExpertChoice, RouterSpec, RouterStatistics, ScoreFunction, no_grad,
+    route_counted,
+};
 
 use crate::cases::{OpCase, TestDevice, check_each};
 
@@ -48,4 +52,11 @@ pub(crate) fn experts(t: usize, k: usize, e: usize, dropped: Option<usize>) -> T
 /// Returns an assignment of [`experts`] on a device.
 pub(crate) fn assignment(experts: &Tensor, n_experts: usize, device: &Device) -> ExpertAssignment {
     ExpertAssignment::new(&experts.to_device(device).unwrap(), n_experts).unwrap()
+}
+
+/// Returns the statistics of all tokens.
+pub(crate) fn statistics(logits: &Tensor, score: ScoreFunction) -> candle_core::Result<RouterStatistics> {
+    let spec = RouterSpec { top_k: 1, score, ..router::SPEC };
+    let counted = CountedRows { marks: None, best: BestExperts::Chosen };
+    Ok(no_grad(|| route_counted(logits, ExpertChoice::ByScore { bias: None }, spec, counted))?.1)
 }

@@ -4,7 +4,7 @@ use candlewick_ops::{
     save_outputs, scale,
 };
 
-use super::{devices, to_u32s, u32s};
+use super::{devices, statistics, to_u32s, u32s};
 use crate::cases::{assert_close, assert_error, bits, check_each, randn, relative_error, tape, values};
 
 pub(crate) const SPEC: RouterSpec = RouterSpec {
@@ -17,7 +17,7 @@ pub(crate) const SPEC: RouterSpec = RouterSpec {
 };
 
 /// Returns settings with every score function, order and choice of groups.
-fn specs() -> Vec<RouterSpec> {
+pub(crate) fn specs() -> Vec<RouterSpec> {
     let groups = Some(GroupLimit { n_groups: 4, n_selected: 2, n_scores_per_group: 2 });
     let mut all = Vec::new();
     for score in [ScoreFunction::Softmax, ScoreFunction::Sigmoid, ScoreFunction::SqrtSoftplus] {
@@ -299,7 +299,8 @@ fn gradients_of_weights_and_losses_add_up() {
         let inputs = std::slice::from_ref(&logits);
         let tape = tape(inputs, || {
             if with_loss {
-                auxiliary_loss("z", &router_z_loss(&logits)?)?;
+                let of_logits = statistics(&logits, ScoreFunction::Softmax)?;
+                auxiliary_loss("z", &router_z_loss(&logits, &of_logits)?)?;
             }
             let weights = route(&logits, None, SPEC)?.weights;
             if with_weights { Ok(weights) } else { scale(&weights, 0.0, DType::F32) }

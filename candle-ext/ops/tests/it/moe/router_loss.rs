@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{ScoreFunction, expert_score_sums, load_balancing_loss, router_z_loss};
+use candlewick_ops::{ScoreFunction, balance_factors, expert_score_sums, load_balancing_loss, router_z_loss};
 
-use super::devices;
+use super::{devices, statistics};
 use crate::cases::{assert_close, assert_error, check_each, randn, tape, values};
 
 /// Compares a loss and its gradient, for an upstream gradient other than 1, with a function in f64.
@@ -34,6 +34,10 @@ fn check(t: usize, e: usize, loss: &dyn Fn(&Tensor) -> candle_core::Result<Tenso
     }
 }
 
+fn z_loss(logits: &Tensor) -> candle_core::Result<Tensor> {
+    router_z_loss(logits, &statistics(logits, ScoreFunction::Softmax)?)
+}
+
 const SHAPES: [(usize, usize); 4] = [(5, 8), (200, 16), (1, 1), (3, 130)];
 
 #[test]
@@ -50,7 +54,7 @@ fn the_load_balancing_loss_and_its_gradient_equal_the_reference() {
             };
             scores.iter().zip(&of_counts).map(|(s, c)| s * c).sum::<f64>() / scores.iter().sum::<f64>()
         };
-        let loss = |logits: &Tensor| load_balancing_loss(logits, &counts.to_device(logits.device())?, score);
+        let loss = |logits: &Tensor| load_balancing_loss(logits, &statistics(logits, score)?, &counts.to_device(logits.device())?);
         // A single expert's share is constant: its gradient is zero up to rounding.
         if e > 1 {
             check(t, e, &loss, &naive);
@@ -69,8 +73,10 @@ fn score_sums_and_their_gradient_are_those_of_the_load_balancing_loss() {
             let logits = test_device.put(&logits.to_dtype(dtype).unwrap());
             let counts = test_device.put(&counts);
             test_device.run(|| {
-                let of_sums = tape(std::slice::from_ref(&logits), || expert_score_sums(&logits, score));
-                let loss = tape(std::slice::from_ref(&logits), || load_balancing_loss(&logits, &counts, score));
+                let of_sums = tape(std::slice::from_ref(&logits), || expert_score_sums(&logits, &statistics(&logits, score)?));
+                let loss = tape(std::slice::from_ref(&logits), || {
+                    load_balancing_loss(&logits, &statistics(&logits, score)?, &counts)
+                });
                 let dot = (of_sums.output() * &counts).unwrap().sum_all().unwrap();
                 assert_close("loss", &dot, loss.output(), 1e-6);
                 let grad = of_sums.backward(&counts).unwrap().remove(&logits).unwrap();
@@ -85,7 +91,7 @@ fn score_sums_and_their_gradient_are_those_of_the_load_balancing_loss() {
 #[test]
 fn the_z_loss_and_its_gradient_equal_the_reference() {
     check_each(SHAPES, |(t, e)| {
-        check(t, e, &router_z_loss, &|row| row.iter().map(|x| x.exp()).sum::<f64>().ln().powi(2));
+        check(t, e, &z_loss, &|row| row.iter().map(|x| x.exp()).sum::<f64>().ln().powi(2));
     });
 }
 
@@ -95,7 +101,8 @@ fn balanced_experts_give_one() {
     let logits = Tensor::zeros((t, e), DType::F32, &Device::Cpu).unwrap();
     let counts = Tensor::full((t * k / e) as f32, e, &Device::Cpu).unwrap();
     for test_device in devices() {
-        let loss = |score| load_balancing_loss(&test_device.put(&logits), &test_device.put(&counts), score);
+        let (logits, counts) = (test_device.put(&logits), test_device.put(&counts));
+        let loss = |score| load_balancing_loss(&logits, &statistics(&logits, score)?, &counts);
         for score in [ScoreFunction::Softmax, ScoreFunction::Sigmoid] {
             let sum = values(&test_device.run(|| loss(score)).unwrap())[0];
             assert_eq!(sum * e as f64 / (k * t * t) as f64, 1.0, "{score:?}");
@@ -104,10 +111,23 @@ fn balanced_experts_give_one() {
 }
 
 #[test]
+fn factors_are_fractions_of_the_selections_times_the_experts() {
+    let counts = Tensor::new(&[[1f32, 2.0, 5.0], [0.0, 0.0, 0.0], [7.0, 0.0, 0.0]], &Device::Cpu).unwrap();
+    for test_device in devices() {
+        let factors = values(&test_device.run(|| balance_factors(&test_device.put(&counts))).unwrap());
+        assert_eq!(factors, [0.375, 0.75, 1.875, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0]);
+        let wide = Tensor::ones((2, 70), DType::F32, &Device::Cpu).unwrap();
+        let wide = values(&test_device.run(|| balance_factors(&test_device.put(&wide))).unwrap());
+        assert!(wide.iter().all(|factor| (factor - 1.0).abs() < 1e-6) && wide.len() == 140, "{wide:?}");
+    }
+    assert_error(balance_factors(&randn(3, 1)), "want f32 counts [s, e], got [3]");
+}
+
+#[test]
 fn large_logits_do_not_overflow() {
     let logits = Tensor::new(&[[1e4f32, -1e4, 0.0], [300.0, 300.0, 300.0]], &Device::Cpu).unwrap();
     for test_device in devices() {
-        let loss = test_device.run(|| router_z_loss(&test_device.put(&logits))).unwrap();
+        let loss = test_device.run(|| z_loss(&test_device.put(&logits))).unwrap();
         let want = 1e8 + (300.0 + 3f64.ln()).powi(2);
         assert_close("z loss", &loss, &Tensor::new(want, &Device::Cpu).unwrap(), 1e-6);
     }
@@ -116,7 +136,9 @@ fn large_logits_do_not_overflow() {
 #[test]
 fn wrong_counts_are_named() {
     let logits = randn((4, 8), 1);
-    let loss = |counts: &Tensor| load_balancing_loss(&logits, counts, ScoreFunction::Softmax);
+    let of_logits = statistics(&logits, ScoreFunction::Softmax).unwrap();
+    let loss = |counts: &Tensor| load_balancing_loss(&logits, &of_logits, counts);
     assert_error(loss(&randn(7, 1)), "want f32 counts [8], got F32 [7]");
-    assert_error(router_z_loss(&randn(8, 1)), "want f32 or f64 logits [t, e]");
+    assert_error(router_z_loss(&randn(8, 1), &of_logits), "want f32 or f64 logits [t, e]");
+    assert_error(router_z_loss(&randn((4, 7), 1), &of_logits), "the statistics are of 8 experts, the logits of 7");
 }
