@@ -81,14 +81,14 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
 
 #[test]
 fn statistics_are_sums_over_the_counted_tokens() {
-    // More tokens than warps, so that each warp sums several.
-    for (t, e) in [(70, 16), (2100, 16), (5, 160)] {
-        // All settings for one size.
-        let specs = if t == 70 { specs() } else { specs().into_iter().step_by(5).collect() };
-        check_each(specs, |spec| {
+    // 2,100 tokens are more than all warps, so some of them sum two.
+    for (t, e, every) in [(70, 16, 1), (5, 160, 5), (2100, 8, 24)] {
+        check_each(specs().into_iter().filter(|spec| spec.top_k <= e).step_by(every), |spec| {
             for test_device in devices() {
                 check(&test_device, [t, e], spec, None);
-                check(&test_device, [t, e], spec, Some(&marks(t)));
+                if t < 2100 {
+                    check(&test_device, [t, e], spec, Some(&marks(t)));
+                }
             }
         });
     }
