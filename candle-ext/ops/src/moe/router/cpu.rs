@@ -14,7 +14,7 @@ const TOKENS: usize = 64;
 pub(super) struct Routed {
     pub(super) experts: Vec<u32>,
     pub(super) weights: Vec<f32>,
-    /// Experts by score alone, if they are asked for.
+    /// Experts by score alone, if they are a second choice.
     pub(super) best: Vec<u32>,
     /// Sums of [`Columns`].
     pub(super) sums: Vec<f64>,

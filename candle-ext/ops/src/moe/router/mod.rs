@@ -23,7 +23,7 @@ use crate::storage::host;
 pub(in crate::moe) use cuda::logits_suffix;
 use spec::Selection;
 pub use spec::{ExpertChoice, GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
-use statistics::{Columns, check_marks};
+use statistics::{Chosen, Columns, check_marks};
 pub use statistics::{BestExperts, CountedRows, RouterStatistics};
 
 const OP: &str = "route";
@@ -138,15 +138,6 @@ fn selection<'a>(
 /// Returns the cost of `route` for `n_tokens` tokens: f32 logits are saved.
 pub fn route_cost(n_tokens: u64, n_experts: u64) -> Cost {
     Cost { saved_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
-}
-
-/// Output of the kernels.
-struct Chosen {
-    /// f32 [t, k].
-    weights: Tensor,
-    /// u32 [t, k].
-    experts: Tensor,
-    statistics: Option<RouterStatistics>,
 }
 
 fn choose(
