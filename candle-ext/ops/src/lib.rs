@@ -117,8 +117,8 @@ pub use moe::expert_labels::{relabel_experts, repeat_keys, repeat_weights};
 pub use moe::grouped_linear::{GroupedCall, GroupedGemmImpl, GroupedLinearCost, TokensPerCall, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_keys, permute_weights, unpermute};
 pub use moe::router::{
-    BestExperts, CountedRows, ExpertChoice, GroupLimit, RouterSpec, RouterStatistics, Routing, ScoreFunction, TopKOrder,
-    route, route_by, route_by_choice, route_cost, route_counted, route_to,
+    BestExperts, CountedRows, ExpertChoice, GroupLimit, RouterSpec, RouterStatistics, Routing, ScoreFunction,
+    TopKOrder, route, route_by, route_by_choice, route_cost, route_counted, route_to,
 };
 pub use moe::router_loss::{
     balance_factors, expert_score_sums, load_balancing_loss, router_loss_cost, router_z_loss,

@@ -136,7 +136,7 @@ fn a_pattern_of_layers_is_trained_resumed_and_exported() {
     let output = export("safetensors", "again");
     assert!(output.status.success() && stderr(&output).contains("transformers does not read"), "{}", stderr(&output));
     let refused = stderr(&export("gguf-q8_0", "gguf"));
-    assert!(refused.contains("moe_layer_freq: llama.cpp has experts in every layer of llama"), "{refused}");
+    assert!(refused.contains("`moe_layer_freq`: llama.cpp has experts in every layer of llama"), "{refused}");
 }
 
 #[test]

@@ -285,7 +285,11 @@ mod tests {
             ("mixtral", json!({"moe_layer_freq": [1, 0, 2, 0]}), ["moe_layer_freq", "a list with 0 or 1"]),
             ("mixtral", json!({"moe_layer_freq": [1, 0]}), ["2 entries for 4 layers", "num_hidden_layers"]),
             ("mixtral", json!({"moe_layer_freq": [0, 0, 0, 0]}), ["no layer has experts", "number of experts to 0"]),
-            ("dots1", json!({"moe_layer_freq": 4, "first_k_dense_replace": 1}), ["moe_layer_freq", "no layer has experts"]),
+            (
+                "dots1",
+                json!({"moe_layer_freq": 4, "first_k_dense_replace": 1}),
+                ["moe_layer_freq", "no layer has experts"],
+            ),
             (
                 "dots1",
                 json!({"moe_layer_freq": [1, 1, 0, 1], "first_k_dense_replace": 2}),

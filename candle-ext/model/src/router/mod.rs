@@ -1,10 +1,10 @@
 //! Routers during training: settings, losses, totals, and the inputs that all layers share.
 
 mod global_counts;
+mod layer_summed_counts;
 mod loss;
 mod noise;
 mod observe;
-mod layer_summed_counts;
 mod replay;
 mod rows;
 mod select;
@@ -12,8 +12,8 @@ mod settings;
 mod totals;
 
 pub use global_counts::GlobalExpertCounts;
-pub use loss::RouterLoss;
 pub use layer_summed_counts::LayerSummedCounts;
+pub use loss::RouterLoss;
 pub use replay::{ReplayedExperts, RoutingRecord};
 pub use rows::RouterRows;
 pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings};

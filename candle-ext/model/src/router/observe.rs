@@ -4,8 +4,8 @@
 
 use candle_core::{Result, Tensor};
 use candlewick_ops::{
-    self as ops, RouterSpec, RouterStatistics, Routing, balance_factors, expert_counts, expert_score_sums, load_balancing_loss,
-    router_z_loss, sequence_load_balancing_loss,
+    self as ops, RouterSpec, RouterStatistics, Routing, balance_factors, expert_counts, expert_score_sums,
+    load_balancing_loss, router_z_loss, sequence_load_balancing_loss,
 };
 
 use super::{RouterContext, RouterLoss, RouterRows};
@@ -36,9 +36,8 @@ impl RoutedLayer<'_> {
             return Ok(());
         }
         let logits_ne = self.rows.select(self.logits)?;
-        let add = |loss: &RouterLoss| {
-            ops::auxiliary_loss(loss.name(), &self.loss(*loss, &logits_ne, context, parallel_ops)?)
-        };
+        let add =
+            |loss: &RouterLoss| ops::auxiliary_loss(loss.name(), &self.loss(*loss, &logits_ne, context, parallel_ops)?);
         losses.iter().try_for_each(add)
     }
 

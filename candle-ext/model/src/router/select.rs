@@ -52,7 +52,8 @@ pub(crate) fn select(
         None => None,
     };
     if let (Some(statistics), Some(rows)) = (&statistics, context.rows) {
-        RoutedLayer { layer_idx, logits, rows, kept: kept.as_ref(), statistics, spec }.observe(context, parallel_ops)?;
+        RoutedLayer { layer_idx, logits, rows, kept: kept.as_ref(), statistics, spec }
+            .observe(context, parallel_ops)?;
     }
     Ok(kept.unwrap_or(routing))
 }

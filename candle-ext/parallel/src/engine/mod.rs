@@ -5,11 +5,11 @@
 mod expert_bias;
 mod fp8;
 mod inference;
+mod layer_summed_counts;
 mod loss;
 mod memory;
 mod micro;
 mod mtp;
-mod layer_summed_counts;
 mod router_rows;
 mod routing_replay;
 mod train;

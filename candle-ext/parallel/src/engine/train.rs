@@ -6,14 +6,14 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{
-    ForwardContext, GlobalExpertCounts, ParallelOps, LayerSummedCounts, ReplayedExperts, RouterContext, RouterRows,
+    ForwardContext, GlobalExpertCounts, LayerSummedCounts, ParallelOps, ReplayedExperts, RouterContext, RouterRows,
     RouterTotals, RoutingRecord,
 };
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
+use super::layer_summed_counts::MicroCounts;
 use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
-use super::layer_summed_counts::MicroCounts;
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
 use crate::context_parallel::TokenShard;
@@ -116,7 +116,8 @@ impl Engine {
         let _fp8 = self.store.enable_fp8(fp8_key)?;
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
-        let mut routers = StepRouters { record, layer_summed_counts: self.layer_summed_counts(), ..StepRouters::default() };
+        let mut routers =
+            StepRouters { record, layer_summed_counts: self.layer_summed_counts(), ..StepRouters::default() };
         let given: Option<&[Option<MicroExperts>]> = match routing {
             StepRouting::Replay(micros) => Some(micros),
             StepRouting::Select | StepRouting::Record => None,

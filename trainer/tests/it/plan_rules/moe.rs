@@ -324,13 +324,19 @@ fn a_layer_frequency_counts_the_layers_with_experts() {
     let freq = |freq: &str| format!("model.hf_config_kwargs={{moe_layer_freq: {freq}}}");
     let coefficient = |arguments: &[&str]| losses(arguments)[0].1;
     assert_eq!((coefficient(&[]), coefficient(&[&freq("2")])), (0.25, 0.5));
-    let layers = |argument: &str| of_experts(1, &[argument]).unwrap().model.config.unwrap().moe().unwrap().layers.clone();
+    let layers =
+        |argument: &str| of_experts(1, &[argument]).unwrap().model.config.unwrap().moe().unwrap().layers.clone();
     assert_eq!(layers(&freq("2")), [true, false]);
     assert_eq!(layers(&freq("[0, 1]")), [false, true]);
     refused_with_experts(1, &[&freq("[1]")], &["model.hf_config_kwargs", "moe_layer_freq", "1 entries for 2 layers"]);
     let lora = "model.peft_config={peft_type: LORA, target_modules: [q_proj]}";
-    for key in [freq("2"), "model.hf_config_kwargs={moe_apply_probs_on_input: true, num_experts_per_tok: 1}".to_owned()] {
-        refused_with_experts(1, &[&key, lora], &["model.hf_config_kwargs: an adapter cannot store moe_", "config.json"]);
+    for key in [freq("2"), "model.hf_config_kwargs={moe_apply_probs_on_input: true, num_experts_per_tok: 1}".to_owned()]
+    {
+        refused_with_experts(
+            1,
+            &[&key, lora],
+            &["model.hf_config_kwargs: an adapter cannot store moe_", "config.json"],
+        );
     }
 }
 

@@ -14,7 +14,7 @@ const TOKENS: usize = 64;
 pub(super) struct Routed {
     pub(super) experts: Vec<u32>,
     pub(super) weights: Vec<f32>,
-    /// Experts by score alone, if they are asked for.
+    /// Experts by score alone, if they are a second choice.
     pub(super) best: Vec<u32>,
     /// Sums of [`Columns`].
     pub(super) sums: Vec<f64>,
@@ -55,8 +55,12 @@ pub(super) fn route<T: WithDType>(
     let k = spec.top_k;
     let n = logits.len() / n_experts * k;
     let has_best = counted.is_some_and(|counted| counted.best == BestExperts::ByScore);
-    let mut routed =
-        Routed { experts: vec![0; n], weights: vec![0.0; n], best: vec![0; if has_best { n } else { 0 }], sums: vec![] };
+    let mut routed = Routed {
+        experts: vec![0; n],
+        weights: vec![0.0; n],
+        best: vec![0; if has_best { n } else { 0 }],
+        sums: vec![],
+    };
     // A task without best experts gets an empty slice of them.
     let mut best: Vec<&mut [u32]> = routed.best.chunks_mut(TOKENS * k).collect();
     best.resize_with(n.div_ceil(TOKENS * k), Default::default);

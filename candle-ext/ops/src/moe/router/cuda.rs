@@ -3,8 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::spec::{GroupLimit, RouterSpec, ScoreFunction, Selection, TopKOrder};
-use super::statistics::{BestExperts, Columns, CountedRows, RouterStatistics};
-use super::Chosen;
+use super::statistics::{BestExperts, Chosen, Columns, CountedRows, RouterStatistics};
 use crate::cuda::{Arg, Blocks, DeviceAddress, Gpu, Out, address, gpu};
 use crate::moe::KERNELS;
 

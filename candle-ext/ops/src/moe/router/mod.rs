@@ -23,8 +23,8 @@ use crate::storage::host;
 pub(in crate::moe) use cuda::logits_suffix;
 use spec::Selection;
 pub use spec::{ExpertChoice, GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
-use statistics::{Columns, check_marks};
 pub use statistics::{BestExperts, CountedRows, RouterStatistics};
+use statistics::{Chosen, Columns, check_marks};
 
 const OP: &str = "route";
 
@@ -140,15 +140,6 @@ pub fn route_cost(n_tokens: u64, n_experts: u64) -> Cost {
     Cost { saved_bytes: n_tokens * n_experts * F32_BYTES, ..Cost::default() }
 }
 
-/// Output of the kernels.
-struct Chosen {
-    /// f32 [t, k].
-    weights: Tensor,
-    /// u32 [t, k].
-    experts: Tensor,
-    statistics: Option<RouterStatistics>,
-}
-
 fn choose(
     logits: &Tensor,
     selection: Option<Selection<'_>>,
@@ -182,7 +173,8 @@ fn choose_on_cpu(
     let marks = marks.as_ref().map(|marks| host(OP, marks)).transpose()?;
     let marks = marks.as_ref().map(|marks| marks.slice::<u32>()).transpose()?;
     let e = logits.dims()[1];
-    let counted = counted.map(|CountedRows { best, .. }| cpu::CountedTokens { marks, best, columns: Columns::new(e, best) });
+    let counted =
+        counted.map(|CountedRows { best, .. }| cpu::CountedTokens { marks, best, columns: Columns::new(e, best) });
     let host = host(OP, logits)?;
     let routed = match logits.dtype() {
         DType::F64 => cpu::route::<f64>(host.slice()?, selection, e, spec, counted),

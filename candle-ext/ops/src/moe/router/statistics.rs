@@ -18,9 +18,9 @@ pub struct CountedRows<'a> {
 /// Experts that router losses count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BestExperts {
-    /// Those that the router chooses.
+    /// The experts that the router chooses.
     Chosen,
-    /// Those with the highest scores, without bias, groups or a given selection: a second choice.
+    /// The experts with the highest scores, without bias, groups or a given selection: a second choice.
     ByScore,
 }
 
@@ -30,10 +30,19 @@ pub struct RouterStatistics {
     pub(in crate::moe) score: ScoreFunction,
     /// [`Columns`] in f64.
     pub(in crate::moe) sums: Tensor,
-    /// The same, rounded to f32.
+    /// [`Columns`] rounded to f32.
     rounded: Tensor,
     columns: Columns,
     best_experts: Tensor,
+}
+
+/// Output of the router's kernels.
+pub(super) struct Chosen {
+    /// f32 [t, k].
+    pub(super) weights: Tensor,
+    /// u32 [t, k].
+    pub(super) experts: Tensor,
+    pub(super) statistics: Option<RouterStatistics>,
 }
 
 /// Layout of the sums: normalized scores [e], squared log-sum-exps, tokens of each chosen expert [e], tokens, logits, squared

@@ -127,7 +127,10 @@ fn losses_equal_those_of_megatron() {
         };
         check_loss(|logits| scaled(logits, factor, || loss(logits)), want);
     }
-    check_loss(|logits| scaled(logits, 1.0 / t, || router_z_loss(logits, &statistics(logits, ScoreFunction::Sigmoid)?)), &FIXTURE["z_loss"]);
+    check_loss(
+        |logits| scaled(logits, 1.0 / t, || router_z_loss(logits, &statistics(logits, ScoreFunction::Sigmoid)?)),
+        &FIXTURE["z_loss"],
+    );
 }
 
 #[test]

@@ -54,7 +54,9 @@ fn the_load_balancing_loss_and_its_gradient_equal_the_reference() {
             };
             scores.iter().zip(&of_counts).map(|(s, c)| s * c).sum::<f64>() / scores.iter().sum::<f64>()
         };
-        let loss = |logits: &Tensor| load_balancing_loss(logits, &statistics(logits, score)?, &counts.to_device(logits.device())?);
+        let loss = |logits: &Tensor| {
+            load_balancing_loss(logits, &statistics(logits, score)?, &counts.to_device(logits.device())?)
+        };
         // A single expert's share is constant: its gradient is zero up to rounding.
         if e > 1 {
             check(t, e, &loss, &naive);
@@ -73,7 +75,8 @@ fn score_sums_and_their_gradient_are_those_of_the_load_balancing_loss() {
             let logits = test_device.put(&logits.to_dtype(dtype).unwrap());
             let counts = test_device.put(&counts);
             test_device.run(|| {
-                let of_sums = tape(std::slice::from_ref(&logits), || expert_score_sums(&logits, &statistics(&logits, score)?));
+                let of_sums =
+                    tape(std::slice::from_ref(&logits), || expert_score_sums(&logits, &statistics(&logits, score)?));
                 let loss = tape(std::slice::from_ref(&logits), || {
                     load_balancing_loss(&logits, &statistics(&logits, score)?, &counts)
                 });

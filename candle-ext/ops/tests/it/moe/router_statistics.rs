@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
-    BestExperts, CountedRows, ExpertChoice, RouterSpec, ScoreFunction, expert_score_sums, no_grad, route, route_counted,
-    router_z_loss, save_outputs, sinkhorn,
+    BestExperts, CountedRows, ExpertChoice, RouterSpec, ScoreFunction, expert_score_sums, no_grad, route,
+    route_counted, router_z_loss, save_outputs, sinkhorn,
 };
 
 use super::router::{SPEC, specs};
@@ -47,7 +47,8 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     let plain = test_device.run(|| route(&logits, Some(&bias), spec)).unwrap();
     assert_eq!(bits(&routing.weights), bits(&plain.weights), "{what}");
     assert_eq!(to_u32s(&routing.assignment.experts), to_u32s(&plain.assignment.experts), "{what}");
-    let best = test_device.run(|| route(&logits, None, RouterSpec { groups: None, ..spec })).unwrap().assignment.experts;
+    let best =
+        test_device.run(|| route(&logits, None, RouterSpec { groups: None, ..spec })).unwrap().assignment.experts;
     assert_eq!(to_u32s(found.best_experts()), to_u32s(&best), "{what}");
 
     let of_logits = values(&logits);
@@ -69,7 +70,12 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     test_device.run(|| {
         assert_close(&what, &expert_score_sums(&logits, &found).unwrap(), &vector(sums), 1e-6);
         let squares = rows.iter().map(|row| lse(row).powi(2)).sum::<f64>();
-        assert_close(&what, &router_z_loss(&logits, &found).unwrap(), &Tensor::new(squares, &Device::Cpu).unwrap(), 1e-6);
+        assert_close(
+            &what,
+            &router_z_loss(&logits, &found).unwrap(),
+            &Tensor::new(squares, &Device::Cpu).unwrap(),
+            1e-6,
+        );
     });
     let again = run().1;
     let all = |statistics: &candlewick_ops::RouterStatistics| {
