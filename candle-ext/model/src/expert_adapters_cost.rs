@@ -54,12 +54,14 @@ impl ExpertAdaptersCost {
         self.rows(self.ranks) + self.n_tokens * self.token_ranks * self.n_bytes
     }
 
-    /// Returns the additional peak bytes of the forward: an adapter's output and its sum with the matrix's output.
+    /// Returns the additional peak bytes of the forward: an adapter's output and its sum with the matrix's output. The sum of some
+    /// of the columns exists next to that of all.
     ///
     /// The frozen layer's peak is after the gate and up projections, with f more columns.
     pub(crate) fn forward_bytes(&self) -> u64 {
         let [of_d, of_f] = self.dropped();
-        let gate_up = if self.gate_up > 0 { (self.gate_up + 2 * self.f - self.f).max(of_d) } else { 0 };
+        let some_columns = if self.gate_up < 2 * self.f { self.gate_up } else { 0 };
+        let gate_up = if self.gate_up > 0 { (self.gate_up + some_columns + 2 * self.f - self.f).max(of_d) } else { 0 };
         let down = if self.down > 0 { (self.down + self.d).max(of_f) } else { 0 };
         self.rows(gate_up.max(down))
     }
@@ -112,6 +114,8 @@ mod tests {
         assert_eq!(bytes(ExpertAdaptersCost { token_ranks: 3, ..NONE }), [5 * 3 * 2, 0, 0]);
         let gate_up = ExpertAdaptersCost { ranks: 5, gate_up: 12, ..NONE };
         assert_eq!(bytes(gate_up), [10 * 5 * 2, 10 * (12 + 12 - 6) * 2, 10 * 8 * 2]);
+        let up = ExpertAdaptersCost { ranks: 5, gate_up: 6, ..NONE };
+        assert_eq!(bytes(up), [10 * 5 * 2, 10 * (6 + 6 + 12 - 6) * 2, 10 * 8 * 2]);
         let down = ExpertAdaptersCost { ranks: 5, down: 8, ..NONE };
         assert_eq!(bytes(down), [10 * 5 * 2, 10 * (8 + 8) * 2, 0]);
     }

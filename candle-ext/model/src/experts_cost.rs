@@ -55,6 +55,10 @@ pub(crate) struct ExpertsCost {
     /// Elements of this rank's gate and up projections, and of its down projections, that are rounded to FP8 for each matmul;
     /// zero without FP8.
     pub(crate) fp8_weights: [u64; 2],
+    /// Bytes of a copy of the weights for a matmul on a GPU.
+    pub(crate) copied_bytes: u64,
+    /// Number of FP8 copies of a gradient that exist at once.
+    pub(crate) n_fp8_grads: u64,
     /// True if the FP8 codes of exchanged tokens are saved instead of the tokens, where they are smaller.
     pub(crate) saves_fp8_input: bool,
     pub(crate) exchange: ExpertExchange,
@@ -110,7 +114,7 @@ impl ExpertsCost {
             Some(_) => (self.input_bytes() + self.tile_bytes(), self.input_bytes()),
         };
         let third = computed + 2 * self.exchanged_bytes();
-        self.logits_bytes() + self.exchanged_bytes() + (of_tiles + first.max(second)).max(third)
+        self.logits_bytes() + self.exchanged_bytes() + (of_tiles + first.max(second) + self.copied_bytes).max(third)
     }
 
     /// Returns the bytes that exist while outputs travel: logits, received and computed rows, and those that arrive.
@@ -144,21 +148,25 @@ impl ExpertsCost {
         self.forward_bytes_with(shared).max(both)
     }
 
-    /// Returns the peak bytes of the backward beyond the saved activations.
-    pub(crate) fn backward_bytes(&self) -> u64 {
+    /// Returns the peak bytes of the backward beyond the saved activations. The rows are recomputed from the norm's output, of
+    /// `norm_output` bytes.
+    pub(crate) fn backward_bytes(&self, norm_output: u64) -> u64 {
         let (rows, f) = (|width| self.rows(width), self.width());
+        let [gate_up_weights, down_weights] = self.fp8_weights.map(|n| n * self.n_bytes);
+        let [gate_up_grads, down_grads] = self.fp8_grad_bytes([2 * f, self.d]);
         // The gradient of the projection, the gated activation and its gradient.
-        let [fp8_gate_up, fp8_down] = self.fp8_bytes([2 * f, self.d]);
-        let down = rows(self.d) + 2 * rows(f) + fp8_down;
-        // The gradients of gate and up and of the permuted rows, and the rows. In FP8 the rows are freed before the gradient.
-        let n_of_rows = if fp8_gate_up > 0 { 1 } else { 2 };
-        let gate_up = rows(2 * f) + n_of_rows * rows(self.d) + fp8_gate_up;
+        let down = rows(self.d) + 2 * rows(f) + down_grads + down_weights;
+        // The gradients of the gated activation, and of gate and up.
+        let gated = rows(3 * f);
+        // The gradients of gate and up, which are free then, and of the permuted rows, and the rows. In FP8 the rows are freed
+        // before the weights exist.
+        let gate_up = rows(self.d) + rows(self.d).max(gate_up_weights) + gate_up_grads;
         match self.tile {
-            None => down.max(gate_up),
+            None => self.copied_bytes + down.max(gated).max(gate_up + norm_output),
             // The gradient of the input. Of a tile: gate and up, the gated activation and the output, and the input's gradient.
             Some(_) => {
                 let saved = rows(3 * f) + 2 * self.tile_bytes();
-                self.input_bytes() + saved + (down - rows(f)).max(gate_up)
+                self.copied_bytes + self.input_bytes() + saved + down.max(gated).max(gate_up) - rows(f) + norm_output
             }
         }
     }
@@ -170,6 +178,11 @@ impl ExpertsCost {
             ExpertExchange::None => 0,
             ExpertExchange::Rows { .. } | ExpertExchange::Tokens { .. } => self.exchanged_bytes(),
         }
+    }
+
+    /// Returns the bytes of the values of FP8 codes of gradients of gate and up, and of down, with these widths.
+    fn fp8_grad_bytes(&self, widths: [u64; 2]) -> [u64; 2] {
+        [0, 1].map(|i| if self.fp8_weights[i] > 0 { self.n_fp8_grads * self.rows(widths[i]) } else { 0 })
     }
 
     /// Returns the bytes of the values of FP8 codes in the matmuls of gate and up, and of down: of the weight, and of rows of

@@ -49,6 +49,8 @@ pub struct ExpertMatrixSpec {
     pub out: usize,
     /// Input features of an expert's matrix.
     pub input: DimSize,
+    /// Storage of the weights.
+    pub storage: WeightStorage,
     /// True if the experts multiply in FP8 during training.
     pub fp8: bool,
     /// LoRA adapters of the experts.
@@ -88,6 +90,7 @@ impl Config {
             out,
             input,
             rows,
+            storage: WeightStorage::Dense,
             fp8: false,
             adapters: Vec::new(),
         };

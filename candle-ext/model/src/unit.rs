@@ -79,9 +79,12 @@ impl FsdpUnit {
     /// dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
         let (FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer)) = &mut self.kind else { return };
-        for matrix in layer.expert_matrices() {
-            let is_frozen = |param: &&mut ParamSpec| param.name == matrix.name && !param.trainable;
-            self.params.iter_mut().filter(is_frozen).for_each(|param| param.storage = storage);
+        if let MlpSpec::Moe(moe) = &mut layer.mlp {
+            for matrix in moe.expert_matrices_mut() {
+                for param in self.params.iter_mut().filter(|param| param.name == matrix.name && !param.trainable) {
+                    (param.storage, matrix.storage) = (storage, storage);
+                }
+            }
         }
         for linear in layer.linears_mut() {
             let name = linear.weight_name();

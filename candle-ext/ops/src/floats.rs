@@ -266,10 +266,13 @@ impl From<FloatBuf> for Storage {
     }
 }
 
-/// Returns the first `len` elements of a buffer, which grows if needed.
+/// Returns the first `len` elements of a buffer. It grows to `len` if it is smaller, and loses its contents then.
+///
+/// `resize` would allocate up to twice as much, which threads keep, next to the former buffer.
 pub(crate) fn first_of(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if scratch.len() < len {
-        scratch.resize(len, 0.0);
+        drop(std::mem::take(scratch));
+        *scratch = vec![0.0; len];
     }
     &mut scratch[..len]
 }

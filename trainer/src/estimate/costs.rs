@@ -5,7 +5,7 @@ use candlewick_ops::{AttentionHeads, CrossEntropyCost, DeviceKind, LOGITS_BYTES_
 use candlewick_parallel::{HeadCost, StepCost, ring_exchange};
 
 use super::Setup;
-use crate::plan::{checkpointing, dtype};
+use crate::plan::{Fp8RecipePlan, checkpointing, dtype};
 use crate::recipe::TokenDispatcherType;
 
 /// Returns the sizes of the steps of this rank.
@@ -49,6 +49,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         n_expert_ranks: setup.ranks.n_expert_ranks(),
         padded_capacity_factor: setup.padded_capacity_factor,
         router: setup.router,
+        fp8_grad_copies: if matches!(setup.fp8_recipe, Some(Fp8RecipePlan::Blockwise(_))) { 2 } else { 1 },
     }
 }
 

@@ -10,7 +10,7 @@ use serde::Serialize;
 pub enum Category {
     /// Weights that forward and backward read: frozen weights and the compute copies of trained ones.
     Weights,
-    /// FP8 copies of the weights of a step.
+    /// FP8 copies of the weights of a step, and the amaxes of delayed scaling.
     Fp8Weights,
     /// Master weights that the optimizer updates, where they are separate from the compute copy.
     Masters,

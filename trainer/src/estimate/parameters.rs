@@ -1,11 +1,11 @@
 //! The bytes of parameters and training state, in the layout of `parallel`'s `ParamStore`.
 
 use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
-use candlewick_ops::DeviceKind;
+use candlewick_ops::{DeviceKind, Fp8Operand};
 
 use super::Setup;
 use super::memory_breakdown::{Category, MemoryBreakdown};
-use crate::plan::RanksPlan;
+use crate::plan::{Fp8RecipePlan, RanksPlan};
 
 /// An amount on a rank before ZeRO shards it: of dense parameters and of experts, which are sharded over other ranks.
 #[derive(Clone, Copy, Default)]
@@ -52,6 +52,7 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
     let master_copies = if setup.compute == setup.masters { none } else { here };
     MemoryBreakdown::default()
         .with(Category::Weights, shard_of(setup, 3, weights))
+        .with(Category::Fp8Weights, delayed_scaling(setup))
         .with(Category::Masters, shard_of(setup, 1, master_copies) * masters)
         .with(Category::Gradients, shard_of(setup, 2, trained) * masters)
         .with(Category::Moments, 2 * shard_of(setup, 1, here) * moments)
@@ -74,8 +75,17 @@ pub(super) fn fp8_copies(setup: &Setup) -> u64 {
 
 /// Returns the bytes of the FP8 copies that exist after a step: of frozen weights whose scales do not change.
 pub(super) fn lasting_fp8_copies(setup: &Setup) -> u64 {
-    let last = setup.base_grad().is_none() && setup.fp8_scales_follow_weights && setup.ranks.zero_stage != 3;
+    let follow_weights = matches!(setup.fp8_recipe, Some(Fp8RecipePlan::Current(_) | Fp8RecipePlan::Blockwise(_)));
+    let last = setup.base_grad().is_none() && follow_weights && setup.ranks.zero_stage != 3;
     if last { fp8_copies(setup) } else { 0 }
+}
+
+/// Returns the bytes of the amaxes and scales of delayed scaling, which each rank has for all modules; zero with other recipes.
+fn delayed_scaling(setup: &Setup) -> u64 {
+    let Some(Fp8RecipePlan::Delayed { amax_history_len, .. }) = setup.fp8_recipe else { return 0 };
+    let n_matrices: usize = setup.model.fp8_modules().iter().map(|module| module.n_matrices).sum();
+    // Amaxes of earlier steps and of this one, and the scale, in f32.
+    (n_matrices * Fp8Operand::ALL.len() * (amax_history_len + 2) * size_of::<f32>()) as u64
 }
 
 /// Returns the weights of the linear layers of a unit that multiply in FP8.

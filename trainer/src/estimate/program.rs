@@ -33,9 +33,10 @@ fn tokenizer(setup: &Setup) -> u64 {
     setup.model.config().vocab_size() as u64 * Tokenizer::BYTES_PER_TOKEN
 }
 
-/// Returns the bytes of the CPU's matmul packing buffers, which are reused.
+/// Returns the bytes of the CPU's matmul packing buffers, and of the copies that experts multiply. They are reused.
 fn matmul_buffers(setup: &Setup) -> u64 {
     let (layer, head) = (costs::layer(setup, 0), costs::head(setup));
+    let copies = (0..setup.model.n_blocks()).map(|layer_idx| costs::layer(setup, layer_idx).kept_by_threads()).max();
     let matmuls: Vec<_> = layer.mlp_matmuls().into_iter().chain(head.matmuls()).collect();
-    cpu_gemm_buffer_bytes(&matmuls, dtype(setup.compute))
+    cpu_gemm_buffer_bytes(&matmuls, dtype(setup.compute)) + copies.unwrap_or(0)
 }

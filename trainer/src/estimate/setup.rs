@@ -54,8 +54,8 @@ pub struct Setup {
     pub attention: AttentionImpl,
     /// True if weights that multiply in FP8 are gathered as codes.
     pub fp8_param_gather: bool,
-    /// True if the FP8 scales of weights follow from the weights alone, so that those of frozen ones do not change.
-    pub fp8_scales_follow_weights: bool,
+    /// The recipe of FP8; `None` without FP8.
+    pub fp8_recipe: Option<Fp8RecipePlan>,
     /// True if linear layers round operands to FP8 and multiply in the compute dtype.
     pub fake_quantize: bool,
     /// The dtype of the routers' matmuls.
@@ -133,10 +133,7 @@ impl Setup {
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
             fp8_param_gather: plan.fp8.as_ref().is_some_and(|fp8| fp8.param_gather),
-            fp8_scales_follow_weights: plan
-                .fp8
-                .as_ref()
-                .is_some_and(|fp8| !matches!(fp8.recipe, Fp8RecipePlan::Delayed { .. })),
+            fp8_recipe: plan.fp8.as_ref().map(|fp8| fp8.recipe),
             fake_quantize: plan.fp8.as_ref().is_some_and(|fp8| fp8.fake_quantize),
             router: plan.moe.as_ref().map(|moe| moe.dtype.into()).unwrap_or_default(),
             init: plan.model.init,

@@ -1,10 +1,13 @@
 //! Peak rate of matmuls, and model FLOPs utilization (MFU) relative to it.
 
+use candle_core::DType;
+
 /// Highest known rate of matmuls of the training device in the training dtype.
 #[derive(Clone, Copy)]
 pub struct PeakRate {
     flops_per_second: f64,
-    measure: Option<fn() -> f64>,
+    /// Measurement of a dtype's matmuls, and the dtype.
+    measure: Option<(fn(DType) -> f64, DType)>,
 }
 
 impl PeakRate {
@@ -13,9 +16,9 @@ impl PeakRate {
         Self { flops_per_second, measure: None }
     }
 
-    /// Measures the peak. `measure` returns the best reading of the process, in FLOPs per second.
-    pub fn measured(measure: fn() -> f64) -> Self {
-        Self { flops_per_second: measure(), measure: Some(measure) }
+    /// Measures the peak of matmuls in `dtype`. `measure` returns the best reading of the process, in FLOPs per second.
+    pub fn measured(measure: fn(DType) -> f64, dtype: DType) -> Self {
+        Self { flops_per_second: measure(dtype), measure: Some((measure, dtype)) }
     }
 
     /// Returns the model FLOPs utilization: useful FLOPs over time and peak. `flops` must not include recomputation.
@@ -23,8 +26,8 @@ impl PeakRate {
     /// If a step is faster than the peak, the peak is too low. It is then measured again, and is at least the step's rate.
     pub fn utilization(&mut self, flops: f64, seconds: f64) -> f64 {
         let rate = flops / seconds;
-        if let (true, Some(measure)) = (rate > self.flops_per_second, self.measure) {
-            self.flops_per_second = self.flops_per_second.max(measure());
+        if let (true, Some((measure, dtype))) = (rate > self.flops_per_second, self.measure) {
+            self.flops_per_second = self.flops_per_second.max(measure(dtype));
         }
         self.flops_per_second = self.flops_per_second.max(rate);
         rate / self.flops_per_second
@@ -54,7 +57,7 @@ mod tests {
     #[test]
     fn a_measured_peak_that_is_too_low_is_measured_again() {
         static READING: AtomicU64 = AtomicU64::new(5);
-        let mut peak = PeakRate::measured(|| READING.load(Ordering::Relaxed) as f64 * 1e12);
+        let mut peak = PeakRate::measured(|_| READING.load(Ordering::Relaxed) as f64 * 1e12, DType::F32);
         assert_eq!(peak.utilization(4e12, 1.0), 0.8);
         READING.store(10, Ordering::Relaxed);
         assert_eq!(peak.utilization(5e12, 1.0), 1.0);

@@ -122,11 +122,8 @@ fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
 
 /// Returns the peak rate of matmuls: of a GPU in bf16, by its name; of the CPU in `dtype`, as measured now.
 fn peak(device: &Device, dtype: DType) -> Option<PeakRate> {
-    match (device.location(), dtype) {
-        (DeviceLocation::Cuda { gpu_id }, _) => {
-            gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)).map(PeakRate::rated)
-        }
-        (_, DType::BF16) => Some(PeakRate::measured(|| measure_cpu_gemm_rate(DType::BF16))),
-        _ => Some(PeakRate::measured(|| measure_cpu_gemm_rate(DType::F32))),
+    match device.location() {
+        DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)).map(PeakRate::rated),
+        _ => Some(PeakRate::measured(measure_cpu_gemm_rate, dtype)),
     }
 }

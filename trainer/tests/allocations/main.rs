@@ -5,6 +5,7 @@
 
 #[path = "../estimated/mod.rs"]
 mod estimated;
+mod fp8;
 mod one_rank;
 mod out_of_memory;
 mod ranks;

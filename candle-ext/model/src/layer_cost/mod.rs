@@ -49,6 +49,8 @@ pub struct LayerCost<'a> {
     pub padded_capacity_factor: Option<f64>,
     /// Dtype of the router's matmuls.
     pub router: RouterDtype,
+    /// FP8 copies of the gradient of an output: 2 if the gradients of weight and input read other blocks, else 1.
+    pub fp8_grad_copies: u64,
 }
 
 /// Buffers that attention allocates to exchange keys and values under context parallelism.
@@ -84,7 +86,9 @@ impl LayerCost<'_> {
         self.n_residual_tokens * self.widths().d * self.n_bytes()
     }
 
-    /// Returns the bytes of the copy of a gradient in the compute dtype; zero if the residual stream has that dtype.
+    /// Returns the bytes of the copy of the output's gradient in the compute dtype; zero if the residual stream has that dtype.
+    ///
+    /// The first op of the MLP's backward reads it. Of the later peaks, only those of tiles and of a shared expert have it.
     fn rounded_grad_bytes(&self) -> u64 {
         if self.residual == self.dtype { 0 } else { self.output_bytes() }
     }
@@ -150,17 +154,12 @@ impl LayerCost<'_> {
     pub fn backward_bytes(&self) -> u64 {
         let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
         let mlp = match self.tiled() {
-            // The gate of a shared expert has a gradient of its input, and gradients of rows arrive meanwhile.
-            None => {
-                let arriving = self.experts().map_or(0, |experts| experts.returned_bytes());
-                let dense = self.mlp_backward(t) - self.mlp_saved(t) + self.ungated_bytes() + arriving;
-                (self.saved_bytes() + dense).max(self.experts_backward())
-            }
+            None => (self.saved_bytes() + self.dense_backward()).max(self.experts_backward()),
             // The gradient of the MLP's input, and a tile's tape, output and input gradient.
             Some(tiled) => {
-                let dense = t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows);
+                let dense = t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows, 0);
                 let dense = if self.layer.mlp.swiglu().is_some() { dense } else { 0 };
-                (self.saved_bytes() + dense).max(self.experts_backward())
+                (self.saved_bytes() + dense).max(self.experts_backward()) + self.rounded_grad_bytes()
             }
         };
         // The gradients of the sum, of attention's output, of q, k and v.
@@ -168,7 +167,7 @@ impl LayerCost<'_> {
         let scratch = self.attention_cost().backward().scratch_bytes + self.exchange.backward_bytes;
         let attention = self.saved_until_attention() + grads + scratch;
         let worst = mlp.max(self.router_backward()).max(attention).max(self.projections_backward());
-        worst + self.sublayer_bytes() + self.rounded_grad_bytes()
+        worst + self.sublayer_bytes()
     }
 
     /// Returns the peak bytes of the backward of the projections to q, k and v, after that of attention: the layer's output,
@@ -225,7 +224,8 @@ impl LayerCost<'_> {
 
     fn linear(&self, n_tokens: u64, [n_in, n_out]: [u64; 2], (spec, input): (&LinearSpec, LinearInput)) -> LinearCost {
         let (dtype, device, grad, storage) = (self.dtype, self.device, self.grad, spec.storage);
-        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage, fp8: spec.fp8 }
+        let fp8 = spec.fp8.then_some(self.fp8_grad_copies);
+        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage, fp8 }
     }
 
     /// Returns the cost of a tiled MLP; `None` if tiling is off.
@@ -286,13 +286,29 @@ impl LayerCost<'_> {
         self.linear(rows, sizes, (&linears[0], input)).backward().scratch_bytes + dropout
     }
 
-    /// Returns the peak bytes of the MLP's backward for `rows` tokens, with its saved activations.
-    fn mlp_backward(&self, rows: u64) -> u64 {
+    /// Returns the peak bytes of the backward of a dense MLP or a shared expert without tiles, beyond the saved activations.
+    fn dense_backward(&self) -> u64 {
+        let (t, rounded) = (self.n_tokens, self.rounded_grad_bytes());
+        match self.experts() {
+            None => self.mlp_backward(t, rounded) - self.mlp_saved(t),
+            // The gate has a gradient of its input, and gradients of rows arrive meanwhile. The experts read the output's
+            // gradient later.
+            Some(experts) => {
+                let meanwhile = self.ungated_bytes() + experts.returned_bytes() + rounded;
+                self.mlp_backward(t, 0) - self.mlp_saved(t) + meanwhile
+            }
+        }
+    }
+
+    /// Returns the peak bytes of the MLP's backward for `rows` tokens, with its saved activations, and with `output_grad` bytes
+    /// that the down projection's backward frees.
+    fn mlp_backward(&self, rows: u64, output_grad: u64) -> u64 {
         let Widths { d, f, .. } = self.widths();
         let Some(mlp) = self.layer.mlp.swiglu() else { return 0 };
         let elements = |n: u64| rows * self.n_bytes() * n;
-        let down = self.linears_backward(rows, [f, d], std::slice::from_ref(&mlp.down)) + elements(f);
-        let gated = elements(3 * f);
+        let down = self.linears_backward(rows, [f, d], std::slice::from_ref(&mlp.down)) + elements(f) + output_grad;
+        // In FP8 the codes of the last input exist until another is quantized.
+        let gated = elements(3 * f) + if mlp.down.fp8 { rows * f } else { 0 };
         let gate_up = elements(d) + self.linears_backward(rows, [d, f], &mlp.gate_up);
         self.mlp_saved(rows) + down.max(gated).max(gate_up)
     }
@@ -328,6 +344,7 @@ mod tests {
             n_expert_ranks: 1,
             padded_capacity_factor: None,
             router: RouterDtype::F32,
+            fp8_grad_copies: 1,
         };
         let MlpSpec::SwiGlu(mlp) = &layer.mlp else { panic!("Llama's layers are dense") };
         let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };

@@ -1,12 +1,12 @@
 //! Memory estimate of the router, the routed experts and their adapters.
 
-use candlewick_ops::{expert_capacity, linear_f64_bytes};
+use candlewick_ops::{DeviceKind, GroupedLinearCost, LinearInput, WeightStorage, expert_capacity, linear_f64_bytes};
 
 use super::{LayerCost, Widths};
 use crate::expert_adapters_cost::ExpertAdaptersCost;
 use crate::experts::ExpertTile;
 use crate::experts_cost::{ExpertExchange, ExpertsCost, TileOfExperts};
-use crate::{ExpertWeighting, MlpSpec, MoeSpec, RouterDtype, TiledMlp};
+use crate::{ExpertMatrixSpec, ExpertWeighting, MlpSpec, MoeSpec, RouterDtype, TiledMlp};
 
 impl LayerCost<'_> {
     /// Returns the peak bytes of the routed experts' backward with the saved activations; zero for a dense layer.
@@ -15,7 +15,8 @@ impl LayerCost<'_> {
     /// exists. The permuted rows are recomputed from the norm's output, which is recomputed, too.
     pub(super) fn experts_backward(&self) -> u64 {
         let (Some(experts), Some(adapters)) = (self.experts(), self.expert_adapters()) else { return 0 };
-        let bytes = self.saved_bytes() + experts.backward_bytes() + adapters.backward_bytes();
+        let norm_output = if self.experts == ExpertExchange::None { self.output_bytes() } else { 0 };
+        let bytes = self.saved_bytes() + experts.backward_bytes(norm_output) + adapters.backward_bytes();
         if self.experts != ExpertExchange::None {
             // The backward of the shared expert's down projection is first, if not in tiles. The gradient of its input exists.
             let shared = self.layer.mlp.swiglu().filter(|_| self.tiled_mlp == TiledMlp::Off);
@@ -25,7 +26,7 @@ impl LayerCost<'_> {
         let is_shared_with_tiles = experts.tile.is_some_and(|tile| tile.shares_input);
         let of_shared = if is_shared_with_tiles { 0 } else { self.dense_saved() };
         let freed = of_shared + self.ungated_bytes();
-        bytes - freed + shared + self.output_bytes()
+        bytes - freed + shared
     }
 
     /// Returns the cost of the routed experts; `None` for a dense layer.
@@ -47,6 +48,8 @@ impl LayerCost<'_> {
                 true => (matrix.n_weights() / self.n_expert_ranks) as u64,
                 false => 0,
             }),
+            copied_bytes: if self.device == DeviceKind::Gpu { self.copied_by_experts(moe) } else { 0 },
+            n_fp8_grads: if self.grad.is_some() { self.fp8_grad_copies } else { 1 },
             saves_fp8_input: moe.gate_up.fp8
                 && self.grad.is_some()
                 && self.tiled_mlp == TiledMlp::Off
@@ -55,6 +58,34 @@ impl LayerCost<'_> {
             exchange: self.experts,
             tile: (self.tiled_mlp == TiledMlp::On).then(|| self.tile_of_experts(moe)),
         })
+    }
+
+    /// Returns the bytes of the f32 copies of rows and weights that the CPU's threads make for the experts' matmuls, and keep.
+    pub fn kept_by_threads(&self) -> u64 {
+        match &self.layer.mlp {
+            MlpSpec::Moe(moe) if self.device == DeviceKind::Cpu => self.copied_by_experts(moe),
+            _ => 0,
+        }
+    }
+
+    /// Returns the bytes of the copies of rows and weights for the experts' matmuls.
+    fn copied_by_experts(&self, moe: &MoeSpec) -> u64 {
+        let of_matrix = |matrix: &ExpertMatrixSpec| {
+            let cost = GroupedLinearCost {
+                n_rows: self.n_residual_tokens * moe.router.top_k as u64,
+                n_groups: (moe.n_experts / self.n_expert_ranks) as u64,
+                n_in: matrix.input.len as u64,
+                n_out: matrix.out as u64,
+                dtype: self.dtype,
+                device: self.device,
+                input: LinearInput::Unused,
+                grad: None,
+                // In FP8 the values of codes are dense.
+                storage: if matrix.fp8 { WeightStorage::Dense } else { matrix.storage },
+            };
+            cost.forward().scratch_bytes
+        };
+        moe.expert_matrices().map(of_matrix).max().unwrap_or(0)
     }
 
     /// Returns the sizes of a tile of the routed experts.

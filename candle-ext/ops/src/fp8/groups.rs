@@ -21,6 +21,7 @@ use super::rounding::Fp8Rounding;
 use crate::device::on_device;
 use crate::dropout::key_after;
 use crate::floats::{FloatBuf, FloatsMut};
+use crate::quantized::cpu::dequantize;
 use crate::storage;
 use crate::transfer::to_host;
 
@@ -50,9 +51,9 @@ impl GroupCodes {
     pub(crate) fn values(&self) -> Result<Tensor> {
         match &self.0 {
             GroupStorage::Host { matrices, dtype, shape: (n, k) } => {
-                let (mut values, mut scratch) = (FloatBuf::zeros(*dtype, n * k)?, Vec::new());
+                let mut values = FloatBuf::zeros(*dtype, n * k)?;
                 for (rows, matrix) in matrices {
-                    write_values(matrix, rows.start * k, values.view(), &mut scratch)?;
+                    write_values(matrix, rows.start * k, values.view())?;
                 }
                 Ok(storage::tensor(values, (*n, *k)))
             }
@@ -63,8 +64,9 @@ impl GroupCodes {
 }
 
 /// Writes the values of the codes of a matrix from element `first` on.
-fn write_values(matrix: &Fp8Matrix, first: usize, mut values: FloatsMut<'_>, scratch: &mut Vec<f32>) -> Result<()> {
-    values.write(first, Fp8Host::lock(matrix)?.rows()?.widened(scratch));
+fn write_values(matrix: &Fp8Matrix, first: usize, values: FloatsMut<'_>) -> Result<()> {
+    let (of_matrix, _) = values.split_at(first).1.split_at(matrix.codes.elem_count());
+    dequantize(Fp8Host::lock(matrix)?.rows()?, of_matrix);
     Ok(())
 }
 
@@ -144,9 +146,9 @@ impl Fp8Linear {
         on_device!("fp8_quantize", x, {
             cpu => {
                 let mut values = FloatBuf::zeros(x.dtype(), x.elem_count())?;
-                let (k, mut scratch) = (x.dim(1)?, Vec::new());
+                let k = x.dim(1)?;
                 self.with_matrices_of_groups(operand, &x, groups, how, |rows, _, matrix| {
-                    write_values(matrix, rows.start * k, values.view(), &mut scratch)
+                    write_values(matrix, rows.start * k, values.view())
                 })?;
                 Ok(storage::tensor(values, x.shape()))
             },

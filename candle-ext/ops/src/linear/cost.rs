@@ -26,8 +26,9 @@ pub struct LinearCost {
     pub grad: Option<DType>,
     /// Storage of the weight.
     pub storage: WeightStorage,
-    /// True if the layer multiplies in FP8. The FP8 copy of the weight is not counted.
-    pub fp8: bool,
+    /// FP8 copies of the gradient of the output on a CPU, for a layer that multiplies in FP8: 2 if the gradients of weight and
+    /// input read other blocks, else 1. `None` without FP8. The FP8 copy of the weight is not counted.
+    pub fp8: Option<u64>,
 }
 
 impl LinearCost {
@@ -42,8 +43,7 @@ impl LinearCost {
     pub fn forward(&self) -> Cost {
         Cost {
             saved_bytes: if self.input == LinearInput::Saved { self.input_bytes() } else { 0 },
-            scratch_bytes: self.codes(self.n_in)
-                + self.widened_bytes().max(self.fp8_in_bf16(self.n_tokens * self.n_in + self.n_weights())),
+            scratch_bytes: self.codes(self.n_in) + self.operand_bytes(self.n_tokens * self.n_in + self.n_weights()),
             flops: Self::FORWARD_FLOPS * self.n_tokens * self.n_weights(),
         }
     }
@@ -52,15 +52,14 @@ impl LinearCost {
     pub fn backward(&self) -> Cost {
         let recomputed = if self.input == LinearInput::Recomputed { self.input_bytes() } else { 0 };
         let of_weight = if self.grad.is_some() { Self::GRAD_WEIGHT_FLOPS } else { 0 };
-        let operands = self
-            .widened_bytes()
-            .max(self.fp8_in_bf16(self.n_tokens * self.n_out + self.n_weights().max(self.n_tokens * self.n_in)));
+        // The gradient of the weight and then that of the input read dy.
+        let for_weight = if self.grad.is_some() { self.n_tokens * self.n_in } else { 0 };
+        let operands = self.operand_bytes(self.n_tokens * self.n_out + self.n_weights().max(for_weight));
         Cost {
             saved_bytes: 0,
             // In FP8 a recomputed input is quantized and freed before the matmuls.
-            scratch_bytes: if self.fp8 { recomputed.max(operands) } else { recomputed + operands }
-                // Blockwise scaling quantizes dy for each matmul.
-                + self.codes(self.n_in + 2 * self.n_out)
+            scratch_bytes: if self.fp8.is_some() { recomputed.max(operands) } else { recomputed + operands }
+                + self.codes_of_backward()
                 + self.rounded_grad_bytes(),
             flops: (Self::GRAD_INPUT_FLOPS + of_weight) * self.n_tokens * self.n_weights(),
         }
@@ -72,12 +71,22 @@ impl LinearCost {
 
     /// Returns the bytes of FP8 codes of `n` elements a token.
     fn codes(&self, n: u64) -> u64 {
-        if self.fp8 { self.n_tokens * n } else { 0 }
+        if self.fp8.is_some() { self.n_tokens * n } else { 0 }
     }
 
-    /// Returns the bytes of `n` elements of FP8 operands in bf16, as the CPU multiplies them.
-    fn fp8_in_bf16(&self, n: u64) -> u64 {
-        if self.fp8 && self.device == DeviceKind::Cpu { bytes(n, DType::BF16) } else { 0 }
+    /// Returns the bytes of the FP8 codes of dy, and of x if the weight is trained. A GPU transposes dy for the weight's gradient.
+    fn codes_of_backward(&self) -> u64 {
+        let n_grads = if self.device == DeviceKind::Gpu { 2 } else { self.fp8.unwrap_or(0) };
+        self.codes(if self.grad.is_some() { self.n_in + n_grads * self.n_out } else { self.n_out })
+    }
+
+    /// Returns the bytes of converted operands. In FP8 a CPU multiplies `n` values in bf16, and with f16 it widens them in blocks.
+    /// Operands whose blocks have other scales than powers of two are widened, too, but count as the others.
+    fn operand_bytes(&self, n: u64) -> u64 {
+        match self.fp8.is_some() && self.device == DeviceKind::Cpu && self.dtype != DType::F16 {
+            true => bytes(n, DType::BF16),
+            false => self.widened_bytes(),
+        }
     }
 
     fn input_bytes(&self) -> u64 {
@@ -87,7 +96,7 @@ impl LinearCost {
     /// Returns true if the CPU kernel converts operands to f32. bf16 is read as it is if all operands are bf16.
     fn widens(&self) -> bool {
         let is_mixed = self.storage != WeightStorage::Dense && self.dtype != DType::F32;
-        self.device.widens(self.dtype) || (self.device == DeviceKind::Cpu && (is_mixed || self.fp8))
+        self.device.widens(self.dtype) || (self.device == DeviceKind::Cpu && is_mixed)
     }
 
     /// Returns the bytes of a weight gradient's f32 sums that are rounded later.
@@ -125,7 +134,7 @@ mod tests {
 
     fn layer(dtype: DType, device: DeviceKind, input: LinearInput, grad: Option<DType>) -> LinearCost {
         let storage = WeightStorage::Dense;
-        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad, storage, fp8: false }
+        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad, storage, fp8: None }
     }
 
     #[test]
@@ -164,18 +173,18 @@ mod tests {
     }
 
     #[test]
-    fn fp8_costs_codes_and_on_a_cpu_widened_blocks() {
+    fn fp8_costs_codes_and_on_a_cpu_operands_in_bf16() {
         let of = |device| {
-            let dense = layer(DType::F16, device, LinearInput::Unused, None);
-            let fp8 = LinearCost { fp8: true, ..dense };
+            let dense = layer(DType::F16, device, LinearInput::Unused, Some(DType::F32));
+            let fp8 = LinearCost { fp8: Some(2), ..dense };
             [(fp8.forward(), dense.forward()), (fp8.backward(), dense.backward())]
                 .map(|(fp8, dense)| fp8.scratch_bytes - dense.scratch_bytes)
         };
         assert_eq!(of(DeviceKind::Gpu), [30, 110]);
         assert_eq!(of(DeviceKind::Cpu), [30, 110], "fp16 is widened with and without FP8");
         let f32 = layer(DType::F32, DeviceKind::Cpu, LinearInput::Unused, None);
-        assert_eq!(LinearCost { fp8: true, ..f32 }.forward().scratch_bytes, 30 + (10 * (3 + 4) + 12) * 4);
-        let large = LinearCost { n_tokens: 1, n_in: 4096, n_out: 4096, fp8: true, ..f32 };
+        assert_eq!(LinearCost { fp8: Some(1), ..f32 }.forward().scratch_bytes, 30 + (10 * 3 + 12) * 2);
+        let large = LinearCost { n_tokens: 1, n_in: 4096, n_out: 4096, fp8: Some(1), ..f32 };
         assert_eq!(large.forward().scratch_bytes, 4096 + 2 * (4096 + 4096 * 4096));
     }
 
@@ -185,9 +194,16 @@ mod tests {
             let dense = layer(DType::F32, DeviceKind::Cpu, LinearInput::Recomputed, Some(DType::F32));
             LinearCost { n_tokens: 100, n_in: 30, n_out: 5, fp8, ..dense }.backward().scratch_bytes
         };
-        assert_eq!(of(false), 100 * 30 * 4);
-        // Codes, and the recomputed input or a block of 100 tokens in f32.
-        assert_eq!(of(true), 100 * (30 + 2 * 5) + (100 * 35 + 150) * 4);
+        assert_eq!(of(None), 100 * 30 * 4);
+        // Codes, and the recomputed input.
+        assert_eq!(of(Some(1)), 100 * (30 + 5) + 100 * 30 * 4);
+        assert_eq!(of(Some(2)), 100 * (30 + 2 * 5) + 100 * 30 * 4);
+    }
+
+    #[test]
+    fn a_frozen_weight_in_fp8_has_one_copy_of_the_gradient_and_none_of_the_input() {
+        let frozen = LinearCost { fp8: Some(2), ..layer(DType::F16, DeviceKind::Gpu, LinearInput::Unused, None) };
+        assert_eq!(frozen.backward().scratch_bytes, 10 * 4);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::format::{QuantFormat, QuantShape, ScaleRounding};
-use crate::floats::{Floats, FloatsMut};
+use crate::floats::{Floats, FloatsMut, first_of};
 
 /// Rows of a quantized matrix.
 #[derive(Clone, Copy)]
@@ -82,12 +82,9 @@ impl<'a> QuantizedRows<'a> {
 
     /// Dequantizes all rows into the head of `scratch`, and returns them.
     pub(crate) fn widened(self, scratch: &mut Vec<f32>) -> &[f32] {
-        let len = (self.end - self.first) * self.k;
-        if scratch.len() < len {
-            scratch.resize(len, 0.0);
-        }
-        self.read_into(&mut scratch[..len]);
-        &scratch[..len]
+        let out = first_of(scratch, (self.end - self.first) * self.k);
+        self.read_into(out);
+        out
     }
 
     /// Returns all elements in bf16 if each is exact: if all scales are powers of two, or 1. The values of codes have at most
@@ -136,13 +133,19 @@ impl<'a> QuantizedRows<'a> {
 }
 
 /// Dequantizes all elements, each rounded once.
-pub(super) fn dequantize(rows: QuantizedRows<'_>, out: FloatsMut<'_>) {
+pub(crate) fn dequantize(rows: QuantizedRows<'_>, out: FloatsMut<'_>) {
     let k = rows.k;
-    out.chunks(k.max(1)).into_par_iter().enumerate().for_each(|(row_idx, mut out)| {
-        let mut row = vec![0.0; k];
-        rows.read_row(rows.first + row_idx, &mut row);
-        out.write(0, &row);
-    });
+    if let FloatsMut::F32(out) = out {
+        return rows.read_into(out);
+    }
+    let of_rows = out.chunks(k.max(1)).into_par_iter().enumerate();
+    of_rows.for_each_init(
+        || vec![0.0; k],
+        |row, (row_idx, mut out)| {
+            rows.read_row(rows.first + row_idx, row);
+            out.write(0, row);
+        },
+    );
 }
 
 /// Returns codes and scales of `x` [n, k].

@@ -37,9 +37,31 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     }
     let section = &resolver.recipe().precision;
     let default = if recipe == PrecisionRecipe::Blockwise { Fp8FormatName::E4m3 } else { Fp8FormatName::Hybrid };
-    let format = resolver.pick(FORMAT, section.format, default);
-    let gradient_rounding = resolver.pick(ROUNDING, section.gradient_rounding, GradientRounding::Nearest);
-    let scales = match recipe {
+    let plan = Fp8Plan {
+        format: resolver.pick(FORMAT, section.format, default),
+        gradient_rounding: resolver.pick(ROUNDING, section.gradient_rounding, GradientRounding::Nearest),
+        recipe: scales(resolver, recipe),
+        layers_in_bf16: layers_in_bf16(resolver),
+        exclude_modules: resolver.pick(EXCLUDE, section.exclude_modules.clone(), Vec::new()),
+        exclude_slower_modules: resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false),
+        stats_interval: resolver.count(STATS, section.stats_interval, 0),
+        stats_modules: resolver.pick(STATS_MODULES, section.stats_modules.clone(), Vec::new()),
+        stats_tensors: resolver.pick(STATS_TENSORS, section.stats_tensors.clone(), Fp8TensorName::ALL.to_vec()),
+        param_gather: param_gather(resolver, recipe, model, ranks),
+        fake_quantize: resolver.pick(FAKE, section.fake_quantize, false),
+    };
+    report_unread_selection(resolver, plan.stats_interval);
+    report_unread_with_fake(resolver, &plan);
+    if let Some(config) = &model.config {
+        check_modules(resolver, &plan, config);
+    }
+    Some(plan)
+}
+
+/// Returns the source of the scales.
+fn scales(resolver: &mut Resolver, recipe: PrecisionRecipe) -> Fp8RecipePlan {
+    let section = &resolver.recipe().precision;
+    match recipe {
         PrecisionRecipe::Delayed => Fp8RecipePlan::Delayed {
             margin: margin(resolver),
             amax_history_len: amax_history_len(resolver),
@@ -47,40 +69,17 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         },
         PrecisionRecipe::None | PrecisionRecipe::Current => Fp8RecipePlan::Current(scale_rule(resolver, false)),
         PrecisionRecipe::Blockwise => Fp8RecipePlan::Blockwise(scale_rule(resolver, true)),
-    };
-    let layers_in_bf16 = layers_in_bf16(resolver);
-    let exclude_modules = resolver.pick(EXCLUDE, section.exclude_modules.clone(), Vec::new());
-    let exclude_slower_modules = resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false);
-    let stats_interval = resolver.count(STATS, section.stats_interval, 0);
-    let stats_modules = resolver.pick(STATS_MODULES, section.stats_modules.clone(), Vec::new());
-    let stats_tensors = resolver.pick(STATS_TENSORS, section.stats_tensors.clone(), Fp8TensorName::ALL.to_vec());
-    report_unread_selection(resolver, stats_interval);
-    let param_gather = param_gather(resolver, recipe, model, ranks);
-    let fake_quantize = resolver.pick(FAKE, section.fake_quantize, false);
-    if fake_quantize {
-        let gathers = section.fp8_param_gather == Some(true);
-        for (key, _) in [(EXCLUDE_SLOWER, exclude_slower_modules), (PARAM_GATHER, gathers)].iter().filter(|it| it.1) {
-            let message = format!("{key}: it has no effect with {FAKE}, which multiplies in model.dtype");
-            resolver.report_with_advice(&[key, FAKE], message, "remove one of the keys");
-        }
     }
-    let plan = Fp8Plan {
-        stats_interval,
-        stats_modules,
-        stats_tensors,
-        fake_quantize,
-        param_gather,
-        exclude_slower_modules,
-        recipe: scales,
-        format,
-        gradient_rounding,
-        layers_in_bf16,
-        exclude_modules,
-    };
-    if let Some(config) = &model.config {
-        check_modules(resolver, &plan, config);
+}
+
+/// Reports keys without effect if FP8 is emulated.
+fn report_unread_with_fake(resolver: &mut Resolver, plan: &Fp8Plan) {
+    let gathers = resolver.recipe().precision.fp8_param_gather == Some(true);
+    let keys = [(EXCLUDE_SLOWER, plan.exclude_slower_modules), (PARAM_GATHER, gathers)];
+    for (key, _) in keys.into_iter().filter(|(_, is_set)| *is_set && plan.fake_quantize) {
+        let message = format!("{key}: it has no effect with {FAKE}, which multiplies in model.dtype");
+        resolver.report_with_advice(&[key, FAKE], message, "remove one of the keys");
     }
-    Some(plan)
 }
 
 /// Fails if no linear layer is left, or a filter matches none.

@@ -103,60 +103,52 @@ logger: {level: WARNING, output_dir: logs, print_output_ranks: [0, 1]}
 checkpoint: [{type: huggingface, save_every_n_steps: 300, output_dir: /tmp/ft-model}]
 ";
 
-/// A benchmark of Qwen3-30B-A3B on 8 GPUs, with the experts divided over all of them.
-const EXPERTS: &str = "
+/// Returns a recipe of a benchmark of Qwen3-30B-A3B on 8 GPUs: the common keys, one more of the model, and others.
+fn of_benchmark(model: &str, max_length: &str, others: &str) -> String {
+    let common = "
 type: sft
 micro_batch_size: 1
 min_iterations: 12
-exit_iteration_this_run: 6
 exit_iteration: 12
-arctic_moe: true
-expert_parallel_size: 8
 deepspeed: {zero_optimization: {stage: 2}}
-optimizer: {type: fused_adam_moe, learning_rate: 0.00001}
-model:
-  type: liger
-  name_or_path: org/moe
-  hf_config_kwargs: {num_hidden_layers: 48}
-  attn_implementation: flash_attention_2
+logger: {level: WARNING, output_dir: logs, print_output_ranks: [0, 1, 2, 3, 4, 5, 6, 7]}
+model: {type: liger, name_or_path: org/moe, attn_implementation: flash_attention_2, MODEL}
 data:
   sources: ['org/chats:train[:10000]']
   cache_dir: /data/cache
   dl_num_workers: 1
   pack_samples: true
-  max_length: 32_000
+  max_length: MAX_LENGTH
+";
+    common.replace("MODEL", model).replace("MAX_LENGTH", max_length) + others
+}
+
+/// Returns the benchmark's recipe with the experts divided over all GPUs.
+fn experts() -> String {
+    let others = "
+exit_iteration_this_run: 6
+arctic_moe: true
+expert_parallel_size: 8
+optimizer: {type: fused_adam_moe, learning_rate: 0.00001}
 wandb: {enable: true, project: moe, name: ep8}
-logger: {level: WARNING, output_dir: logs, print_output_ranks: [0, 1, 2, 3, 4, 5, 6, 7]}
 checkpoint:
   - {type: deepspeed, save_every_n_epochs: 1, save_every_n_steps: 6, output_dir: /data/checkpoint,
      save_end_of_training: true, auto_resume: true}
   - {type: huggingface, save_end_of_training: true, output_dir: /data/model}
 ";
+    of_benchmark("hf_config_kwargs: {num_hidden_layers: 48}", "32_000", others)
+}
 
-/// The benchmark's dense model of the same sizes.
-const DENSE_TWIN: &str = "
-type: sft
-micro_batch_size: 1
-min_iterations: 12
-exit_iteration: 12
+/// Returns the recipe of the benchmark's dense model of the same sizes, with this key of the model.
+fn dense_twin(model: &str) -> String {
+    let others = "
 arctic_moe: false
 expert_parallel_size: 1
-deepspeed: {zero_optimization: {stage: 2}}
 optimizer: {type: fused_adam, learning_rate: 0.00001}
-model:
-  type: liger
-  name_or_path: org/moe
-  hf_config_kwargs: {num_experts: 0}
-  attn_implementation: flash_attention_2
-data:
-  sources: ['org/chats:train[:10000]']
-  cache_dir: /data/cache
-  dl_num_workers: 1
-  pack_samples: true
-  max_length: 16_000
 wandb: {enable: true, project: moe, name: dense}
-logger: {level: WARNING, output_dir: logs, print_output_ranks: [0, 1, 2, 3, 4, 5, 6, 7]}
 ";
+    of_benchmark(model, "16_000", others)
+}
 
 /// Resolves a recipe of Qwen3-30B-A3B for 8 ranks.
 fn of_qwen3_moe(text: &str) -> Result<Plan, String> {
@@ -169,18 +161,19 @@ fn of_qwen3_moe(text: &str) -> Result<Plan, String> {
 
 #[test]
 fn recipes_of_arctic_training_for_experts_and_their_dense_twin_resolve_as_they_are() {
-    let plan = of_qwen3_moe(EXPERTS).unwrap();
+    let plan = of_qwen3_moe(&experts()).unwrap();
     assert_eq!((plan.ranks.expert, plan.ranks.zero_stage, plan.ranks.dp_shard), (Some(8), 2, 8));
     assert_eq!((plan.data.max_length, plan.model.activations), (32_000, CheckpointingMode::Full));
     assert_eq!((plan.moe.unwrap().n_layers, plan.checkpoints.len()), (48, 2));
-    let dense = of_qwen3_moe(DENSE_TWIN).unwrap();
+    let no_experts = "hf_config_kwargs: {num_experts: 0}";
+    let dense = of_qwen3_moe(&dense_twin(no_experts)).unwrap();
     assert_eq!((dense.ranks.zero_stage, dense.ranks.dp_shard, dense.data.max_length), (2, 8, 16_000));
     assert!(dense.moe.is_none() && dense.model.config.unwrap().moe().is_none());
-    let without_experts = of_qwen3_moe(&DENSE_TWIN.replace("arctic_moe: false", "arctic_moe: true")).unwrap_err();
+    let without_experts =
+        of_qwen3_moe(&dense_twin(no_experts).replace("arctic_moe: false", "arctic_moe: true")).unwrap_err();
     assert!(without_experts.contains("this model has no experts"), "{without_experts}");
     // An older version of the recipe.
-    let older = DENSE_TWIN.replace("hf_config_kwargs: {num_experts: 0}", "arch_variant: moe-dense-equivalent");
-    let error = of_qwen3_moe(&older).unwrap_err();
+    let error = of_qwen3_moe(&dense_twin("arch_variant: moe-dense-equivalent")).unwrap_err();
     assert!(error.contains("arch_variant") && error.contains("`num_experts: 0` makes the dense model"), "{error}");
 }
 

@@ -4,6 +4,7 @@ use candle_core::DType;
 
 use super::tasks::MAX_COPIED_ROWS;
 use crate::cost::{Cost, DeviceKind, F32_BYTES, LinearInput, bytes};
+use crate::gemm::prefetches_f32;
 use crate::linear::LinearCost;
 use crate::quantized::WeightStorage;
 use crate::weight_matmul::PANEL;
@@ -57,7 +58,7 @@ impl GroupedLinearCost {
     }
 
     /// Returns the bytes of the f32 copies of all threads on a CPU: a panel of weights, and a task's rows. bf16 is read as
-    /// it is.
+    /// it is, and so are f32 weights by AMX.
     ///
     /// On a GPU a quantized weight is dequantized as a whole.
     fn copied_bytes(&self) -> u64 {
@@ -68,6 +69,7 @@ impl GroupedLinearCost {
             (DeviceKind::Cpu, WeightStorage::Dense) if self.dtype == DType::BF16 && !self.device.widens(self.dtype) => {
                 0
             }
+            (DeviceKind::Cpu, WeightStorage::Dense) if self.dtype == DType::F32 && prefetches_f32() => 0,
             (DeviceKind::Cpu, _) => {
                 let n_rows = self.n_rows.min(MAX_COPIED_ROWS as u64);
                 let of_rows = if self.dtype != DType::F32 { n_rows * (self.n_in + self.n_out) } else { 0 };
@@ -111,6 +113,6 @@ mod tests {
         let n_threads = rayon::current_num_threads() as u64;
         assert_eq!(cost.forward().scratch_bytes, n_threads * (10 * 7 + 12) * 4);
         let dense = GroupedLinearCost { dtype: DType::F32, ..cost };
-        assert_eq!(dense.forward().scratch_bytes, n_threads * 12 * 4);
+        assert_eq!(dense.forward().scratch_bytes, if prefetches_f32() { 0 } else { n_threads * 12 * 4 });
     }
 }
