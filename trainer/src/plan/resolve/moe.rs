@@ -4,8 +4,7 @@ use candlewick_model::QkNorm;
 use candlewick_ops::{FP8_BLOCK, GroupedGemmImpl};
 
 use super::model::EXPERTS;
-use super::ranks::degree_advice;
-use super::resolver::{Resolver, one_of};
+use super::resolver::{Resolver, degree_advice, one_of};
 use super::router;
 use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
 use crate::recipe::{ArcticMoe, HumanInt, TokenDispatcherType};

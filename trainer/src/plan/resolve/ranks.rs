@@ -4,7 +4,7 @@ use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, AttentionImpl};
 
 use super::model::ATTENTION;
-use super::resolver::{Resolver, one_of};
+use super::resolver::{Resolver, degree_advice, one_of};
 use super::{backend, deepspeed, moe};
 use crate::plan::{ModelPlan, RanksPlan};
 use crate::recipe::TokenDispatcherType;
@@ -150,12 +150,4 @@ pub(super) fn report_indivisible(resolver: &mut Resolver, key: &str, (n, unit): 
     };
     let advice = degree_advice(resolver, (1..=n).filter(|possible| n.is_multiple_of(*possible)));
     resolver.report_with_advice(&[key], message, advice);
-}
-
-/// Returns advice to use one of these degrees, or to start more ranks if there is one.
-pub(super) fn degree_advice(resolver: &Resolver, possible: impl Iterator<Item = usize>) -> String {
-    match resolver.env.world.n_ranks {
-        1 => "start the ranks that the recipe needs; to check it before, pass their number with --ranks N".to_owned(),
-        _ => one_of(possible),
-    }
 }

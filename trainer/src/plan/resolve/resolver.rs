@@ -88,3 +88,11 @@ pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {
     let numbers: Vec<String> = numbers.map(|n| n.to_string()).collect();
     format!("use {}", numbers.join(" or "))
 }
+
+/// Returns advice to use one of these degrees, or to start more ranks if there is one.
+pub(super) fn degree_advice(resolver: &Resolver, possible: impl Iterator<Item = usize>) -> String {
+    match resolver.env.world.n_ranks {
+        1 => "start the ranks that the recipe needs; to check it before, pass their number with --ranks N".to_owned(),
+        _ => one_of(possible),
+    }
+}
