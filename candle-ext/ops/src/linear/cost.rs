@@ -74,13 +74,14 @@ impl LinearCost {
         if self.fp8.is_some() { self.n_tokens * n } else { 0 }
     }
 
-    /// Returns the bytes of the FP8 codes of dy, and of x if the weight is trained. A GPU transposes dy for the weight's gradient.
+    /// Returns the bytes of the FP8 codes of dy, and of x if the weight is trained. For the weight's gradient a GPU transposes
+    /// those of dy.
     fn codes_of_backward(&self) -> u64 {
         let n_grads = if self.device == DeviceKind::Gpu { 2 } else { self.fp8.unwrap_or(0) };
         self.codes(if self.grad.is_some() { self.n_in + n_grads * self.n_out } else { self.n_out })
     }
 
-    /// Returns the bytes of converted operands. In FP8 a CPU multiplies `n` values in bf16, and with f16 it widens them in blocks.
+    /// Returns the bytes of converted operands. In FP8 a CPU multiplies `n` values in bf16. With f16 it widens them in blocks.
     /// Operands whose blocks have other scales than powers of two are widened, too, but count as the others.
     fn operand_bytes(&self, n: u64) -> u64 {
         match self.fp8.is_some() && self.device == DeviceKind::Cpu && self.dtype != DType::F16 {
