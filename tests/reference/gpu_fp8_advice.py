@@ -22,14 +22,23 @@ def advice_of(args, config: dict, keys: dict, seconds: float) -> list:
         return json.loads(call([args.trainer, "-q", "fp8-advise", str(recipe), "--json"], seconds))
 
 
+def timed(one: dict) -> list:
+    """Returns name and speed-up of each MLP, each group of layers that read one tensor, and each other layer."""
+    named = [(f"MLP {row['hidden_size']} x {row['intermediate_size']}", row) for row in one["mlps"]]
+    named += [(f"{'+'.join(map(str, row['n_out']))} x {row['n_in']}", row) for row in one["shared_inputs"]]
+    named += [(f"{row['n_out']} x {row['n_in']}", row) for row in one["sizes"]]
+    return [(name, row["dense_ms"] / row["fp8_ms"]) for name, row in named]
+
+
 def lines(name: str, advice: list) -> list:
-    """Returns a line for each recipe: the least and the largest speed-up, and the slower sizes."""
+    """Returns a line for each recipe: the least and the largest speed-up, and what is slower."""
     found = []
     for one in advice:
-        speed_ups = [size["dense_ms"] / size["fp8_ms"] for size in one["sizes"]]
-        slower = [f"{size['n_out']} x {size['n_in']}" for size in one["sizes"] if size["fp8_ms"] >= size["dense_ms"]]
-        found.append(f"fp8-advise {name} {one['recipe']}: {min(speed_ups):.2f} to {max(speed_ups):.2f} times as fast as "
-                     f"{one['dtype']}; slower: {', '.join(slower) or 'none'}")
+        speed_ups = timed(one)
+        slower = [size for size, speed_up in speed_ups if speed_up <= 1]
+        least, most = (choose(speed_up for _, speed_up in speed_ups) for choose in (min, max))
+        found.append(f"fp8-advise {name} {one['recipe']}: {least:.2f} to {most:.2f} times as fast as {one['dtype']}; "
+                     f"slower: {', '.join(slower) or 'none'}")
     return found
 
 

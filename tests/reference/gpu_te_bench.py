@@ -105,7 +105,7 @@ class Bench:
         return self.part(self.te.Linear(k, n, bias=False, params_dtype=self.torch.bfloat16, device="cuda"), t, k, n, part)
 
     def mlp(self, t, d, f, part):
-        """Times LayerNormMLP, which has an RMSNorm that ours has not."""
+        """Times LayerNormMLP, with an RMSNorm as ours."""
         module = self.te.LayerNormMLP(d, f, bias=False, normalization="RMSNorm", activation="swiglu",
                                       params_dtype=self.torch.bfloat16, device="cuda")
         return self.part(module, t, d, d, part)

@@ -59,7 +59,12 @@ impl Layer {
     /// Computes [t, d] -> [t, d].
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let Mixer::Attention(attention) = &self.mixer;
-        let mixed_td = attention.forward(&self.input_norm.forward(x_td)?, context)?;
+        let mixed_td = attention.forward(&self.input_norm, x_td, context)?;
+        if let Mlp::SwiGlu(mlp) = &self.mlp
+            && let Some([x_td, y_td]) = mlp.forward_of_norm(self.mlp_norm.of(x_td, Some(&mixed_td)), context)?
+        {
+            return ops::add(&x_td, &y_td);
+        }
         let Norm { weight, eps } = &self.mlp_norm;
         let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, weight, *eps)?;
         ops::add(&x_td, &self.mlp.forward(&normed_td, context)?)
@@ -86,9 +91,12 @@ impl SelfAttention {
         Ok(Self { layer_idx, head_dim, window, qkv, qk_norm, qk_norms, o: Linear::build(&spec.o, get)? })
     }
 
-    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
-        let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, context)?;
+    /// Computes attention of the norm of x.
+    fn forward(&self, norm: &Norm, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let [q_thk, k_tgk, v_tgk] = match self.qkv_of_norm(norm, x_td, context)? {
+            Some(qkv) => qkv,
+            None => self.qkv(&context.parallel_ops.copy_to_tp(&norm.forward(x_td)?)?, context)?,
+        };
         let spec = AttentionSpec {
             scale: (self.head_dim as f64).powf(-0.5) as f32,
             causal: true,
@@ -105,7 +113,7 @@ impl SelfAttention {
             spec: &spec,
         };
         let y_thk = context.parallel_ops.attention(&call)?;
-        let y_td = ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?;
+        let y_td = ops::reshape(&y_thk, (y_thk.dim(0)?, n_out))?;
         let dropout = context.dropout().map(|dropout| dropout.in_columns(context.parallel_ops.input_shard()));
         context.parallel_ops.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
     }
@@ -114,41 +122,47 @@ impl SelfAttention {
     fn qkv(&self, x_td: &Tensor, context: &ForwardContext) -> Result<[Tensor; 3]> {
         let joined = if self.qk_norms.is_some() { None } else { Linear::joined(&self.qkv, x_td) };
         let Some(joined) = joined else {
-            let [q, k, v] = &self.qkv;
-            let [q_norm, k_norm] = self.qk_norms.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
-            return Ok([
-                self.rotated_heads(q, q_norm, x_td, context)?,
-                self.rotated_heads(k, k_norm, x_td, context)?,
-                self.heads(v, x_td, context)?,
-            ]);
+            let dropout = context.dropout();
+            return self.heads(self.qkv.each_ref(), |layer| layer.forward(x_td, dropout.as_ref()), context);
         };
         let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
         let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
         ops::split_qkv(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?, heads, context.cos, context.sin)
     }
 
-    /// Projects to heads [t, h, k], applies the QK norm if there is one, and RoPE.
-    fn rotated_heads(
-        &self,
-        projection: &Linear,
-        norm: Option<&Norm>,
-        x_td: &Tensor,
-        context: &ForwardContext,
-    ) -> Result<Tensor> {
-        let x_thk = match (norm, self.qk_norm) {
-            (Some(norm), QkNorm::AllHeads) => {
-                let x = projection.forward(x_td, context.dropout().as_ref())?;
-                self.split_heads(&norm.forward(&x)?)?
-            }
-            (Some(norm), _) => norm.forward(&self.heads(projection, x_td, context)?)?,
-            (None, _) => self.heads(projection, x_td, context)?,
+    /// Returns [`qkv`](Self::qkv) of a norm that is quantized as it is computed; `None` if it must be computed first.
+    fn qkv_of_norm(&self, norm: &Norm, x_td: &Tensor, context: &ForwardContext) -> Result<Option<[Tensor; 3]>> {
+        let reads_norm = !context.parallel_ops.exchanges_inputs();
+        let Some(linears) = Linear::without_adapters(self.qkv.each_ref()).filter(|_| reads_norm) else {
+            return Ok(None);
         };
-        ops::rope(&x_thk, context.cos, context.sin)
+        let Some((_, outputs)) = ops::fp8_normed_linears(norm.of(x_td, None), linears)? else { return Ok(None) };
+        self.heads(outputs, Ok, context).map(Some)
     }
 
-    /// Projects to heads [t, h, k].
-    fn heads(&self, projection: &Linear, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        self.split_heads(&projection.forward(x_td, context.dropout().as_ref())?)
+    /// Returns queries and keys [t, h, k] with their norm and RoPE applied, and values. `project` returns the outputs [t, h * k].
+    fn heads<P>(
+        &self,
+        [q, k, v]: [P; 3],
+        project: impl Fn(P) -> Result<Tensor>,
+        context: &ForwardContext,
+    ) -> Result<[Tensor; 3]> {
+        let [q_norm, k_norm] = self.qk_norms.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
+        Ok([
+            self.rotated_heads(project(q)?, q_norm, context)?,
+            self.rotated_heads(project(k)?, k_norm, context)?,
+            self.split_heads(&project(v)?)?,
+        ])
+    }
+
+    /// Splits [t, h * k] into heads [t, h, k], applies the QK norm if there is one, and RoPE.
+    fn rotated_heads(&self, y: Tensor, norm: Option<&Norm>, context: &ForwardContext) -> Result<Tensor> {
+        let y_thk = match (norm, self.qk_norm) {
+            (Some(norm), QkNorm::AllHeads) => self.split_heads(&norm.forward(&y)?)?,
+            (Some(norm), _) => norm.forward(&self.split_heads(&y)?)?,
+            (None, _) => self.split_heads(&y)?,
+        };
+        ops::rope(&y_thk, context.cos, context.sin)
     }
 
     /// Splits [t, h * k] into heads [t, h, k].

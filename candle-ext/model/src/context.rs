@@ -48,6 +48,11 @@ pub trait ParallelOps {
         Ok(x.clone())
     }
 
+    /// Returns true if [`copy_to_tp`](Self::copy_to_tp) is an exchange, so that layers do not read the norm itself.
+    fn exchanges_inputs(&self) -> bool {
+        false
+    }
+
     /// Returns the number of ranks that split the residual stream along the sequence; 1 without sequence parallelism.
     fn sequence_parallel_size(&self) -> usize {
         1

@@ -70,6 +70,12 @@ impl Linear {
         layers.iter().all(is_plain).then(|| layers.map(|layer| &layer.weight))
     }
 
+    /// Returns weights and biases of layers without adapters; `None` if one has an adapter.
+    pub(crate) fn without_adapters<const N: usize>(layers: [&Self; N]) -> Option<[(&Weight, Option<&Weight>); N]> {
+        let has_none = layers.iter().all(|layer| layer.adapter.is_none());
+        has_none.then(|| layers.map(|layer| (&layer.weight, layer.bias.as_ref())))
+    }
+
     /// Returns the fused weight of several layers, for one matmul instead of several.
     ///
     /// Returns `None` if the layers have a bias or an adapter, or if fusing does not pay for this `x`.

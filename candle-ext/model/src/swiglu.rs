@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, f MLP intermediate size
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, ColumnShard, OutputDtype, Weight};
+use candlewick_ops::{self as ops, ColumnShard, NormCall, OutputDtype, Weight};
 
 use crate::{ForwardContext, Linear, SwiGluSpec, TiledMlp, dropout::DropoutScope};
 
@@ -39,6 +39,17 @@ impl SwiGlu {
     /// Computes [t, d] -> [t, d] between the collectives of a sublayer, in tiles as the context sets.
     pub(crate) fn forward_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         self.finish_sublayer(self.start_sublayer(x_td, context)?, context)
+    }
+
+    /// Computes the sublayer of a norm that it quantizes as it computes it: norm input [t, d] -> the stream that the MLP is added to, and
+    /// [t, d]. Returns `None` if the norm must be computed first.
+    pub(crate) fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 2]>> {
+        let [gate, up] = &self.gate_up;
+        let reads_norm = context.tiled_mlp == TiledMlp::Off && !context.parallel_ops.exchanges_inputs();
+        match Linear::plain_weights([gate, up, &self.down]).filter(|_| reads_norm) {
+            Some(weights) => ops::fp8_normed_swiglu_mlp(norm, weights),
+            None => Ok(None),
+        }
     }
 
     /// Computes the first part of [`forward_sublayer`](Self::forward_sublayer): the gated activation, if not in tiles.

@@ -92,8 +92,8 @@ pub use embedding::{embedding, vocab_parallel_embedding};
 pub use fp8::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Config, Fp8Format, Fp8Formats,
     Fp8Guard, Fp8Kernels, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Matrix, Fp8Module, Fp8Operand,
-    Fp8Operands, Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_quantize,
-    fp8_quantize_current, fp8_swiglu_mlp,
+    Fp8Operands, Fp8Recipe, Fp8Rounding, Fp8StepStats, Fp8TensorStats, ScaleRule, amax, fp8_normed_linears,
+    fp8_normed_swiglu_mlp, fp8_quantize, fp8_quantize_current, fp8_swiglu_mlp,
 };
 pub use gemm::{
     GemmSize, cpu_gemm_buffer_bytes, cpu_gemm_kernel, cpu_gemm_kernels, measure_cpu_gemm_rate, select_cpu_gemm_kernel,
@@ -133,7 +133,7 @@ pub use recording::{OpInput, auxiliary_loss, no_grad, record, record_exchange, r
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;
-pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_cost};
+pub use rms_norm::{NormCall, add_rms_norm, rms_norm, rms_norm_cost};
 pub use rope::{QkvHeads, rope, rope_cost, split_qkv};
 pub use saved::SavedOutputs;
 pub use scale::scale;

@@ -124,6 +124,10 @@ impl ParallelOps for TensorParallelOps<'_> {
         self.tensor.copy_to_tp(x)
     }
 
+    fn exchanges_inputs(&self) -> bool {
+        true
+    }
+
     fn sequence_parallel_size(&self) -> usize {
         self.tensor.sequence_parallel_size()
     }

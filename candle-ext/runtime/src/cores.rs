@@ -84,11 +84,11 @@ pub fn select_cpu_gemm_kernel() -> Result<()> {
 }
 
 /// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS, and selects those that quantize to FP8 by
-/// CANDLEWICK_FP8_KERNELS: `fused`, `registers` or `shared_memory`.
+/// CANDLEWICK_FP8_QUANTIZE_KERNELS: `fused`, `registers` or `shared_memory`.
 ///
 /// Call it before any computation.
 pub fn override_kernels() -> Result<()> {
-    const FP8_KERNELS: &str = "CANDLEWICK_FP8_KERNELS";
+    const FP8_KERNELS: &str = "CANDLEWICK_FP8_QUANTIZE_KERNELS";
     if let Some(name) = std::env::var_os(FP8_KERNELS).filter(|name| !name.is_empty()) {
         let selected = name.to_string_lossy().parse().map_err(anyhow::Error::msg);
         let selected = selected.context(format!("failed to apply {FP8_KERNELS}")).context(ExitCode::Usage);

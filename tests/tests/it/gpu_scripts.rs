@@ -103,6 +103,8 @@ fn layers_that_are_slower_in_fp8_are_measured() {
         6,
         "two shapes, three recipes: {said}"
     );
+    // The MLP, q with k and v, and the output of attention.
+    assert!(said.contains("MLP ") && said.contains("+"), "{said}");
     let summary = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
     assert!(summary.contains(&said), "{summary}");
     assert!(summary.contains("4B-auto: ") && summary.contains("linear layers multiply in FP8"), "{summary}");

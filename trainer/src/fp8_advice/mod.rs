@@ -1,18 +1,19 @@
 //! Measures which linear layers of a model are faster in FP8 on a device, with the time of quantization.
 
 mod measure;
+mod units;
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use anyhow::{Context, Result};
-use candle_core::{Device, DeviceLocation, Tensor, bail};
-use candlewick_model::{LinearSpec, Model, SwiGluSpec, swiglu_mlp};
-use candlewick_ops::{Fp8Config, OutputDtype, Weight, linear, rms_norm};
+use candle_core::{Device, DeviceLocation};
+use candlewick_model::Model;
+use candlewick_ops::Fp8Config;
 use serde::Serialize;
 
 use crate::plan::{Plan, dtype};
 use measure::{LayerMeasurement, LayerTimes};
+use units::{LinearSize, MeasuredUnit, Readers};
 
 /// Times of the linear layers of a model with and without FP8.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -27,6 +28,8 @@ pub struct Fp8Advice {
     pub n_tokens: usize,
     /// The MLPs of which all layers multiply in FP8, by size.
     pub mlps: Vec<MlpAdvice>,
+    /// The other linear layers that read one tensor, such as q, k and v, by size.
+    pub shared_inputs: Vec<SharedInputAdvice>,
     /// The other linear layers, by size.
     pub sizes: Vec<SizeAdvice>,
     /// Parameters of routed experts. FP8 does not make them faster: the values of their codes are multiplied in `dtype`.
@@ -42,6 +45,22 @@ pub struct MlpAdvice {
     pub hidden_size: usize,
     /// Output features of gate and up on a rank.
     pub intermediate_size: usize,
+    /// Milliseconds in the dtype of the model: the median of several runs.
+    pub dense_ms: f64,
+    /// Milliseconds in FP8.
+    pub fp8_ms: f64,
+}
+
+/// Times of all groups of linear layers of one size that read one tensor, with the norm before. FP8 quantizes it once. Layers of the
+/// group that are not in FP8 are computed, too.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SharedInputAdvice {
+    /// Module names of the layers that multiply in FP8.
+    pub modules: Vec<String>,
+    /// Output features on a rank of each layer of a group that multiplies in FP8.
+    pub n_out: Vec<usize>,
+    /// Input features on a rank.
+    pub n_in: usize,
     /// Milliseconds in the dtype of the model: the median of several runs.
     pub dense_ms: f64,
     /// Milliseconds in FP8.
@@ -66,7 +85,7 @@ pub struct SizeAdvice {
 /// A line of the table.
 struct AdviceRow<'a> {
     modules: &'a [String],
-    /// Layers or MLPs.
+    /// Layers, groups of layers or MLPs.
     n: usize,
     size: String,
     dense_ms: f64,
@@ -88,6 +107,13 @@ impl Fp8Advice {
             dense_ms: mlp.dense_ms,
             fp8_ms: mlp.fp8_ms,
         });
+        let groups = self.shared_inputs.iter().map(|group| AdviceRow {
+            modules: &group.modules,
+            n: group.modules.len() / group.n_out.len().max(1),
+            size: format!("{} x {}", outputs(&group.n_out), group.n_in),
+            dense_ms: group.dense_ms,
+            fp8_ms: group.fp8_ms,
+        });
         let layers = self.sizes.iter().map(|size| AdviceRow {
             modules: &size.modules,
             n: size.modules.len(),
@@ -95,7 +121,7 @@ impl Fp8Advice {
             dense_ms: size.dense_ms,
             fp8_ms: size.fp8_ms,
         });
-        mlps.chain(layers).collect()
+        mlps.chain(groups).chain(layers).collect()
     }
 }
 
@@ -109,24 +135,23 @@ impl AdviceRow<'_> {
 /// Gate, up and down.
 const LAYERS_PER_MLP: usize = 3;
 
+/// Returns output features as a sum, such as 4096+1024+1024.
+fn outputs(n_out: &[usize]) -> String {
+    n_out.iter().map(usize::to_string).collect::<Vec<_>>().join("+")
+}
+
 /// Measures the linear layers that `model`, built from the plan, multiplies in FP8 with these settings.
 pub fn advise(plan: &Plan, model: &Model, config: Fp8Config, device: &Device) -> Result<Fp8Advice> {
     let n_tokens = (plan.data.max_length * plan.data.micro_batch_size).div_ceil(plan.ranks.n_of_micro_batch()).max(1);
-    let (dtype_of_model, is_trained) = (dtype(plan.model.dtype), model.lora().is_none());
-    let measurement = LayerMeasurement { sizes: &[], n_tokens, dtype: dtype_of_model, is_trained, config, device };
-    let (mlps, layers) = by_size(model, plan.ranks.tensor);
-    let mlps = mlps.into_iter().map(|([hidden_size, intermediate_size], modules)| {
-        let LayerTimes { dense_ms, fp8_ms } = measure_mlp(measurement, [hidden_size, intermediate_size])
-            .with_context(|| format!("failed to measure an MLP of {hidden_size} x {intermediate_size} in FP8"))?;
-        Ok(MlpAdvice { modules, hidden_size, intermediate_size, dense_ms, fp8_ms })
-    });
-    let sizes = layers.into_iter().map(|([n_out, n_in], modules)| {
-        let LayerTimes { dense_ms, fp8_ms } = LayerMeasurement { sizes: &[[n_out, n_in]], ..measurement }
-            .run(|x, weights| linear(x, &weights[0], None, OutputDtype::SameAsInput))
-            .with_context(|| format!("failed to measure a linear layer of {n_out} x {n_in} in FP8"))?;
-        Ok(SizeAdvice { modules, n_out, n_in, dense_ms, fp8_ms })
-    });
-    Ok(Fp8Advice {
+    let measurement = LayerMeasurement {
+        n_tokens,
+        dtype: dtype(plan.model.dtype),
+        is_trained: model.lora().is_none(),
+        reads_norm: plan.ranks.tensor == 1,
+        config,
+        device,
+    };
+    let mut advice = Fp8Advice {
         device: match device.location() {
             DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
             _ => "cpu".to_owned(),
@@ -134,62 +159,40 @@ pub fn advise(plan: &Plan, model: &Model, config: Fp8Config, device: &Device) ->
         recipe: plan.fp8.as_ref().map_or("none", |fp8| fp8.recipe.name()).to_owned(),
         dtype: format!("{:?}", plan.model.dtype).to_lowercase(),
         n_tokens,
-        mlps: mlps.collect::<Result<_>>()?,
-        sizes: sizes.collect::<Result<_>>()?,
+        mlps: Vec::new(),
+        shared_inputs: Vec::new(),
+        sizes: Vec::new(),
         experts: model
             .fp8_modules()
             .into_iter()
             .filter(|module| module.n_matrices > 1)
             .map(|module| module.name)
             .collect(),
-    })
-}
-
-/// Measures an MLP and the norm before it, whose output a GPU quantizes where backward computes it.
-fn measure_mlp(measurement: LayerMeasurement<'_>, [d, f]: [usize; 2]) -> Result<LayerTimes> {
-    let norm = Weight::frozen(Tensor::ones(d, measurement.dtype, measurement.device)?);
-    let mlp = |x: &Tensor, weights: &[Weight]| {
-        let [gate, up, down] = weights else { bail!("an MLP has {LAYERS_PER_MLP} layers") };
-        swiglu_mlp(&rms_norm(x, &norm, 1e-6)?, [gate, up, down])
     };
-    LayerMeasurement { sizes: &[[f, d], [f, d], [d, f]], ..measurement }.run(mlp)
-}
-
-type ModulesBySize = BTreeMap<[usize; 2], Vec<String>>;
-
-/// Returns the modules of MLPs that compute as one, by hidden and intermediate size, and of other layers, by output and input
-/// features, on a tensor parallel rank.
-fn by_size(model: &Model, n_slices: usize) -> (ModulesBySize, ModulesBySize) {
-    let (mut mlps, mut layers) = (ModulesBySize::new(), ModulesBySize::new());
-    for layer in model.layers() {
-        let mlp = layer.mlp.swiglu().filter(|mlp| computes_as_one(mlp));
-        let of_mlp: Vec<&String> = mlp.into_iter().flat_map(linears_of).map(|linear| &linear.module).collect();
-        if let Some(mlp) = mlp {
-            let [f, d] = size_on_rank(&mlp.gate_up[0], n_slices);
-            mlps.entry([d, f]).or_default().extend(of_mlp.iter().map(|module| (*module).clone()));
-        }
-        for spec in layer.linears().filter(|spec| spec.fp8 && !of_mlp.contains(&&spec.module)) {
-            layers.entry(size_on_rank(spec, n_slices)).or_default().push(spec.module.clone());
-        }
+    for (unit, modules) in units::units(model, plan.ranks.tensor) {
+        let times = measurement
+            .of(&unit)
+            .with_context(|| format!("failed to measure {} and layers of this size in FP8", modules[0]))?;
+        advice.add(&unit, modules, times);
     }
-    (mlps, layers)
+    Ok(advice)
 }
 
-/// Returns true if all layers of an MLP multiply in FP8, without biases or adapters.
-fn computes_as_one(mlp: &SwiGluSpec) -> bool {
-    linears_of(mlp).all(|linear| linear.fp8 && !linear.bias && linear.adapter.is_none())
-}
-
-fn linears_of(mlp: &SwiGluSpec) -> impl Iterator<Item = &LinearSpec> {
-    mlp.gate_up.iter().chain([&mlp.down])
-}
-
-/// Returns output and input features on a tensor parallel rank: attention's output and the down projection are row-parallel.
-fn size_on_rank(spec: &LinearSpec, n_slices: usize) -> [usize; 2] {
-    let is_row_parallel = ["o_proj", "down_proj"].iter().any(|name| spec.module.ends_with(name));
-    match is_row_parallel {
-        true => [spec.out.len, spec.input.len / n_slices],
-        false => [spec.out.len / n_slices, spec.input.len],
+impl Fp8Advice {
+    /// Adds the times of a unit.
+    fn add(&mut self, unit: &MeasuredUnit, modules: Vec<String>, LayerTimes { dense_ms, fp8_ms }: LayerTimes) {
+        match *unit {
+            MeasuredUnit::Mlp { hidden_size, intermediate_size } => {
+                self.mlps.push(MlpAdvice { modules, hidden_size, intermediate_size, dense_ms, fp8_ms });
+            }
+            MeasuredUnit::Readers(Readers { ref layers, .. }) => {
+                let n_out = layers.iter().filter(|layer| layer.fp8).map(|layer| layer.n_out).collect();
+                self.shared_inputs.push(SharedInputAdvice { modules, n_out, n_in: layers[0].n_in, dense_ms, fp8_ms });
+            }
+            MeasuredUnit::Single(LinearSize { n_out, n_in, .. }) => {
+                self.sizes.push(SizeAdvice { modules, n_out, n_in, dense_ms, fp8_ms });
+            }
+        }
     }
 }
 
@@ -198,15 +201,15 @@ impl fmt::Display for Fp8Advice {
         let Self { device, recipe, dtype, n_tokens, experts, .. } = self;
         writeln!(
             f,
-            "precision.recipe: {recipe} on {device}, {n_tokens} tokens, forward and backward of one layer or MLP"
+            "precision.recipe: {recipe} on {device}, {n_tokens} tokens, forward and backward of one layer, group or MLP"
         )?;
-        writeln!(f, "  {:>6}  {:>17}  {:>10}  {:>10}  {:>8}  advice", "number", "out x in", dtype, "fp8", "speed-up")?;
+        writeln!(f, "  {:>6}  {:>21}  {:>10}  {:>10}  {:>8}  advice", "number", "out x in", dtype, "fp8", "speed-up")?;
         let rows = self.rows();
         for row in &rows {
             let AdviceRow { n, size, dense_ms, fp8_ms, .. } = row;
             let advice = if row.is_faster() { "fp8" } else { dtype };
             let speed_up = dense_ms / fp8_ms;
-            writeln!(f, "  {n:>6}  {size:>17}  {dense_ms:>7.2} ms  {fp8_ms:>7.2} ms  {speed_up:>8.2}  {advice}")?;
+            writeln!(f, "  {n:>6}  {size:>21}  {dense_ms:>7.2} ms  {fp8_ms:>7.2} ms  {speed_up:>8.2}  {advice}")?;
         }
         if !experts.is_empty() {
             writeln!(
@@ -245,18 +248,29 @@ mod tests {
             dense_ms,
             fp8_ms,
         };
+        let qkv = |name: &str, dense_ms, fp8_ms| SharedInputAdvice {
+            modules: ["q", "k", "v"].map(|layer| format!("{name}.{layer}")).to_vec(),
+            n_out: vec![16, 8, 8],
+            n_in: 32,
+            dense_ms,
+            fp8_ms,
+        };
         let advice = Fp8Advice {
             device: "cpu".to_owned(),
             recipe: "current".to_owned(),
             dtype: "bf16".to_owned(),
             n_tokens: 8,
             mlps: vec![mlp("fast_mlp", 2.0, 1.0), mlp("slow_mlp", 1.0, 2.0)],
+            shared_inputs: vec![qkv("fast_qkv", 2.0, 1.0), qkv("slow_qkv", 1.0, 2.0)],
             sizes: vec![size("fast", 2.0, 1.0), size("equal", 1.0, 1.0), size("slow", 1.0, 2.0)],
             experts: vec!["experts".to_owned()],
         };
         let slower: Vec<&str> = advice.slower_modules().collect();
-        let expected =
-            ["slow_mlp.gate", "slow_mlp.up", "slow_mlp.down", "equal.0", "equal.1", "slow.0", "slow.1", "experts"];
-        assert_eq!(slower, expected);
+        let expected = "slow_mlp.gate slow_mlp.up slow_mlp.down slow_qkv.q slow_qkv.k slow_qkv.v equal.0 equal.1 slow.0 slow.1 experts";
+        assert_eq!(slower.join(" "), expected);
+        let text = advice.to_string();
+        let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        let row: Vec<&str> = "1 16+8+8 x 32 2.00 ms 1.00 ms 2.00 fp8".split(' ').collect();
+        assert!(rows.contains(&row), "{text}");
     }
 }

@@ -6,9 +6,12 @@ use candle_core::DType;
 #[derive(Clone, Copy)]
 pub struct PeakRate {
     flops_per_second: f64,
-    /// Measurement of a dtype's matmuls, and the dtype.
-    measure: Option<(fn(DType) -> f64, DType)>,
+    /// Measurement, and its dtype.
+    measure: Option<(MeasureRate, DType)>,
 }
+
+/// Measurement of matmuls in a dtype: the best reading of the process, in FLOPs per second.
+pub type MeasureRate = fn(DType) -> f64;
 
 impl PeakRate {
     /// Returns the peak of a data sheet, in FLOPs per second.
@@ -16,8 +19,8 @@ impl PeakRate {
         Self { flops_per_second, measure: None }
     }
 
-    /// Measures the peak of matmuls in `dtype`. `measure` returns the best reading of the process, in FLOPs per second.
-    pub fn measured(measure: fn(DType) -> f64, dtype: DType) -> Self {
+    /// Measures the peak of matmuls in `dtype`.
+    pub fn measured(measure: MeasureRate, dtype: DType) -> Self {
         Self { flops_per_second: measure(dtype), measure: Some((measure, dtype)) }
     }
 

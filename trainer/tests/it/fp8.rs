@@ -177,10 +177,11 @@ fn fake_quantization_has_the_losses_of_fp8() {
     }
 }
 
-/// The advice has each size once, for the recipe's scales or for all three. An MLP of which all layers multiply in FP8 is
-/// measured as one, because a GPU quantizes its activations where it computes them.
+/// The advice has each size once, for the recipe's scales or for all three. Layers that a run computes together are measured as one:
+/// an MLP of which all layers multiply in FP8, q, k and v, or gate and up.
 #[test]
 fn advice_measures_every_size() {
+    const KINDS: [&str; 3] = ["mlps", "shared_inputs", "sizes"];
     let run = Run::new();
     let advice = |arguments: &[&str]| -> Vec<Value> {
         let output = run.command("fp8-advise", arguments).arg("--json").output().unwrap();
@@ -195,25 +196,27 @@ fn advice_measures_every_size() {
     let names: Vec<&str> = all.iter().map(|advice| advice["recipe"].as_str().unwrap()).collect();
     assert_eq!(names, ["delayed", "current", "blockwise"]);
     for advice in &all {
-        let (mlps, others) = (modules(advice, "mlps"), modules(advice, "sizes"));
+        let [mlps, qkv, others] = KINDS.map(|kind| modules(advice, kind));
         assert!(mlps.len() == 2 * 3 && mlps.iter().all(|module| module.contains(".mlp.")), "{advice}");
-        assert!(others.len() == 2 * 4 && others.iter().all(|module| module.contains(".self_attn.")), "{advice}");
-        for row in ["mlps", "sizes"].into_iter().flat_map(|key| advice[key].as_array().unwrap()) {
+        assert!(qkv.len() == 2 * 3 && !qkv.iter().any(|module| module.ends_with("o_proj")), "{advice}");
+        assert!(others.len() == 2 && others.iter().all(|module| module.ends_with(".self_attn.o_proj")), "{advice}");
+        for row in KINDS.into_iter().flat_map(|key| advice[key].as_array().unwrap()) {
             assert!(row["dense_ms"].as_f64().unwrap() > 0.0 && row["fp8_ms"].as_f64().unwrap() > 0.0, "{row}");
         }
-        assert_eq!(advice["mlps"].as_array().unwrap().len(), 1, "{advice}");
+        assert!(KINDS.iter().all(|kind| advice[kind].as_array().unwrap().len() == 1), "{advice}");
     }
     let one = advice(&["precision.recipe=blockwise", "precision.exclude_modules=[layers.0.]"]);
-    let of_one = [modules(&one[0], "mlps"), modules(&one[0], "sizes")].concat();
+    let of_one = KINDS.map(|kind| modules(&one[0], kind)).concat();
     assert!(one.len() == 1 && of_one.len() == 7);
     assert!(of_one.iter().all(|module| module.starts_with("model.layers.1.")));
-    // Layers of an MLP that is not fused are measured one by one.
-    for apart in [
-        &["precision.exclude_modules=[down_proj]"][..],
-        &["model.peft_config={r: 4, lora_alpha: 16, target_modules: [down_proj]}"],
+    // Gate and up of an MLP that is not fused still share their input.
+    for (apart, n_singles) in [
+        (&["precision.exclude_modules=[down_proj]"][..], 2),
+        (&["model.peft_config={r: 4, lora_alpha: 16, target_modules: [down_proj]}"], 4),
     ] {
         let advice = advice(&[&["precision.recipe=current"][..], apart].concat());
-        assert!(modules(&advice[0], "mlps").is_empty() && modules(&advice[0], "sizes").len() >= 2 * 6, "{apart:?}");
+        let n_modules = KINDS.map(|kind| modules(&advice[0], kind).len());
+        assert_eq!(n_modules, [0, 2 * 5, n_singles], "{apart:?}");
     }
     let text = run.command("fp8-advise", &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AmaxHistoryPolicy, DelayedScaling, FlatBuffer, Fp8Config, Fp8Formats, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe,
-    Fp8Rounding, GradSink, OutputDtype, ScaleRule, Weight, fp8_swiglu_mlp, linear, swiglu,
+    Fp8Rounding, GradSink, NormCall, OutputDtype, ScaleRule, Weight, fp8_normed_swiglu_mlp, fp8_swiglu_mlp, linear,
+    rms_norm, swiglu,
 };
 
 use crate::cases::{BF16, BenchCase, BenchCost, F32, Graph, both, bytes, keep, once, randn, trainable};
@@ -122,28 +123,36 @@ pub(crate) fn fp8_layers(recipe: Fp8Recipe, names: &[&str], device: &Device) -> 
     Ok(Arc::new(layers))
 }
 
-/// Cases of a SwiGLU MLP [d, f] with trained weights. Weights are quantized once, and their gradients overwritten.
+/// Cases of a SwiGLU MLP [d, f] with trained weights, and the norm before it. Weights are quantized once, and their gradients
+/// overwritten.
 fn mlp_by(recipe: &Recipe, t: usize, [d, f]: [usize; 2]) -> [BenchCase; 2] {
     let by = recipe.recipe;
     let flops = 6.0 * (t * d * f) as f64;
     let (rows, wide, weights) = ((t * d) as f64, (t * f) as f64, 3.0 * (d * f) as f64);
-    let forward = BenchCost { bytes: BF16 * (2.0 * rows + 4.0 * wide) + weights, flops };
-    let backward = BenchCost { bytes: BF16 * (2.0 * rows + 6.0 * wide) + (1.0 + F32) * weights, flops: 2.0 * flops };
+    let forward = BenchCost { bytes: BF16 * (3.0 * rows + 4.0 * wide) + weights, flops };
+    let backward = BenchCost { bytes: BF16 * (5.0 * rows + 6.0 * wide) + (1.0 + F32) * weights, flops: 2.0 * flops };
     both(recipe.mlp, vec![("t", t), ("d", d), ("f", f)], [forward, backward], move |device| {
         let names = ["gate", "up", "down"];
         let layers = fp8_layers(by, &names, device)?;
         let weight =
             |name, n, k| Ok::<_, candle_core::Error>(in_buffer([n, k], device)?.with_fp8(layer_of(&layers, name)?));
         let weights = [weight("gate", f, d)?, weight("up", f, d)?, weight("down", d, f)?];
+        let grad = GradSink::new(Tensor::zeros(d, DType::F32, device)?)?;
+        let norm = Weight::trainable(Tensor::ones(d, DType::BF16, device)?, grad);
         Ok(Graph::new([randn((t, d), device)?], move |x| {
             let _on = layers.enable(0)?;
             let [gate, up, down] = &weights;
-            weights.iter().filter_map(Weight::sink).for_each(candlewick_ops::GradSink::reset);
-            if let Some(y) = fp8_swiglu_mlp(&x[0], [gate, up, down])? {
+            weights.iter().chain([&norm]).filter_map(Weight::sink).for_each(GradSink::reset);
+            let call = NormCall { x: &x[0], plus: None, weight: &norm, eps: 1e-6 };
+            if let Some([_, y]) = fp8_normed_swiglu_mlp(call, [gate, up, down])? {
+                return Ok(y);
+            }
+            let x = rms_norm(&x[0], &norm, 1e-6)?;
+            if let Some(y) = fp8_swiglu_mlp(&x, [gate, up, down])? {
                 return Ok(y);
             }
             let multiply = |x: &Tensor, w: &Weight| linear(x, w, None, OutputDtype::SameAsInput);
-            multiply(&swiglu(&multiply(&x[0], gate)?, &multiply(&x[0], up)?)?, down)
+            multiply(&swiglu(&multiply(&x, gate)?, &multiply(&x, up)?)?, down)
         }))
     })
 }

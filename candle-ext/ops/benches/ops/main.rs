@@ -134,7 +134,7 @@ fn main() -> Result<()> {
         Some(Tile::Wide) => force_grouped_tile(GroupedTile::Wide),
         None => {}
     }
-    if let Some(name) = std::env::var_os("CANDLEWICK_FP8_KERNELS") {
+    if let Some(name) = std::env::var_os("CANDLEWICK_FP8_QUANTIZE_KERNELS") {
         let kernels: Fp8Kernels = name.to_string_lossy().parse().map_err(anyhow::Error::msg)?;
         kernels.select();
     }

@@ -1,6 +1,6 @@
 //! Inputs that are quantized where a GPU computes them, and never written in bf16.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::cuda::{self, CastScale, CastSource, CodeEncoding};
 use super::kernels::Fp8Kernels;
@@ -47,6 +47,31 @@ impl Fp8Linear {
         scale: Option<&Tensor>,
     ) -> Result<(Fp8Operands, Option<Tensor>)> {
         self.computed_input(CastSource::GatedInput(gate_up), orientation, scale)
+    }
+
+    /// Quantizes the output of a norm in forward. With delayed scaling, returns also its amax, f32 [1].
+    pub(super) fn normed_codes(
+        &self,
+        source: CastSource<'_>,
+        orientation: Fp8Orientation,
+    ) -> Result<(Fp8Operands, Option<Tensor>)> {
+        let encoding = CodeEncoding { format: self.format(Fp8Operand::Input), orientation };
+        let rounding = Fp8Rounding::Nearest;
+        self.with_scale_source(Fp8Operand::Input, 0, |scales| {
+            let ([codes], amax) = match scales {
+                ScaleSource::Blockwise(rule, operand) => {
+                    (cuda::block_operands(source, [rounding], (rule, operand), encoding)?, None)
+                }
+                scales => {
+                    let of_slot = scales.known(rounding)?;
+                    let zero = || Tensor::zeros(1, DType::F32, of_slot.scale.device());
+                    let amax = of_slot.record.map(|_| zero()).transpose()?;
+                    let record = of_slot.record.map(|(slot, _)| (slot, amax.as_ref()));
+                    (cuda::cast_operands(source, [CastScale { record, ..of_slot }], encoding)?, amax)
+                }
+            };
+            Ok((Fp8Operands::of_gemm_codes(codes, encoding.format), amax))
+        })
     }
 
     fn computed_input(

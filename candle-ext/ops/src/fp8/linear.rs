@@ -42,50 +42,65 @@ enum SavedFp8Input {
     Codes(Fp8Operands),
 }
 
-/// Computes y = Q(x) Q(w)^T + b in `out_dtype`. The caller has checked dtypes and shapes.
-pub(crate) fn fp8_linear(
-    x: &Tensor,
-    w: &Weight,
-    bias: Option<&Weight>,
-    layer: &Fp8Linear,
-    (out_dtype, dims): (DType, Dims),
-) -> Result<Tensor> {
-    on_device!("linear", x, {
-        cpu => (),
-        cuda => cuda::check_sizes(layer.module(), dims)?,
-    });
-    let is_read_in_backward = w.sink().is_some() || requires_grad(x);
-    let saves_codes = w.sink().is_some() && bytes_of_saving(x) > 0;
-    let of_input = if saves_codes { Fp8Orientation::Both } else { Fp8Orientation::Rowwise };
-    let quantized = layer.input(x, of_input)?;
-    let weight =
-        quantized_weight(layer, w, if is_read_in_backward { Fp8Orientation::Both } else { Fp8Orientation::Rowwise })?;
-    let (x_rows, w_rows) = (quantized.rowwise()?, weight.rowwise()?);
-    let mut shape = x.dims().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = dims.n;
+/// A linear layer apart from its input. The caller has checked dtypes and shapes.
+#[derive(Clone, Copy)]
+pub(crate) struct Fp8LinearCall<'a> {
+    pub(crate) w: &'a Weight,
+    pub(crate) bias: Option<&'a Weight>,
+    pub(crate) layer: &'a Fp8Linear,
+    pub(crate) out_dtype: DType,
+    pub(crate) dims: Dims,
+}
+
+/// Computes y = Q(x) Q(w)^T + b.
+pub(crate) fn fp8_linear(x: &Tensor, call: Fp8LinearCall<'_>) -> Result<Tensor> {
+    let of_input = if call.saves_codes(x) { Fp8Orientation::Both } else { Fp8Orientation::Rowwise };
+    call.multiply(x, call.layer.input(x, of_input)?)
+}
+
+impl Fp8LinearCall<'_> {
+    /// Returns true if backward reads the codes of x that forward has made.
+    fn saves_codes(&self, x: &Tensor) -> bool {
+        self.w.sink().is_some() && bytes_of_saving(x) > 0
     }
-    let y = on_device!("linear", x, {
-        cpu => storage::tensor(forward_cpu(x_rows, w_rows, bias, out_dtype, dims)?, shape),
-        cuda => {
-            let bias = bias.map(Weight::value).transpose()?;
-            cuda::forward(x_rows, w_rows, bias.as_ref(), out_dtype, dims)?.reshape(shape)?
-        },
-    });
-    let saved = SavedFp8Linear {
-        layer: layer.clone(),
-        input: w.sink().map(|_| match saves_codes {
-            true => SavedFp8Input::Codes(quantized.into_columnwise()),
-            false => SavedFp8Input::Unquantized(save(x)),
-        }),
-        wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
-        w: w.clone(),
-        bias: bias.cloned(),
-        dims,
-    };
-    Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy, context| {
-        Ok([saved.backward(dy, context)?, None, None])
-    }))
+
+    /// Computes y from the codes of x.
+    pub(super) fn multiply(self, x: &Tensor, quantized: Fp8Operands) -> Result<Tensor> {
+        let Self { w, bias, layer, out_dtype, dims } = self;
+        on_device!("linear", x, {
+            cpu => (),
+            cuda => cuda::check_sizes(layer.module(), dims)?,
+        });
+        let is_read_in_backward = w.sink().is_some() || requires_grad(x);
+        let of_weight = if is_read_in_backward { Fp8Orientation::Both } else { Fp8Orientation::Rowwise };
+        let weight = quantized_weight(layer, w, of_weight)?;
+        let (x_rows, w_rows) = (quantized.rowwise()?, weight.rowwise()?);
+        let mut shape = x.dims().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last = dims.n;
+        }
+        let y = on_device!("linear", x, {
+            cpu => storage::tensor(forward_cpu(x_rows, w_rows, bias, out_dtype, dims)?, shape),
+            cuda => {
+                let bias = bias.map(Weight::value).transpose()?;
+                cuda::forward(x_rows, w_rows, bias.as_ref(), out_dtype, dims)?.reshape(shape)?
+            },
+        });
+        let saved = SavedFp8Linear {
+            layer: layer.clone(),
+            input: w.sink().map(|_| match self.saves_codes(x) {
+                true => SavedFp8Input::Codes(quantized.into_columnwise()),
+                false => SavedFp8Input::Unquantized(save(x)),
+            }),
+            wants_dx: requires_grad(x).then(|| (x.dtype(), x.dims().to_vec())),
+            w: w.clone(),
+            bias: bias.cloned(),
+            dims,
+        };
+        Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy, context| {
+            Ok([saved.backward(dy, context)?, None, None])
+        }))
+    }
 }
 
 impl SavedFp8Linear {

@@ -18,6 +18,7 @@ mod kernels;
 mod layers;
 mod linear;
 mod matrix;
+mod normed;
 mod operands;
 mod recipe;
 mod rounding;
@@ -30,12 +31,13 @@ pub use format::{FP8_BLOCK, FP8_WEIGHT_FORMAT, Fp8Format};
 pub(crate) use groups::{GroupCodes, Groups};
 pub use kernels::Fp8Kernels;
 pub use layers::{Fp8Guard, Fp8LayerState, Fp8Layers, Fp8Linear, Fp8LinearScales, Fp8Module};
-pub(crate) use linear::fp8_linear;
+pub(crate) use linear::{Fp8LinearCall, fp8_linear};
 pub use matrix::{Fp8Matrix, amax, fp8_quantize, fp8_quantize_current};
+pub use normed::fp8_normed_linears;
 pub use operands::Fp8Operands;
 pub use recipe::{
     AmaxHistoryPolicy, Contraction, DelayedScaling, Fp8Config, Fp8Formats, Fp8Operand, Fp8Recipe, ScaleRule,
 };
 pub use rounding::Fp8Rounding;
 pub use stats::{Fp8StepStats, Fp8TensorStats};
-pub use swiglu_mlp::fp8_swiglu_mlp;
+pub use swiglu_mlp::{fp8_normed_swiglu_mlp, fp8_swiglu_mlp};

@@ -191,6 +191,14 @@ pub(super) fn power_of_two_below(x: f32) -> f32 {
 mod tests {
     use super::*;
 
+    /// Gradients of outputs alone depend on `format`.
+    #[test]
+    fn each_operand_has_the_format_of_the_recipe() {
+        let of = |formats: Fp8Formats| Fp8Operand::ALL.map(|operand| formats.of(operand));
+        assert_eq!(of(Fp8Formats::Hybrid), [Fp8Format::E4m3, Fp8Format::E4m3, Fp8Format::E5m2]);
+        assert_eq!(of(Fp8Formats::E4m3), [Fp8Format::E4m3; 3]);
+    }
+
     #[test]
     fn scales_of_odd_amaxes_are_those_of_the_rule() {
         let rule = |power_of_two, amax_epsilon| ScaleRule { power_of_two, amax_epsilon };

@@ -6,6 +6,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::device::on_device;
+use crate::rms_norm::NormCall;
 use crate::weight::Weight;
 
 /// Computes the MLP down(silu(gate(x)) * up(x)) in FP8 on a GPU, with x [t, d] in bf16. Bits and gradients are those of the
@@ -24,6 +25,21 @@ pub fn fp8_swiglu_mlp(x: &Tensor, weights: [&Weight; 3]) -> Result<Option<Tensor
     })
 }
 
+/// Computes [`fp8_swiglu_mlp`] of a norm, which is quantized as it is computed. Returns also the input of the norm, which is a sum if
+/// it has an addend.
+///
+/// Returns `None` also where the norm must be written: see [`fp8_normed_linears`](crate::fp8_normed_linears).
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "emulate")),
+    expect(unused_variables, reason = "the CPU multiplies activations in memory")
+)]
+pub fn fp8_normed_swiglu_mlp(norm: NormCall<'_>, weights: [&Weight; 3]) -> Result<Option<[Tensor; 2]>> {
+    on_device!("swiglu_mlp", norm.x, {
+        cpu => Ok(None),
+        cuda => fused::forward_of_norm(norm, weights),
+    })
+}
+
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod fused {
     use candle_core::{DType, Result, Tensor, bail};
@@ -33,10 +49,12 @@ mod fused {
     use crate::fp8::kernels::Fp8Kernels;
     use crate::fp8::layers::Fp8Linear;
     use crate::fp8::linear::quantized_weight;
+    use crate::fp8::normed::fused::{is_quantized_early, quantize};
     use crate::fp8::operands::{Fp8Operands, ScaleSource};
     use crate::fp8::recipe::{Fp8Operand, Fp8Orientation};
     use crate::fp8::rounding::Fp8Rounding;
     use crate::recording::{record, requires_grad, save};
+    use crate::rms_norm::NormCall;
     use crate::saved::Saved;
     use crate::span::span;
     use crate::swiglu::swiglu_grads;
@@ -68,27 +86,41 @@ mod fused {
     }
 
     pub(super) fn forward(x: &Tensor, [gate, up, down]: [&Weight; 3]) -> Result<Option<Tensor>> {
-        let is_trained = [gate, up, down].iter().any(|w| w.sink().is_some());
         let Some([gate, up, down]) = linears(x, [gate, up, down])? else { return Ok(None) };
         let _span = span("swiglu_mlp", "forward");
         let input = x.contiguous()?;
+        let quantized = gate.layer.input(&input, Fp8Orientation::Rowwise)?;
+        // Raises the amax of this layer's input.
+        up.layer.input(&input, Fp8Orientation::Rowwise)?;
+        Ok(Some(multiply([x, &input], &quantized, [gate, up, down])?))
+    }
+
+    pub(super) fn forward_of_norm(norm: NormCall<'_>, weights: [&Weight; 3]) -> Result<Option<[Tensor; 2]>> {
+        let Some([gate, up, down]) = linears(norm.x, weights)? else { return Ok(None) };
+        if !is_quantized_early(norm, &[&gate.layer, &up.layer])? {
+            return Ok(None);
+        }
+        let norm = norm.unwritten()?;
+        let _span = span("swiglu_mlp", "forward");
+        let quantized = quantize(&norm, &[&gate.layer, &up.layer])?;
+        let y = multiply([&norm.y, &norm.y], &quantized, [gate, up, down])?;
+        Ok(Some([norm.stream, y]))
+    }
+
+    /// Computes the MLP from the codes of x; `input` is x, contiguous.
+    fn multiply([x, input]: [&Tensor; 2], quantized: &Fp8Operands, [gate, up, down]: [MlpLinear; 3]) -> Result<Tensor> {
+        let is_trained = [&gate, &up, &down].iter().any(|linear| linear.is_trained());
         let wants_dx = requires_grad(x);
         let of_weights = if is_trained || wants_dx { Fp8Orientation::Both } else { Fp8Orientation::Rowwise };
-        let quantized = gate.layer.input(&input, Fp8Orientation::Rowwise)?;
-        let gate_tf = gate.multiply(&quantized, of_weights)?;
-        // Raises the amax of this layer's input.
-        let quantized = up.layer.input(&input, Fp8Orientation::Rowwise)?;
-        let gate_up = [gate_tf, up.multiply(&quantized, of_weights)?];
+        let gate_up = [gate.multiply(quantized, of_weights)?, up.multiply(quantized, of_weights)?];
         let (gated, gated_scale) = down.layer.gated_input(gate_up.each_ref(), Fp8Orientation::Rowwise, None)?;
         let y = down.multiply(&gated, of_weights)?;
         let weights = [&gate, &up, &down].map(|linear| linear.w.clone());
-        let x_saved = [&gate, &up].iter().any(|linear| linear.is_trained()).then(|| save(&input));
+        let x_saved = [&gate, &up].iter().any(|linear| linear.is_trained()).then(|| save(input));
         let saved = SavedMlp { gate, up, down, x: x_saved, gate_up, gated_scale, wants_dx };
         let [of_gate, of_up, of_down] = &weights;
         let inputs = [x.into(), of_gate.into(), of_up.into(), of_down.into()];
-        Ok(Some(record("swiglu_mlp", inputs, y, move |dy, context| {
-            Ok([saved.backward(dy, context)?, None, None, None])
-        })))
+        Ok(record("swiglu_mlp", inputs, y, move |dy, context| Ok([saved.backward(dy, context)?, None, None, None])))
     }
 
     /// Returns the layers of gate, up and down; `None` if they cannot be fused.

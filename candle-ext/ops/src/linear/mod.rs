@@ -13,7 +13,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::fp8::{fake_quantized_linear, fp8_linear};
+use crate::fp8::{Fp8LinearCall, fake_quantized_linear, fp8_linear};
 use crate::recording::{record, requires_grad, save};
 use crate::saved::Saved;
 use crate::span::span;
@@ -52,7 +52,7 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDt
         if layer.fake_quantizes() {
             return fake_quantized_linear(&input, w, bias, out_dtype);
         }
-        return fp8_linear(&input, w, bias, layer, (out_dtype, dims));
+        return fp8_linear(&input, Fp8LinearCall { w, bias, layer, out_dtype, dims });
     }
     let y = on_device!("linear", input, {
         cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),

@@ -16,25 +16,47 @@ fn row_threads(d: usize) -> usize {
 
 /// Returns y, and rstd = 1 / sqrt(mean(x^2) + eps) of each row, f32 [t].
 pub(super) fn forward(x: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
-    launch_forward(x, None, w, d, eps)
+    let y = Out::new(gpu(OP, x)?, w.dtype(), x.elem_count())?;
+    let rstd = launch_forward([x, w], None, Some(&y), (d, eps))?;
+    Ok((y, rstd))
+}
+
+/// Returns 1 / sqrt(mean(x^2) + eps) of each row, f32 [t].
+pub(super) fn row_factors(x: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<Tensor> {
+    launch_forward([x, w], None, None, (d, eps))
 }
 
 /// Returns x + plus, its norm y, and rstd = 1 / sqrt(mean(s^2) + eps) of each row s of the sum, f32 [t].
 pub(super) fn add_forward(x: &Tensor, plus: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Out, Tensor)> {
-    let sum = Out::new(gpu(OP, x)?, x.dtype(), x.elem_count())?;
-    let (y, rstd) = launch_forward(x, Some((plus, &sum)), w, d, eps)?;
+    let on = gpu(OP, x)?;
+    let (sum, y) = (Out::new(on, x.dtype(), x.elem_count())?, Out::new(on, w.dtype(), x.elem_count())?);
+    let rstd = launch_forward([x, w], Some((plus, &sum)), Some(&y), (d, eps))?;
     Ok((sum, y, rstd))
 }
 
-/// Launches the forward of x, or of x plus another tensor, whose sum is written to the `Out` in `plus`.
-fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
+/// Returns x + plus, and 1 / sqrt(mean(s^2) + eps) of each row s of the sum, f32 [t].
+pub(super) fn add_row_factors(x: &Tensor, plus: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
+    let sum = Out::new(gpu(OP, x)?, x.dtype(), x.elem_count())?;
+    let rstd = launch_forward([x, w], Some((plus, &sum)), None, (d, eps))?;
+    Ok((sum, rstd))
+}
+
+/// Launches the forward of x, or of x plus another tensor, whose sum is written to the `Out` in `plus`. Returns rstd, and writes
+/// the norm to `y` if it is wanted.
+fn launch_forward(
+    [x, w]: [&Tensor; 2],
+    plus: Option<(&Tensor, &Out)>,
+    y: Option<&Out>,
+    (d, eps): (usize, f32),
+) -> Result<Tensor> {
     let on = gpu(OP, x)?;
     let t = x.elem_count() / d;
-    let (y, rstd) = (Out::new(on, w.dtype(), x.elem_count())?, Out::new(on, DType::F32, t)?);
+    let rstd = Out::new(on, DType::F32, t)?;
+    let y_at = y.map_or(0, |y| y.address);
     let [x_at, w_at] = [address(OP, x)?, address(OP, w)?];
     let [plus_at, sum_at] = plus.map_or(Ok([0, 0]), |(plus, sum)| address(OP, plus).map(|plus| [plus, sum.address]))?;
-    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, plus_at, w_at, sum_at, y.address]));
-    let addresses = [x_at, plus_at, w_at, sum_at, y.address, rstd.address];
+    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, plus_at, w_at, sum_at, y_at]));
+    let addresses = [x_at, plus_at, w_at, sum_at, y_at, rstd.address];
     let mut args: Vec<Arg> = addresses.into_iter().map(Arg::Address).collect();
     args.extend(matches!(threads, Threads::Packs { .. }).then_some(Arg::I32(t as i32)));
     args.push(Arg::I32(d as i32));
@@ -42,9 +64,9 @@ fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usiz
     args.push(Arg::F32(eps));
     let name = threads.kernel("forward", &dtypes(x, w)?);
     // SAFETY: x, y, the addend and the sum have t rows of d elements, w one row, rstd t elements. The addend has the dtype of
-    // w and y.
+    // w and y; a zero address means none.
     unsafe { KERNELS.launch(on, &name, [t.div_ceil(threads.rows()), 1, 1], threads.of_block(), &args)? };
-    Ok((y, rstd.into_tensor(t)))
+    Ok(rstd.into_tensor(t))
 }
 
 /// Returns the part of a kernel's name for the dtypes of input and output, which is the weight's.

@@ -54,7 +54,7 @@ __device__ __forceinline__ Pack<T, W> add_packs(const Pack<T, W>& x, const Pack<
 }
 
 // y = x / sqrt(mean(x^2) + eps) * w. The normalised x is rounded to T before the multiplication by w. With `plus`, x is x +
-// plus, which is written to `sum_of_both`. O is T, or narrower if T is f32.
+// plus, which is written to `sum_of_both`. O is T, or narrower if T is f32. y is optional.
 template <int P, int W, typename T, typename O>
 __device__ __forceinline__ void forward(const T* x, const O* plus, const O* w, T* sum_of_both, O* y, float* rstd, int t,
                                         int d, int lanes, float eps) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void forward(const T* x, const O* plus, const O* w, T
         const int column = (p * lanes + lane) * W;
         if (!is_row || column >= d) continue;
         packs[p] = load<W>(x + row * d + column);
-        w_packs[p] = load<W>(w + column);
+        if (y != nullptr) w_packs[p] = load<W>(w + column);
         if (plus == nullptr) continue;
         packs[p] = add_packs(packs[p], load<W>(plus + row * d + column));
         store(sum_of_both + row * d + column, packs[p]);
@@ -83,6 +83,7 @@ __device__ __forceinline__ void forward(const T* x, const O* plus, const O* w, T
     const float r = rsqrtf(row_sum(sum, lanes) / d + eps);
     if (!is_row) return;
     if (lane == 0) rstd[row] = r;
+    if (y == nullptr) return;
 #pragma unroll
     for (int p = 0; p < P; ++p) {
         const int column = (p * lanes + lane) * W;
@@ -104,7 +105,6 @@ __device__ __forceinline__ void forward_long(const T* x, const O* plus, const O*
                                              int d, float eps) {
     const long long row = blockIdx.x;
     x += row * d;
-    y += row * d;
     if (plus != nullptr) {
         sum_of_both += row * d;
         // Each thread reads only elements that it has written itself.
@@ -115,8 +115,9 @@ __device__ __forceinline__ void forward_long(const T* x, const O* plus, const O*
     for (int i = threadIdx.x; i < d; i += blockDim.x) sum += widen(x[i]) * widen(x[i]);
     const float r = rsqrtf(block_sum(sum) / d + eps);
     if (threadIdx.x == 0) rstd[row] = r;
+    if (y == nullptr) return;
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        y[i] = narrow<O>(widen(narrow<T>(widen(x[i]) * r)) * widen(w[i]));
+        y[row * d + i] = narrow<O>(widen(narrow<T>(widen(x[i]) * r)) * widen(w[i]));
     }
 }
 

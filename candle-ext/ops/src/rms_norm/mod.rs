@@ -24,6 +24,29 @@ use crate::storage::{self, host};
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
+/// An RMSNorm: of x, or of the sum of x and another tensor.
+#[derive(Clone, Copy)]
+pub struct NormCall<'a> {
+    /// Input [.., d].
+    pub x: &'a Tensor,
+    /// Addend of the input, in the norm's dtype.
+    pub plus: Option<&'a Tensor>,
+    /// Weight [d].
+    pub weight: &'a Weight,
+    /// Epsilon under the root.
+    pub eps: f64,
+}
+
+/// A norm whose output kernels compute where they quantize it.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) struct UnwrittenNorm {
+    /// Input of the norm: x, or the sum.
+    pub(crate) stream: Tensor,
+    /// Output of the norm on the tape. Its elements are those of the input, so that no op may read them.
+    pub(crate) y: Tensor,
+    pub(crate) inputs: NormInputs,
+}
+
 /// Computes y = x / sqrt(mean(x^2) + eps) * w over the last dim, with f32 sums.
 ///
 /// y has x's dtype, or w's if x is f32: the norm of an f32 residual stream has the dtype in which the layers compute.
@@ -68,6 +91,34 @@ pub fn add_rms_norm(a: &Tensor, b: &Tensor, w: &Weight, eps: f64) -> Result<(Ten
     let sum = add::record_sum(a, b, sum);
     let y = record_norm(&sum, sum.clone(), w, (y, rstd), eps);
     Ok((sum, y))
+}
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+impl NormCall<'_> {
+    /// Records the norm, without its output. x, the addend and the weight have one dtype.
+    pub(crate) fn unwritten(self) -> Result<UnwrittenNorm> {
+        let Self { x, plus, weight, eps } = self;
+        let _span = span("rms_norm", "forward");
+        let (d, eps) = (check(x, weight)?, eps as f32);
+        let (input, w) = (x.contiguous()?, weight.value()?);
+        let (stream, input, rstd) = match plus {
+            None => {
+                let rstd = cuda::row_factors(&input, &w, d, eps)?;
+                (x.clone(), input, rstd)
+            }
+            Some(plus) => {
+                add::check(x, plus)?;
+                let (sum, rstd) = cuda::add_row_factors(&input, &plus.contiguous()?, &w, d, eps)?;
+                let sum = add::record_sum(x, plus, sum.into_tensor(x.shape()));
+                (sum.clone(), sum, rstd)
+            }
+        };
+        // A new tensor without memory of its own.
+        let y = input.reshape(input.shape())?;
+        let inputs = NormInputs { x: input.clone(), rstd: rstd.clone(), weight: weight.clone() };
+        let y = record_norm(&stream, input, weight, (y, Some(rstd)), eps);
+        Ok(UnwrittenNorm { stream, y, inputs })
+    }
 }
 
 /// Returns the cost of a forward with `n_elements` elements: x is saved, y is recomputed.

@@ -6,17 +6,19 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    Fp8Config, Fp8Format, Fp8Formats, Fp8Kernels, Fp8Layers, Fp8Module, Fp8Recipe, Fp8Rounding, OutputDtype,
-    ScaleBlock, Weight, add_rms_norm, fp8_quantize_current, fp8_swiglu_mlp, linear, record_exchange, rms_norm, swiglu,
+    Fp8Config, Fp8Format, Fp8Formats, Fp8Kernels, Fp8Layers, Fp8Module, Fp8Recipe, Fp8Rounding, NormCall, OutputDtype,
+    ScaleBlock, Weight, add_rms_norm, fp8_normed_linears, fp8_normed_swiglu_mlp, fp8_quantize_current, fp8_swiglu_mlp,
+    linear, rms_norm, swiglu,
 };
 
-use crate::cases::{TestDevice, bits, grad_of, randn, tape, trainable};
+use crate::cases::{TestDevice, bits, grad_of, identity_exchange, randn, tape, trainable};
 use crate::fp8::{DELAYED, config, config_in, rule};
 
 const NAMES: [&str; 3] = ["gate", "up", "down"];
 
 /// Weights of gate and up [f, d] and down [d, f], of which some are trained.
 struct Mlp {
+    recipe: Fp8Recipe,
     layers: Arc<Fp8Layers>,
     weights: [Weight; 3],
 }
@@ -33,7 +35,7 @@ impl Mlp {
                 false => Weight::frozen(value).with_fp8(layer),
             }
         });
-        Self { layers, weights }
+        Self { recipe: config.recipe, layers, weights }
     }
 
     /// Computes the MLP by the fused op, or by linear layers and SwiGLU.
@@ -47,6 +49,24 @@ impl Mlp {
         assert_ne!(kernels, Fp8Kernels::Fused, "the op must be fused here");
         let same = OutputDtype::SameAsInput;
         linear(&swiglu(&linear(x, gate, None, same)?, &linear(x, up, None, same)?)?, down, None, same)
+    }
+
+    /// Computes the MLP of a norm, which the fused op quantizes as it computes it.
+    fn forward_of_norm(&self, x: &Tensor, kernels: Fp8Kernels) -> candle_core::Result<Tensor> {
+        kernels.select();
+        let weight = Weight::frozen(norm_weight(x));
+        let norm = NormCall { x, plus: None, weight: &weight, eps: 1e-5 };
+        let is_early = kernels == Fp8Kernels::Fused && !matches!(self.recipe, Fp8Recipe::Current(_));
+        match fp8_normed_swiglu_mlp(norm, self.weights.each_ref())? {
+            Some([stream, y]) => {
+                assert!(is_early && stream.id() == x.id());
+                Ok(y)
+            }
+            None => {
+                assert!(!is_early, "the norm must not be written here");
+                self.forward(&rms_norm(x, &weight, 1e-5)?, kernels)
+            }
+        }
     }
 
     /// Returns the bits of y, dx, the trained weights' gradients and the amaxes of two steps. `follows` is true if x comes from
@@ -66,21 +86,10 @@ impl Mlp {
             self.weights.iter().filter_map(Weight::sink).for_each(|sink| sink.reset());
             test_device.run(|| {
                 let _on = self.layers.enable(step).unwrap();
-                let tape = tape(std::slice::from_ref(x), || {
-                    let x = match follows {
-                        true => record_exchange(
-                            "copy",
-                            x,
-                            |x| x.copy(),
-                            |dy| {
-                                let dy = dy.clone();
-                                Ok(Box::new(move || Ok(dy)))
-                            },
-                        )?,
-                        // The norm's output is quantized again in backward.
-                        false => rms_norm(x, &Weight::frozen(norm_weight(x)), 1e-5)?,
-                    };
-                    self.forward(&x, kernels)
+                let tape = tape(std::slice::from_ref(x), || match follows {
+                    true => self.forward(&identity_exchange(x)?, kernels),
+                    // The norm's output is quantized again in backward.
+                    false => self.forward_of_norm(x, kernels),
                 });
                 all.push(bits(tape.output()));
                 all.push(bits(&tape.backward(dy).unwrap().remove(x).unwrap()));
@@ -115,7 +124,8 @@ fn bf16(test_device: &TestDevice, shape: (usize, usize), seed: u64) -> Tensor {
 fn all_kernels_have_the_same_bits() {
     for test_device in gpus() {
         fused_and_separate_ops_have_the_same_bits(&test_device);
-        a_norm_is_quantized_where_it_is_recomputed(&test_device);
+        a_norm_is_quantized_where_it_is_computed(&test_device);
+        a_norm_is_written_where_its_readers_need_it(&test_device);
         what_cannot_be_fused_is_not(&test_device);
         patches_and_tiles_have_the_bits_of_the_cpu(&test_device);
     }
@@ -155,32 +165,55 @@ fn fused_and_separate_ops_have_the_same_bits(test_device: &TestDevice) {
     }
 }
 
-/// Two layers that read one norm, with any number of tokens.
-fn a_norm_is_quantized_where_it_is_recomputed(test_device: &TestDevice) {
+/// Two layers that read one norm, with any number of tokens. Backward quantizes it where it recomputes it. Forward does so where it
+/// computes it in `fp8_normed_linears`, and writes it in the separate ops.
+fn a_norm_is_quantized_where_it_is_computed(test_device: &TestDevice) {
     for (recipe, [t, d]) in [DELAYED, Fp8Recipe::Current(rule(false)), Fp8Recipe::Blockwise(rule(true))]
         .into_iter()
         .flat_map(|recipe| [[1, 32], [40, 144], [144, 160], [150, 48]].map(|sizes| (recipe, sizes)))
     {
         let (x, plus, dy) = (bf16(test_device, (t, d), 1), bf16(test_device, (t, d), 2), bf16(test_device, (t, 32), 3));
-        let of = |kernels: Fp8Kernels| {
+        let of = |kernels: Fp8Kernels, addend: Option<&Tensor>, norm_op: NormOp| {
             kernels.select();
             let layers = crate::fp8::layers(recipe, test_device);
             let weight =
                 |name, seed| trainable(&bf16(test_device, (32, d), seed)).with_fp8(layers.layer(name).unwrap());
             let (a, b) = (weight("a", 4), weight("b", 5));
             let norm = trainable(&test_device.put(&norm_weight(&x)));
+            let bias = trainable(&test_device.put(&randn(32, 6).to_dtype(DType::BF16).unwrap()));
             let mut all = Vec::new();
             for step in 0..2 {
                 test_device.run(|| {
                     let _on = layers.enable(step).unwrap();
+                    let is_early = norm_op == NormOp::Unwritten && (step > 0 || layers.amaxes().is_none());
                     let tape = tape(&[x.clone(), plus.clone()], || {
-                        let (_, y) = add_rms_norm(&x, &plus, &norm, 1e-5)?;
-                        let same = OutputDtype::SameAsInput;
-                        candlewick_ops::add(&linear(&y, &a, None, same)?, &linear(&y, &b, None, same)?)
+                        let linears = [(&a, Some(&bias)), (&b, None)];
+                        let call = NormCall { x: &x, plus: addend, weight: &norm, eps: 1e-5 };
+                        let [stream, of_a, of_b] = match is_early {
+                            true => {
+                                let (stream, [of_a, of_b]) = fp8_normed_linears(call, linears)?.expect("it is fused");
+                                [stream, of_a, of_b]
+                            }
+                            false => {
+                                let (stream, y) = match addend {
+                                    Some(plus) => add_rms_norm(&x, plus, &norm, 1e-5)?,
+                                    None => (x.clone(), rms_norm(&x, &norm, 1e-5)?),
+                                };
+                                let multiply = |(w, bias)| linear(&y, w, bias, OutputDtype::SameAsInput);
+                                [stream, multiply(linears[0])?, multiply(linears[1])?]
+                            }
+                        };
+                        all.push(bits(&stream));
+                        let square = trainable(&bf16(test_device, (32, d), 7));
+                        let of_stream = linear(&stream, &square, None, OutputDtype::SameAsInput)?;
+                        candlewick_ops::add(&of_stream, &candlewick_ops::add(&of_a, &of_b)?)
                     });
-                    all.push(bits(&tape.backward(&dy).unwrap().remove(&x).unwrap()));
+                    all.push(bits(tape.output()));
+                    let mut grads = tape.backward(&dy).unwrap();
+                    all.push(bits(&grads.remove(&x).unwrap()));
+                    all.extend(grads.remove(&plus).as_ref().map(bits));
                 });
-                all.extend([&a, &b, &norm].map(|w| bits(&grad_of(w))));
+                all.extend([&a, &b, &norm, &bias].map(|w| bits(&grad_of(w))));
                 if let Some(amaxes) = layers.amaxes() {
                     let amaxes = amaxes.copy().unwrap();
                     all.push(bits(&amaxes));
@@ -189,13 +222,62 @@ fn a_norm_is_quantized_where_it_is_recomputed(test_device: &TestDevice) {
             }
             all
         };
-        let want = of(Fp8Kernels::SharedMemory);
-        for kernels in [Fp8Kernels::Registers, Fp8Kernels::Fused] {
-            for (i, (got, want)) in of(kernels).iter().zip(&want).enumerate() {
-                assert!(got == want, "{recipe:?} {t} {d} {kernels:?}: tensor {i}");
+        for addend in [Some(&plus), None] {
+            let want = of(Fp8Kernels::SharedMemory, addend, NormOp::Written);
+            let (registers, fused) = (Fp8Kernels::Registers, Fp8Kernels::Fused);
+            let unwritten = (!matches!(recipe, Fp8Recipe::Current(_))).then_some((fused, NormOp::Unwritten));
+            let cases = [(registers, NormOp::Written), (fused, NormOp::Written)].into_iter().chain(unwritten);
+            for (kernels, norm_op) in cases {
+                let got = of(kernels, addend, norm_op);
+                assert_eq!(got.len(), want.len());
+                for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                    assert!(got == want, "{recipe:?} {t} {d} {kernels:?} {norm_op:?}: tensor {i}");
+                }
             }
         }
     }
+}
+
+/// Op that computes a norm in forward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum NormOp {
+    /// The norm's own op, which writes its output.
+    Written,
+    /// The op of the layers that read it.
+    Unwritten,
+}
+
+fn a_norm_is_written_where_its_readers_need_it(test_device: &TestDevice) {
+    Fp8Kernels::Fused.select();
+    let blockwise = Fp8Recipe::Blockwise(rule(true));
+    let layers = |recipe| crate::fp8::layers(recipe, test_device);
+    let is_unwritten = |layers: &Arc<Fp8Layers>, fp8_readers: usize, [x, plus]: [&Tensor; 2]| {
+        let w = bf16(test_device, (32, 32), 1);
+        let weight = |i: usize, name| match i < fp8_readers {
+            true => trainable(&w).with_fp8(layers.layer(name).unwrap()),
+            false => trainable(&w),
+        };
+        let (a, b) = (weight(0, "a"), weight(1, "b"));
+        let norm = Weight::frozen(norm_weight(&bf16(test_device, (1, x.dim(1).unwrap()), 1)));
+        let call = NormCall { x, plus: Some(plus), weight: &norm, eps: 1e-5 };
+        test_device.run(|| {
+            let _on = layers.enable(0).unwrap();
+            fp8_normed_linears(call, [(&a, None), (&b, None)]).unwrap().is_some()
+        })
+    };
+    let x = bf16(test_device, (7, 32), 1);
+    let f32 = x.to_dtype(DType::F32).unwrap();
+    assert!(is_unwritten(&layers(blockwise), 2, [&x, &x]));
+    assert!(!is_unwritten(&layers(blockwise), 1, [&x, &x]), "a reader is not in FP8");
+    assert!(!is_unwritten(&layers(DELAYED), 2, [&x, &x]), "the first step has no scales");
+    assert!(!is_unwritten(&layers(Fp8Recipe::Current(rule(true))), 2, [&x, &x]));
+    assert!(!is_unwritten(&layers(blockwise), 2, [&f32, &x]), "an f32 residual stream");
+    let with_stats = layers(blockwise);
+    with_stats.request_stats();
+    assert!(!is_unwritten(&with_stats, 2, [&x, &x]), "statistics need the norm");
+    Fp8Kernels::Registers.select();
+    assert!(!is_unwritten(&layers(blockwise), 2, [&x, &x]));
+    Fp8Kernels::Fused.select();
 }
 
 fn what_cannot_be_fused_is_not(test_device: &TestDevice) {

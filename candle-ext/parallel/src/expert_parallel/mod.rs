@@ -90,6 +90,10 @@ impl ParallelOps for ExpertParallelOps<'_> {
         self.inner.copy_to_tp(x)
     }
 
+    fn exchanges_inputs(&self) -> bool {
+        self.inner.exchanges_inputs()
+    }
+
     fn sequence_parallel_size(&self) -> usize {
         self.inner.sequence_parallel_size()
     }

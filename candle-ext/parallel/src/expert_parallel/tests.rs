@@ -224,6 +224,10 @@ impl ParallelOps for NotesSublayers {
         self.noted(x, ["in", "in backward"])
     }
 
+    fn exchanges_inputs(&self) -> bool {
+        true
+    }
+
     fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         self.noted(y, ["out", "out backward"])
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     Contraction, Fp8Config, Fp8Layers, Fp8Module, Fp8Operand, Fp8Recipe, Fp8Rounding, GradSink, OutputDtype,
-    ScaleBlock, Weight, fp8_quantize_current, linear,
+    ScaleBlock, Weight, fp8_quantize_current, linear, saved_by_readers_only,
 };
 
 use super::{
@@ -199,9 +199,9 @@ fn a_layer_is_dense_while_fp8_is_off() {
     assert!(y(&weight) == y(&dense));
 }
 
-/// A layer whose input is recomputed in backward has the gradient of one that saves it.
+/// A layer whose input is recomputed in backward, or that saves its codes, has the gradient of one that saves the input.
 #[test]
-fn a_recomputed_input_gives_the_same_gradient() {
+fn a_recomputed_input_and_saved_codes_give_the_same_gradient() {
     check_each(
         recipes().into_iter().flat_map(|recipe| devices_for([32, 48], recipe).into_iter().map(move |on| (recipe, on))),
         |(recipe, on)| {
@@ -222,6 +222,13 @@ fn a_recomputed_input_gives_the_same_gradient() {
                 });
                 recomputed.backward(&dy).unwrap();
                 assert!(bits(&grad_of(&w)) == want, "{recipe:?}");
+                sink.reset();
+                let of_codes = tape(std::slice::from_ref(&gated), || {
+                    saved_by_readers_only(&gated);
+                    linear(&gated, &w, None, OutputDtype::SameAsInput)
+                });
+                of_codes.backward(&dy).unwrap();
+                assert!(bits(&grad_of(&w)) == want, "{recipe:?}: codes");
             });
         },
     );

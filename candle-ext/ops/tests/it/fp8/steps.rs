@@ -48,11 +48,13 @@ fn delayed_scales_follow_the_tensors_of_the_step() {
         let nothing = amaxes.zeros_like().unwrap();
         test_device.run(|| layers.update(&nothing)).unwrap();
         assert_eq!(scales(), before, "a step without tensors keeps the scales");
-        // The next step multiplies with these scales.
+        // The next step multiplies with these scales, and has amaxes of its own.
+        let of_next_step = [want[3], want[4], 0.0];
         let y = test_device.run(|| {
             let _on = layers.enable(0).unwrap();
             linear(&x, &b, None, OutputDtype::SameAsInput).unwrap()
         });
+        assert_eq!(layers.amaxes().unwrap().to_vec1::<f32>().unwrap()[3..], of_next_step);
         let quantized = |x: &Tensor, scale: f32| {
             let scale = Tensor::new(&[scale], &Device::Cpu).unwrap();
             fp8_quantize(x, &scale, Fp8Format::E4m3, Fp8Rounding::Nearest).unwrap().dequantize().unwrap()
