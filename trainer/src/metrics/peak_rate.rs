@@ -11,7 +11,7 @@ pub struct PeakRate {
 }
 
 /// Measurement of matmuls in a dtype: the best reading of the process, in FLOPs per second.
-pub type MeasureRate = fn(DType) -> f64;
+type MeasureRate = fn(DType) -> f64;
 
 impl PeakRate {
     /// Returns the peak of a data sheet, in FLOPs per second.
