@@ -162,7 +162,14 @@ fn records_that_do_not_fit_are_refused() {
     let log = stderr(&later);
     assert!(log.contains("step-000003") && log.contains("the record has 2 recorded steps (1 to 2)"), "{log}");
     let nowhere = replay(&folder.path().join("nowhere"));
-    refused(&[&nowhere], data, &all("the record has 0 recorded steps"));
+    refused(
+        &[&nowhere],
+        data,
+        &all("there is no such folder; name one that a run with moe.routing_replay.record wrote"),
+    );
+    let empty = folder.path().join("empty");
+    fs::create_dir(&empty).unwrap();
+    refused(&[&replay(&empty)], data, &all("the record has 0 recorded steps"));
     refused(&[&key, "data.seed=5"], data, &["micro-0000.rank-000.safetensors", "the data, their order or max_length"]);
     refused(
         &[&key, "gradient_accumulation_steps=3"],

@@ -118,8 +118,15 @@ impl Wait {
     }
 
     /// Returns true if this rank's next heartbeat is due, and counts it as sent.
+    ///
+    /// Restarts the timeout if several heartbeats are due: this process was suspended, and has not read those of others.
     pub(crate) fn is_heartbeat_due(&mut self) -> bool {
-        let is_due = self.last_heartbeat.elapsed() >= self.timeout / HEARTBEATS_PER_TIMEOUT;
+        let elapsed = self.last_heartbeat.elapsed();
+        if elapsed >= self.timeout / 2 {
+            self.progress();
+            return true;
+        }
+        let is_due = elapsed >= self.timeout / HEARTBEATS_PER_TIMEOUT;
         if is_due {
             self.last_heartbeat = Instant::now();
         }
@@ -185,5 +192,17 @@ mod tests {
         assert!(over.next_check_in() > Duration::from_secs(5));
         wait.progress();
         assert!(wait.next_check_in() > Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_process_that_was_suspended_waits_for_the_whole_timeout_again() {
+        let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the machine is up");
+        let timed_out_after = |last_heartbeat| {
+            let timeout = Duration::from_secs(80);
+            let mut wait = Wait { timeout, last_progress: ago(85), last_heartbeat };
+            (wait.is_heartbeat_due(), wait.is_timed_out())
+        };
+        assert_eq!(timed_out_after(ago(11)), (true, true));
+        assert_eq!(timed_out_after(ago(41)), (true, false));
     }
 }
