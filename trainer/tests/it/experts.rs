@@ -85,16 +85,22 @@ fn a_router_that_the_family_does_not_have_is_trained_resumed_and_exported() {
     let tensors = candle_core::safetensors::load_buffer(&whole.exported(), &candle_core::Device::Cpu).unwrap();
     let bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"].to_vec1::<f32>().unwrap();
     assert!(bias.iter().any(|bias| *bias != 0.0), "{bias:?}");
-    // The folder is read again: its logits are compared with those of a second export.
+    check_exports(&whole, "llama.cpp has the router of qwen3moe without this key");
+}
+
+/// Exports a trained model again. A model that transformers does not read is exported with a warning, and GGUF refuses it.
+#[track_caller]
+fn check_exports(run: &Run, refusal: &str) {
     let export = |format: &str, output: &str| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
-        command.arg("export").arg(whole.export_folder()).args(["--format", format, "--output"]);
-        command.arg(whole.path().join(output)).env("HF_HUB_OFFLINE", "1").output().unwrap()
+        command.arg("export").arg(run.export_folder()).args(["--format", format, "--output"]);
+        command.arg(run.path().join(output)).env("HF_HUB_OFFLINE", "1").output().unwrap()
     };
+    // The folder is read again: its logits are compared with those of a second export.
     let output = export("safetensors", "again");
     assert!(output.status.success() && stderr(&output).contains("transformers does not read"), "{}", stderr(&output));
     let refused = stderr(&export("gguf-q8_0", "gguf"));
-    assert!(refused.contains("llama.cpp has the router of qwen3moe without this key"), "{refused}");
+    assert!(refused.contains(refusal), "{refused}");
 }
 
 /// A pattern that no key of the family expresses: the model trains, resumes to the bit, and is read again.
@@ -127,16 +133,7 @@ fn a_pattern_of_layers_is_trained_resumed_and_exported() {
     let config = std::fs::read_to_string(whole.export_folder().join("config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_str(&config).unwrap();
     assert_eq!(config["moe_layer_freq"], serde_json::json!([0, 1]));
-    // The folder is read again: its logits are compared with those of a second export.
-    let export = |format: &str, output: &str| {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
-        command.arg("export").arg(whole.export_folder()).args(["--format", format, "--output"]);
-        command.arg(whole.path().join(output)).env("HF_HUB_OFFLINE", "1").output().unwrap()
-    };
-    let output = export("safetensors", "again");
-    assert!(output.status.success() && stderr(&output).contains("transformers does not read"), "{}", stderr(&output));
-    let refused = stderr(&export("gguf-q8_0", "gguf"));
-    assert!(refused.contains("`moe_layer_freq`: llama.cpp has experts in every layer of llama"), "{refused}");
+    check_exports(&whole, "`moe_layer_freq`: llama.cpp has experts in every layer of llama");
 }
 
 #[test]
