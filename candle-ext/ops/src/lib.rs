@@ -118,7 +118,7 @@ pub use moe::grouped_linear::{GroupedCall, GroupedGemmImpl, GroupedLinearCost, T
 pub use moe::permute::{permute, permute_cost, permute_keys, permute_weights, unpermute};
 pub use moe::router::{
     BestExperts, CountedRows, ExpertChoice, GroupLimit, RouterSpec, RouterStatistics, Routing, ScoreFunction,
-    TopKOrder, route, route_by, route_by_choice, route_cost, route_counted, route_to,
+    TopKOrder, route, route_by, route_by_choice, route_cost, route_to, route_with_statistics,
 };
 pub use moe::router_loss::{
     balance_factors, expert_score_sums, load_balancing_loss, router_loss_cost, router_z_loss,

@@ -36,7 +36,7 @@ pub(crate) fn select(
     };
     let (routing, statistics) = match context.counted(choice, spec) {
         Some(counted) => {
-            let (routing, statistics) = ops::route_counted(logits, choice, spec, counted)?;
+            let (routing, statistics) = ops::route_with_statistics(logits, choice, spec, counted)?;
             (routing, Some(statistics))
         }
         None => (ops::route_by_choice(logits, choice, spec)?, None),

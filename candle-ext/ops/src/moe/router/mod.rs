@@ -73,7 +73,7 @@ pub fn route_by_choice(logits: &Tensor, choice: ExpertChoice<'_>, spec: RouterSp
 }
 
 /// Routes as [`route_by_choice`], and returns statistics of the tokens that count from the same pass.
-pub fn route_counted(
+pub fn route_with_statistics(
     logits: &Tensor,
     choice: ExpertChoice<'_>,
     spec: RouterSpec,

@@ -15,7 +15,7 @@ mod weighted_swiglu;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     BestExperts, CountedRows, ExpertAssignment, ExpertChoice, RouterSpec, RouterStatistics, ScoreFunction, no_grad,
-    route_counted,
+    route_with_statistics,
 };
 
 use crate::cases::{OpCase, TestDevice, check_each};
@@ -58,5 +58,5 @@ pub(crate) fn assignment(experts: &Tensor, n_experts: usize, device: &Device) ->
 pub(crate) fn statistics(logits: &Tensor, score: ScoreFunction) -> candle_core::Result<RouterStatistics> {
     let spec = RouterSpec { top_k: 1, score, ..router::SPEC };
     let counted = CountedRows { marks: None, best: BestExperts::Chosen };
-    Ok(no_grad(|| route_counted(logits, ExpertChoice::ByScore { bias: None }, spec, counted))?.1)
+    Ok(no_grad(|| route_with_statistics(logits, ExpertChoice::ByScore { bias: None }, spec, counted))?.1)
 }

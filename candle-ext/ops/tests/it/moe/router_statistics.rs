@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
     BestExperts, CountedRows, ExpertChoice, RouterSpec, ScoreFunction, expert_score_sums, no_grad, route,
-    route_counted, router_z_loss, save_outputs, sinkhorn,
+    route_with_statistics, router_z_loss, save_outputs, sinkhorn,
 };
 
 use super::router::{SPEC, specs};
@@ -42,7 +42,7 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     let on_device = test_device.put(&u32s(&marks));
     let counted = CountedRows { marks: marked.map(|_| &on_device), best: BestExperts::ByScore };
     let choice = ExpertChoice::ByScore { bias: Some(&bias) };
-    let run = || test_device.run(|| route_counted(&logits, choice, spec, counted)).unwrap();
+    let run = || test_device.run(|| route_with_statistics(&logits, choice, spec, counted)).unwrap();
     let (routing, found) = run();
     let plain = test_device.run(|| route(&logits, Some(&bias), spec)).unwrap();
     assert_eq!(bits(&routing.weights), bits(&plain.weights), "{what}");
@@ -107,7 +107,7 @@ fn a_choice_by_score_alone_counts_its_experts_once() {
         test_device.run(|| {
             let logits = test_device.put(&randn((t, e), 1));
             let counted = CountedRows { marks: None, best: BestExperts::Chosen };
-            let of = |choice| route_counted(&logits, choice, SPEC, counted).unwrap();
+            let of = |choice| route_with_statistics(&logits, choice, SPEC, counted).unwrap();
             let (routing, plain) = of(ExpertChoice::ByScore { bias: None });
             assert_eq!(to_u32s(plain.best_experts()), to_u32s(&routing.assignment.experts));
             let n_counts = values(&plain.totals().unwrap())[..e].to_vec();
@@ -133,7 +133,7 @@ fn no_tokens_have_statistics_of_zeros() {
             let logits = test_device.put(&randn((3, 8), 1));
             let none = test_device.put(&u32s(&[0; 3]));
             let counted = CountedRows { marks: Some(&none), best: BestExperts::Chosen };
-            let found = route_counted(&logits, ExpertChoice::ByScore { bias: None }, SPEC, counted).unwrap().1;
+            let found = route_with_statistics(&logits, ExpertChoice::ByScore { bias: None }, SPEC, counted).unwrap().1;
             assert_eq!(values(&found.totals().unwrap()), [0.0; 12]);
         });
     }
@@ -145,7 +145,7 @@ fn statistics_are_replayed() {
     let counted = CountedRows { marks: None, best: BestExperts::Chosen };
     let first = randn((9, 8), 1);
     let run = |logits: &Tensor| {
-        let (routing, statistics) = route_counted(logits, ExpertChoice::ByScore { bias: None }, SPEC, counted)?;
+        let (routing, statistics) = route_with_statistics(logits, ExpertChoice::ByScore { bias: None }, SPEC, counted)?;
         Ok((routing.weights, values(&statistics.totals()?)))
     };
     let ((_, totals), saved) = save_outputs(|| run(&first)).unwrap();
@@ -166,6 +166,6 @@ fn wrong_marks_are_named() {
     let marks = u32s(&[1; 3]);
     let counted = CountedRows { marks: Some(&marks), best: BestExperts::Chosen };
     let choice = ExpertChoice::ByScore { bias: None };
-    let run = || no_grad(|| route_counted(&randn((4, 8), 1), choice, SPEC, counted)).map(drop);
+    let run = || no_grad(|| route_with_statistics(&randn((4, 8), 1), choice, SPEC, counted)).map(drop);
     assert_error(run(), "want u32 marks [4], got U32 [3]");
 }
