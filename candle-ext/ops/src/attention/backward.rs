@@ -14,10 +14,10 @@ use rayon::prelude::*;
 use super::cu_seqlens::{CuSeqlens, SequenceRange};
 use super::layout::{HeadCounts, HeadView, split_by_lens};
 use super::spec::AttentionSpec;
-use super::tile::{MatmulElement, QUERIES, Queries, of_span};
+use super::tile::{MatmulElement, QUERIES, Queries, key_tiles, keys_of, of_span, overlap, tiles_per_block};
 use crate::dot::dot;
 use crate::floats::{Floats, first_of};
-use crate::gemm::{Accumulate, Mat, MatMut, has_bf16_unit};
+use crate::gemm::{Accumulate, Mat, MatMut, PackedOperand, gemm_packed, has_bf16_unit};
 use crate::simd::vectorised;
 
 /// Tensors saved by the forward, and the gradient of its output.
@@ -114,56 +114,80 @@ struct Sequence<'a, T> {
     spec: &'a AttentionSpec,
 }
 
-impl<T: MatmulElement> Sequence<'_, T> {
+impl<'a, T: MatmulElement> Sequence<'a, T> {
     fn backward(&self, dq: &mut [f32], dk: &mut [f32], dv: &mut [f32]) {
-        let SequenceRange { q, k, first } = &self.span;
+        let (n_queries, size) = (self.span.q.len(), QUERIES * tiles_per_block(self.dim));
         let mut scratch = Scratch::default();
-        for (i, dq) in dq.chunks_mut(QUERIES * self.dim).enumerate() {
-            let rows = q.start + i * QUERIES..(q.start + (i + 1) * QUERIES).min(q.end);
-            let queries = Queries {
-                q: self.q.rows(rows.clone()),
-                n: rows.len(),
-                first: first + (i * QUERIES) as isize,
-                n_keys: k.len(),
-                spec: self.spec,
-            };
-            self.tile(&queries, rows, &mut scratch, dq, dk, dv);
+        for (first, dq) in (0..n_queries).step_by(size).zip(dq.chunks_mut(size * self.dim)) {
+            let firsts = (first..(first + size).min(n_queries)).step_by(QUERIES);
+            let tiles: Vec<_> = firsts.map(|first| self.query_tile(first..(first + QUERIES).min(n_queries))).collect();
+            self.block(&tiles, &mut scratch, dq, dk, dv);
         }
     }
 
-    /// Adds the contribution of one tile of queries.
-    fn tile(
+    /// Packs some queries of the sequence and their gradients.
+    fn query_tile(&self, queries: Range<usize>) -> QueryTile<'a, T> {
+        let rows = self.span.q.start + queries.start..self.span.q.start + queries.end;
+        let (q, d_o) = (self.q.rows(rows.clone()), self.d_o.rows(rows.clone()));
+        let (o_row, d_o_row) = (&mut Vec::new(), &mut Vec::new());
+        let of_row = |row| dot(T::widened(self.o.row(row), o_row), T::widened(self.d_o.row(row), d_o_row));
+        let first = self.span.first + queries.start as isize;
+        QueryTile {
+            queries: Queries { q, n: rows.len(), first, n_keys: self.span.k.len(), spec: self.spec },
+            q_left: PackedOperand::left(q),
+            q_right: PackedOperand::right(q),
+            d_o_left: PackedOperand::left(d_o),
+            d_o_right: PackedOperand::right(d_o),
+            delta: rows.clone().map(of_row).collect(),
+            lse: &self.lse[rows],
+        }
+    }
+
+    /// Adds the contribution of a block of queries. Each tile of keys and values is packed once for all of them.
+    fn block(
         &self,
-        queries: &Queries<'_, T>,
-        rows: Range<usize>,
+        tiles: &[QueryTile<'_, T>],
         scratch: &mut Scratch<T>,
         dq: &mut [f32],
         dk: &mut [f32],
         dv: &mut [f32],
     ) {
-        let (dim, scale, n_rows) = (self.dim, self.spec.scale, rows.len());
-        let (d_o, lse) = (self.d_o.rows(rows.clone()), &self.lse[rows.clone()]);
-        let Scratch { p, ds, rounded } = scratch;
-        let (o_row, d_o_row) = (&mut Vec::new(), &mut Vec::new());
-        let of_row = |row| dot(T::widened(self.o.row(row), o_row), T::widened(self.d_o.row(row), d_o_row));
-        let delta: Vec<f32> = rows.map(of_row).collect();
-        for tile in queries.key_tiles() {
-            let (k, v) = (of_span(self.k, &self.span.k, &tile), of_span(self.v, &self.span.k, &tile));
-            let (p, ds) = (first_of(p, n_rows * tile.len()), first_of(ds, n_rows * tile.len()));
-            queries.scores(k, tile.len(), p);
-            queries.probabilities(p, &tile, lse);
-            let out = MatMut::new(ds, n_rows, tile.len());
-            T::gemm(out, Accumulate::Overwrite, d_o, v.t(), 1.0);
-            softmax_backward(p, ds, &delta, tile.len());
-            let keys = tile.start * dim..tile.end * dim;
-            let p = Mat::new(T::of(p, rounded), n_rows, tile.len());
-            let out = MatMut::new(&mut dv[keys.clone()], tile.len(), dim);
-            T::gemm(out, Accumulate::Add, p.t(), d_o, 1.0);
-            let ds = Mat::new(T::of(ds, rounded), n_rows, tile.len());
-            let out = MatMut::new(&mut dk[keys], tile.len(), dim);
-            T::gemm(out, Accumulate::Add, ds.t(), queries.q, scale);
-            T::gemm(MatMut::new(dq, n_rows, dim), Accumulate::Add, ds, k, scale);
+        let seen = keys_of(tiles.iter().map(|tile| &tile.queries));
+        for keys in key_tiles(seen, self.span.k.len()) {
+            let (k, v) = (of_span(self.k, &self.span.k, &keys), of_span(self.v, &self.span.k, &keys));
+            scratch.keys.k.pack_right(k);
+            scratch.keys.k_t.pack_right(k.t());
+            scratch.keys.v_t.pack_right(v.t());
+            let of_keys = keys.start * self.dim..keys.end * self.dim;
+            let (dk, dv) = (&mut dk[of_keys.clone()], &mut dv[of_keys]);
+            for (tile, dq) in tiles.iter().zip(dq.chunks_mut(QUERIES * self.dim)) {
+                if overlap(&tile.queries.keys(), &keys) {
+                    self.tile(tile, &keys, scratch, [dq, dk, dv]);
+                }
+            }
         }
+    }
+
+    /// Adds the contribution of a tile of queries and a tile of keys.
+    fn tile(
+        &self,
+        tile: &QueryTile<'_, T>,
+        keys: &Range<usize>,
+        scratch: &mut Scratch<T>,
+        [dq, dk, dv]: [&mut [f32]; 3],
+    ) {
+        let (dim, scale, n, n_keys) = (self.dim, self.spec.scale, tile.queries.n, keys.len());
+        let Scratch { p, ds, rounded, packed, keys: KeyTile { k, k_t, v_t } } = scratch;
+        let (p, ds) = (first_of(p, n * n_keys), first_of(ds, n * n_keys));
+        gemm_packed(MatMut::new(p, n, n_keys), Accumulate::Overwrite, &tile.q_left, k_t, scale);
+        tile.queries.probabilities(p, keys, tile.lse);
+        gemm_packed(MatMut::new(ds, n, n_keys), Accumulate::Overwrite, &tile.d_o_left, v_t, 1.0);
+        softmax_backward(p, ds, &tile.delta, n_keys);
+        let p = packed.pack_left(Mat::new(T::of(p, rounded), n, n_keys).t());
+        gemm_packed(MatMut::new(dv, n_keys, dim), Accumulate::Add, p, &tile.d_o_right, 1.0);
+        let ds = Mat::new(T::of(ds, rounded), n, n_keys);
+        gemm_packed(MatMut::new(dk, n_keys, dim), Accumulate::Add, packed.pack_left(ds.t()), &tile.q_right, scale);
+        gemm_packed(MatMut::new(dq, n, dim), Accumulate::Add, packed.pack_left(ds), k, scale);
     }
 }
 
@@ -174,15 +198,38 @@ fn softmax_backward(p: &[f32], dp: &mut [f32], delta: &[f32], n_keys: usize) {
     }
 }
 
-/// Matrices of the size of a score tile, reused for each tile.
+/// A tile of queries with its packed operands.
+struct QueryTile<'a, T> {
+    queries: Queries<'a, T>,
+    q_left: PackedOperand<T>,
+    q_right: PackedOperand<T>,
+    d_o_left: PackedOperand<T>,
+    d_o_right: PackedOperand<T>,
+    /// `sum(do o)` of each row.
+    delta: Vec<f32>,
+    lse: &'a [f32],
+}
+
+/// Packed operands of a tile of keys and values.
+struct KeyTile<T> {
+    k: PackedOperand<T>,
+    k_t: PackedOperand<T>,
+    v_t: PackedOperand<T>,
+}
+
+/// Buffers that each tile overwrites.
 struct Scratch<T> {
+    keys: KeyTile<T>,
     p: Vec<f32>,
     ds: Vec<f32>,
     rounded: Vec<T>,
+    packed: PackedOperand<T>,
 }
 
 impl<T> Default for Scratch<T> {
     fn default() -> Self {
-        Self { p: Vec::new(), ds: Vec::new(), rounded: Vec::new() }
+        let keys =
+            KeyTile { k: PackedOperand::default(), k_t: PackedOperand::default(), v_t: PackedOperand::default() };
+        Self { keys, p: Vec::new(), ds: Vec::new(), rounded: Vec::new(), packed: PackedOperand::default() }
     }
 }

@@ -8,7 +8,7 @@ use super::layout::HeadView;
 use super::spec::AttentionSpec;
 use crate::exp::exp;
 use crate::floats::{Floats, round_to_bf16};
-use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm, gemm_bf16};
+use crate::gemm::{Accumulate, Mat, MatMut, OperandElement, Threads, gemm, gemm_bf16};
 use crate::simd::vectorised;
 
 /// Keys of a tile.
@@ -16,6 +16,16 @@ const KEYS: usize = 128;
 
 /// Queries of a tile.
 pub(super) const QUERIES: usize = 128;
+
+/// Most tiles of queries that read the packed keys of a tile.
+const TILES: usize = 4;
+/// Elements of a query row times tiles of queries, so that their packed rows fit into the L2 cache.
+const TILE_ELEMENTS: usize = 256;
+
+/// Returns the most tiles of queries of a block: tiles that read the packed keys of a tile together.
+pub(super) fn tiles_per_block(dim: usize) -> usize {
+    (TILE_ELEMENTS / dim).clamp(1, TILES)
+}
 
 /// Returns the keys, of `n_keys`, that the query at `position` sees; an empty range if the mask hides all.
 pub(super) fn visible(spec: &AttentionSpec, n_keys: usize, position: isize) -> Range<usize> {
@@ -26,7 +36,7 @@ pub(super) fn visible(spec: &AttentionSpec, n_keys: usize, position: isize) -> R
 }
 
 /// Elements that attention's matmuls read. Softmax and sums are f32.
-pub(super) trait MatmulElement: Copy + Send + Sync {
+pub(super) trait MatmulElement: OperandElement + Send + Sync {
     /// Computes out = [out +] scale a b on the calling thread.
     fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_, Self>, b: Mat<'_, Self>, scale: f32);
 
@@ -85,10 +95,9 @@ impl<T: MatmulElement> Queries<'_, T> {
         visible(self.spec, self.n_keys, self.first + query as isize)
     }
 
-    /// Returns the tiles of keys that some query sees.
-    pub(super) fn key_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<T> {
-        let (start, end) = (self.visible(0).start, self.visible(self.n - 1).end);
-        (start..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
+    /// Returns the keys that some query sees, from the first to the last.
+    pub(super) fn keys(&self) -> Range<usize> {
+        self.visible(0).start..self.visible(self.n - 1).end
     }
 
     /// Returns a query's visible range within a key tile, counted from the tile's start.
@@ -97,12 +106,6 @@ impl<T: MatmulElement> Queries<'_, T> {
         let start = visible.start.clamp(tile.start, tile.end);
         let end = visible.end.clamp(start, tile.end);
         start - tile.start..end - tile.start
-    }
-
-    /// Computes scores [n, keys of the tile] = scale q k^T, without the mask.
-    pub(super) fn scores(&self, k: Mat<'_, T>, n_keys: usize, scores: &mut [f32]) {
-        let out = MatMut::new(scores, self.n, n_keys);
-        T::gemm(out, Accumulate::Overwrite, self.q, k.t(), self.spec.scale);
     }
 
     /// Turns scores into probabilities e^(score - lse), zero for masked keys.
@@ -114,6 +117,23 @@ impl<T: MatmulElement> Queries<'_, T> {
             vectorised!(scores.iter_mut().for_each(|score| *score = exp(*score - lse)));
         }
     }
+}
+
+/// Returns the keys that some query of consecutive tiles sees, from the first to the last.
+pub(super) fn keys_of<'a, T: MatmulElement + 'a>(tiles: impl Iterator<Item = &'a Queries<'a, T>>) -> Range<usize> {
+    // Neither end of a query's visible range decreases from one query to the next.
+    tiles.map(Queries::keys).reduce(|all, keys| all.start..keys.end).unwrap_or(0..0)
+}
+
+/// Returns true if two ranges have a common element.
+pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start.max(b.start) < a.end.min(b.end)
+}
+
+/// Returns the tiles that hold these keys of `n_keys`. Tiles of a sequence start at multiples of their size.
+pub(super) fn key_tiles(keys: Range<usize>, n_keys: usize) -> impl Iterator<Item = Range<usize>> {
+    let starts = (keys.start / KEYS * KEYS..keys.end).step_by(KEYS);
+    starts.map(move |start| start..(start + KEYS).min(n_keys))
 }
 
 /// Returns the rows `tile` of a sequence whose keys are `span`.

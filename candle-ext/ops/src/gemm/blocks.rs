@@ -14,7 +14,8 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::accumulate::Accumulate;
-use super::matrix::{Mat, Output, Store, Threads};
+use super::matrix::{Mat, MatMut, Output, Store, Threads};
+use super::operand::Side;
 use super::packed::{CACHE_LINE_BYTES, SUMS};
 use crate::floats::write_bf16;
 use crate::simd::{prefetch, vectorised};
@@ -125,8 +126,8 @@ pub(super) fn gemm<K: Kernel>(
 ) {
     let is_parallel = threads == Threads::All && a.rows * b.cols * a.cols >= PARALLEL_FROM;
     let n_threads = if is_parallel { rayon::current_num_threads() } else { 1 };
-    let kc = terms_per_part::<K>(a.cols);
-    let product = BlockedGemm { kernel, out: out.into(), a, b, kc, scale, accumulate };
+    let (k, kc) = (a.cols, terms_per_part::<K>(a.cols));
+    let product = BlockedGemm { tiles: TileProducts { kernel, out: out.into(), k, kc, scale, accumulate }, a, b };
     // Taken out of the thread-local: while it waits for other threads, this one may run another GEMM.
     let mut shared = SHARED.take();
     product.run(&mut shared, n_threads);
@@ -176,26 +177,15 @@ impl From<Output<'_>> for Out {
     }
 }
 
-// SAFETY: only `BlockedGemm::block` uses it; its caller keeps the parts disjoint.
+// SAFETY: only `TileProducts::multiply` uses it; its callers keep the parts disjoint.
 unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}
 
 struct BlockedGemm<'a, K: Kernel> {
-    kernel: K,
-    out: Out,
+    tiles: TileProducts<K>,
     a: Mat<'a, K::Operand>,
     b: Mat<'a, K::Operand>,
-    kc: usize,
-    scale: f32,
-    accumulate: Accumulate,
-}
-
-/// Operand of a matmul.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
-    A,
-    B,
 }
 
 /// Packed slivers of one operand: a range of its rows or columns, and a range of terms.
@@ -212,10 +202,11 @@ impl<K: Kernel> BlockedGemm<'_, K> {
         let (m, n, k) = (self.a.rows, self.b.cols, self.a.cols);
         let (shared, n_shared, n_blocked) = if m <= n { (Side::A, m, n) } else { (Side::B, n, m) };
         // Sums that are rounded stay in their block until they have all terms.
-        let fewest_terms = if self.is_rounded() { k } else { self.kc };
+        let kc = self.tiles.kc;
+        let fewest_terms = if self.tiles.is_rounded() { k } else { kc };
         let max_shared = (K::MAX_PACKED / fewest_terms).max(1).next_multiple_of(width::<K>(shared));
         for range in parts(0..n_shared, max_shared) {
-            let max_terms = (K::MAX_PACKED / range.len() / self.kc).max(1) * self.kc;
+            let max_terms = (K::MAX_PACKED / range.len() / kc).max(1) * kc;
             let max_terms = max_terms.max(fewest_terms);
             for terms in parts(0..k, max_terms) {
                 let slivers = self.pack(shared, &range, &terms, buffer, n_threads);
@@ -223,11 +214,6 @@ impl<K: Kernel> BlockedGemm<'_, K> {
                 self.multiply(&shared, n_blocked, n_threads);
             }
         }
-    }
-
-    /// Returns true if sums are rounded to the output's dtype.
-    fn is_rounded(&self) -> bool {
-        matches!(self.out.data, OutData::Bf16(_))
     }
 
     /// Packs all slivers of a range of an operand into a buffer, which grows if needed, and returns them.
@@ -239,7 +225,7 @@ impl<K: Kernel> BlockedGemm<'_, K> {
         buffer: &'p mut Vec<CacheLine>,
         n_threads: usize,
     ) -> &'p [CacheLine] {
-        let lines = self.lines(side, terms);
+        let (lines, kc) = (self.tiles.lines(side, terms), self.tiles.kc);
         let n_lines = range.len().div_ceil(width::<K>(side)) * lines;
         if buffer.len() < n_lines {
             // Replace the buffer instead of growing it: its old contents need no copy.
@@ -247,7 +233,12 @@ impl<K: Kernel> BlockedGemm<'_, K> {
             *buffer = vec![CacheLine([0; CACHE_LINE_BYTES]); n_lines];
         }
         let slivers = &mut buffer[..n_lines];
-        let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
+        let of = if side == Side::A { self.a.t() } else { self.b };
+        let pack = |(i, sliver): (usize, _)| {
+            let first = range.start + i * width::<K>(side);
+            let columns = first..(first + width::<K>(side)).min(range.end);
+            pack_sliver(self.tiles.kernel, side, of, (terms, columns), kc, sliver);
+        };
         if n_threads == 1 {
             slivers.chunks_exact_mut(lines).enumerate().for_each(pack);
         } else {
@@ -256,39 +247,12 @@ impl<K: Kernel> BlockedGemm<'_, K> {
         slivers
     }
 
-    /// Packs sliver `i` of a range of an operand.
-    fn pack_sliver(
-        &self,
-        side: Side,
-        range: &Range<usize>,
-        i: usize,
-        terms: &Range<usize>,
-        mut sliver: &mut [CacheLine],
-    ) {
-        let of = if side == Side::A { self.a.t() } else { self.b };
-        let first = range.start + i * width::<K>(side);
-        let n = width::<K>(side).min(range.end - first);
-        for terms in parts(terms.clone(), self.kc) {
-            let to = sliver.split_off_mut(..lines::<K>(side, terms.len())).expect("a sliver has all of the terms");
-            let block = of.part(terms.start, terms.len(), first, n);
-            match side {
-                Side::A => self.kernel.pack_a(block, to),
-                Side::B => self.kernel.pack_b(block, to),
-            }
-        }
-    }
-
-    /// Returns the cache lines of a sliver with these terms.
-    fn lines(&self, side: Side, terms: &Range<usize>) -> usize {
-        parts(terms.clone(), self.kc).map(|terms| lines::<K>(side, terms.len())).sum()
-    }
-
     /// Multiplies the shared operand with all `n` rows or columns of the other.
     fn multiply(&self, shared: &Packed<'_>, n: usize, n_threads: usize) {
         let side = if shared.side == Side::A { Side::B } else { Side::A };
         let n_slivers = n.div_ceil(width::<K>(side));
-        let most = (K::BLOCK_LINES / lines::<K>(side, self.kc)).max(1);
-        let most = if self.is_rounded() && self.a.cols > self.kc {
+        let most = (K::BLOCK_LINES / lines::<K>(side, self.tiles.kc)).max(1);
+        let most = if self.tiles.is_rounded() && self.tiles.k > self.tiles.kc {
             most.min(SUMS / (shared.range.len().next_multiple_of(width::<K>(shared.side)) * width::<K>(side))).max(1)
         } else {
             most
@@ -327,40 +291,100 @@ impl<K: Kernel> BlockedGemm<'_, K> {
         buffer: &mut Vec<CacheLine>,
         sums: &mut Vec<f32>,
     ) {
-        let shared_lines = self.lines(shared.side, &shared.terms);
-        let n_slivers = range.len().div_ceil(width::<K>(side));
-        let mut before = 0;
-        for terms in parts(shared.terms.clone(), self.kc) {
+        let (mut before, of_shared) = (0, self.tiles.lines(shared.side, &shared.terms));
+        for terms in parts(shared.terms.clone(), self.tiles.kc) {
+            let n_lines = lines::<K>(side, terms.len());
             let slivers = self.pack(side, &range, &terms, buffer, 1);
-            let (of_block, of_shared) = (lines::<K>(side, terms.len()), lines::<K>(shared.side, terms.len()));
-            self.kernel.begin();
-            for (i, one) in shared.slivers.chunks_exact(shared_lines).enumerate() {
-                let one = (shared.range.start + i * width::<K>(shared.side), &one[before..before + of_shared]);
-                for (j, other) in slivers.chunks_exact(of_block).enumerate() {
-                    let other = (range.start + j * width::<K>(side), other);
-                    let tile_idx = if terms.len() == self.a.cols { 0 } else { i * n_slivers + j };
-                    let ((row, a), (col, b), (end_row, end_col)) = match side {
-                        Side::A => (other, one, (range.end, shared.range.end)),
-                        Side::B => (one, other, (shared.range.end, range.end)),
-                    };
-                    let (n_rows, n_cols) = (K::MR.min(end_row - row), K::NR.min(end_col - col));
-                    let tile = TileProduct { row, col, n_rows, n_cols, a, b, terms: terms.clone() };
-                    // SAFETY: the slivers have these terms; the caller guarantees valid memory for this part of the output.
-                    unsafe {
-                        match self.out.data {
-                            OutData::F32(out) => self.add_to_output(out, &tile),
-                            OutData::Bf16(out) => self.add_and_round(out, &tile, tile_sums::<K>(sums, tile_idx)),
-                        }
+            let of_block = Slivers { range: range.clone(), lines: slivers, n_lines, n_lines_before: 0 };
+            let (range, lines_before) = (shared.range.clone(), before);
+            before += lines::<K>(shared.side, terms.len());
+            let of_shared = Slivers { range, lines: shared.slivers, n_lines: of_shared, n_lines_before: lines_before };
+            // SAFETY: the slivers have these terms; the rest is the caller's contract.
+            unsafe { self.tiles.multiply((shared.side, &of_shared), &of_block, terms, sums) };
+        }
+    }
+}
+
+/// Packed slivers of one operand, and the place of some terms in them.
+struct Slivers<'a> {
+    /// Rows of a, or columns of b.
+    range: Range<usize>,
+    lines: &'a [CacheLine],
+    /// Cache lines of a sliver.
+    n_lines: usize,
+    /// Cache lines of a sliver before the terms.
+    n_lines_before: usize,
+}
+
+impl Slivers<'_> {
+    /// Lists the slivers from these terms on, with their first row or column. Each has `width` rows or columns.
+    fn each(&self, width: usize) -> impl Iterator<Item = (usize, &[CacheLine])> {
+        let firsts = self.range.clone().step_by(width);
+        firsts.zip(self.lines.chunks_exact(self.n_lines)).map(|(first, sliver)| (first, &sliver[self.n_lines_before..]))
+    }
+}
+
+/// Output of a matmul, and how slivers are multiplied into it.
+struct TileProducts<K: Kernel> {
+    kernel: K,
+    out: Out,
+    /// Terms of a sum.
+    k: usize,
+    /// Terms of each partial sum but the last.
+    kc: usize,
+    scale: f32,
+    accumulate: Accumulate,
+}
+
+impl<K: Kernel> TileProducts<K> {
+    /// Returns true if sums are rounded to the output's dtype.
+    fn is_rounded(&self) -> bool {
+        matches!(self.out.data, OutData::Bf16(_))
+    }
+
+    /// Returns the cache lines of a sliver with these terms.
+    fn lines(&self, side: Side, terms: &Range<usize>) -> usize {
+        lines_of_parts::<K>(side, terms, self.kc)
+    }
+
+    /// Multiplies each sliver of the operand `side` with each of the other.
+    ///
+    /// # Safety
+    ///
+    /// The slivers must have these terms, one partial sum. This part of the output must be valid and owned by the caller.
+    unsafe fn multiply(
+        &self,
+        (side, outer): (Side, &Slivers<'_>),
+        inner: &Slivers<'_>,
+        terms: Range<usize>,
+        sums: &mut Vec<f32>,
+    ) {
+        let (of_outer, of_inner) = if side == Side::A { (K::MR, K::NR) } else { (K::NR, K::MR) };
+        let n_inner = inner.range.len().div_ceil(of_inner);
+        self.kernel.begin();
+        for (i, one) in outer.each(of_outer).enumerate() {
+            for (j, other) in inner.each(of_inner).enumerate() {
+                let tile_idx = if terms.len() == self.k { 0 } else { i * n_inner + j };
+                let ((row, a), (col, b), (end_row, end_col)) = match side {
+                    Side::A => (one, other, (outer.range.end, inner.range.end)),
+                    Side::B => (other, one, (inner.range.end, outer.range.end)),
+                };
+                let (n_rows, n_cols) = (K::MR.min(end_row - row), K::NR.min(end_col - col));
+                let tile = TileProduct { row, col, n_rows, n_cols, a, b, terms: terms.clone() };
+                // SAFETY: the slivers have these terms; the caller guarantees valid memory for this part of the output.
+                unsafe {
+                    match self.out.data {
+                        OutData::F32(out) => self.add_to_output(out, &tile),
+                        OutData::Bf16(out) => self.add_and_round(out, &tile, tile_sums::<K>(sums, tile_idx)),
                     }
                 }
             }
-            self.kernel.end();
-            if self.out.store == Store::Streamed {
-                // SAFETY: a fence has no preconditions. It makes streamed stores visible to threads that synchronize with
-                // this one.
-                unsafe { std::arch::x86_64::_mm_sfence() };
-            }
-            before += of_shared;
+        }
+        self.kernel.end();
+        if self.out.store == Store::Streamed {
+            // SAFETY: a fence has no preconditions. It makes streamed stores visible to threads that synchronize with
+            // this one.
+            unsafe { std::arch::x86_64::_mm_sfence() };
         }
     }
 
@@ -368,7 +392,7 @@ impl<K: Kernel> BlockedGemm<'_, K> {
     ///
     /// # Safety
     ///
-    /// As for [`BlockedGemm::block`]; the slivers must have the tile's terms.
+    /// As for [`TileProducts::multiply`]; the slivers must have the tile's terms.
     unsafe fn add_to_output(&self, out: *mut f32, tile: &TileProduct<'_>) {
         let accumulate = if tile.terms.start > 0 { Accumulate::Add } else { self.accumulate };
         let stride = self.out.row_stride;
@@ -376,7 +400,7 @@ impl<K: Kernel> BlockedGemm<'_, K> {
         unsafe {
             let data = out.add(tile.row * stride + tile.col);
             // Partial sums are read again.
-            let is_final = accumulate == Accumulate::Overwrite && tile.terms.end == self.a.cols;
+            let is_final = accumulate == Accumulate::Overwrite && tile.terms.end == self.k;
             let store = if is_final { self.out.store } else { Store::Cached };
             let to = Tile { data, stride, n_rows: tile.n_rows, n_cols: tile.n_cols, store };
             self.kernel.multiply(tile.terms.len(), tile.a, tile.b, to, self.scale, accumulate);
@@ -387,14 +411,14 @@ impl<K: Kernel> BlockedGemm<'_, K> {
     ///
     /// # Safety
     ///
-    /// As for [`BlockedGemm::add_to_output`].
+    /// As for [`TileProducts::add_to_output`].
     unsafe fn add_and_round(&self, out: *mut bf16, tile: &TileProduct<'_>, sums: &mut [f32]) {
         let accumulate = if tile.terms.start > 0 { Accumulate::Add } else { Accumulate::Overwrite };
         let store = Store::Cached;
         let to = Tile { data: sums.as_mut_ptr(), stride: K::NR, n_rows: tile.n_rows, n_cols: tile.n_cols, store };
         // SAFETY: the sums have MR rows of NR; the rest is the caller's contract.
         unsafe { self.kernel.multiply(tile.terms.len(), tile.a, tile.b, to, self.scale, accumulate) };
-        if tile.terms.end < self.a.cols {
+        if tile.terms.end < self.k {
             return;
         }
         vectorised!(for (i, sums) in sums.chunks_exact(K::NR).enumerate().take(tile.n_rows) {
@@ -419,6 +443,62 @@ struct TileProduct<'a> {
     terms: Range<usize>,
 }
 
+/// Packs some terms and columns of a matrix [k, n]: b itself, or the transpose of a.
+fn pack_sliver<K: Kernel>(
+    kernel: K,
+    side: Side,
+    of: Mat<'_, K::Operand>,
+    (terms, columns): (&Range<usize>, Range<usize>),
+    kc: usize,
+    mut sliver: &mut [CacheLine],
+) {
+    for terms in parts(terms.clone(), kc) {
+        let to = sliver.split_off_mut(..lines::<K>(side, terms.len())).expect("a sliver has all of the terms");
+        let block = of.part(terms.start, terms.len(), columns.start, columns.len());
+        match side {
+            Side::A => kernel.pack_a(block, to),
+            Side::B => kernel.pack_b(block, to),
+        }
+    }
+}
+
+/// Packs a whole operand, a [m, k] or b [k, n], into a buffer.
+pub(super) fn pack_operand<K: Kernel>(kernel: K, side: Side, of: Mat<'_, K::Operand>, buffer: &mut Vec<CacheLine>) {
+    let of = if side == Side::A { of.t() } else { of };
+    let (terms, kc) = (0..of.rows, terms_per_part::<K>(of.rows));
+    let n_lines = lines_of_parts::<K>(side, &terms, kc);
+    buffer.resize(of.cols.div_ceil(width::<K>(side)) * n_lines, CacheLine([0; CACHE_LINE_BYTES]));
+    for (columns, sliver) in parts(0..of.cols, width::<K>(side)).zip(buffer.chunks_exact_mut(n_lines)) {
+        pack_sliver(kernel, side, of, (&terms, columns), kc, sliver);
+    }
+}
+
+/// Computes out = [out +] scale a b on the calling thread, for operands with `k` terms from [`pack_operand`].
+///
+/// The bits are those of [`gemm`].
+pub(super) fn gemm_of_packed<K: Kernel>(
+    kernel: K,
+    out: MatMut<'_>,
+    accumulate: Accumulate,
+    [a, b]: [&[CacheLine]; 2],
+    k: usize,
+    scale: f32,
+) {
+    let (rows, cols, kc) = (out.rows, out.cols, terms_per_part::<K>(k));
+    let tiles = TileProducts { kernel, out: Output::F32(out).into(), k, kc, scale, accumulate };
+    let [of_a, of_b] = [Side::A, Side::B].map(|side| tiles.lines(side, &(0..k)));
+    assert!(a.len() == rows.div_ceil(K::MR) * of_a && b.len() == cols.div_ceil(K::NR) * of_b, "the shapes agree");
+    let mut before = [0; 2];
+    for terms in parts(0..k, kc) {
+        let a = Slivers { range: 0..rows, lines: a, n_lines: of_a, n_lines_before: before[0] };
+        let b = Slivers { range: 0..cols, lines: b, n_lines: of_b, n_lines_before: before[1] };
+        before[0] += lines::<K>(Side::A, terms.len());
+        before[1] += lines::<K>(Side::B, terms.len());
+        // SAFETY: `out` is borrowed mutably, and its constructor checked its size. The slivers have all terms.
+        unsafe { tiles.multiply((Side::A, &a), &b, terms, &mut Vec::new()) };
+    }
+}
+
 /// Returns the sums of tile `i` of a block in a buffer, which grows if needed.
 fn tile_sums<K: Kernel>(sums: &mut Vec<f32>, i: usize) -> &mut [f32] {
     let (start, end) = (i * K::MR * K::NR, (i + 1) * K::MR * K::NR);
@@ -431,6 +511,11 @@ fn tile_sums<K: Kernel>(sums: &mut Vec<f32>, i: usize) -> &mut [f32] {
 /// Returns the rows or columns of a sliver.
 fn width<K: Kernel>(side: Side) -> usize {
     if side == Side::A { K::MR } else { K::NR }
+}
+
+/// Returns the cache lines of a sliver with these terms, in parts of at most `kc`.
+fn lines_of_parts<K: Kernel>(side: Side, terms: &Range<usize>, kc: usize) -> usize {
+    parts(terms.clone(), kc).map(|terms| lines::<K>(side, terms.len())).sum()
 }
 
 /// Returns the cache lines of a sliver of `kc` terms.

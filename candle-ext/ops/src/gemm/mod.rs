@@ -21,6 +21,7 @@ mod blocks;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod emulated;
 pub(crate) mod matrix;
+mod operand;
 mod packed;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
@@ -41,6 +42,8 @@ pub(crate) use accumulate::Accumulate;
 use candle_core::{Result, bail};
 use half::bf16;
 pub(crate) use matrix::{Mat, MatMut, Output, Store, Threads};
+use operand::KernelCall;
+pub(crate) use operand::{OperandElement, PackedOperand, gemm_packed};
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::measure_cpu_gemm_rate;
 
@@ -250,22 +253,44 @@ impl GemmKernel {
     }
 
     fn run(self, out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+        self.call(F32Gemm { out, accumulate, a, b, scale, threads });
+    }
+
+    /// Calls `call` with the kernel for f32.
+    fn call(self, call: impl KernelCall<f32>) {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Amx(kernel) => blocks::gemm(kernel, out.into(), accumulate, a, b, scale, threads),
+            Self::Amx(kernel) => call.by(kernel),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16(kernel) => blocks::gemm(kernel.f32(), out.into(), accumulate, a, b, scale, threads),
+            Self::Avx512Bf16(kernel) => call.by(kernel.f32()),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(kernel) => blocks::gemm(kernel, out.into(), accumulate, a, b, scale, threads),
+            Self::Avx512(kernel) => call.by(kernel),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2(kernel) => blocks::gemm(kernel, out.into(), accumulate, a, b, scale, threads),
+            Self::Avx2(kernel) => call.by(kernel),
             #[cfg(all(test, target_arch = "x86_64"))]
-            Self::EmulatedAmx => {
-                blocks::gemm(emulated::Emulated::<amx::Amx>::NEW, out.into(), accumulate, a, b, scale, threads)
-            }
+            Self::EmulatedAmx => call.by(emulated::Emulated::<amx::Amx>::NEW),
             #[cfg(all(test, target_arch = "x86_64"))]
-            Self::EmulatedAvx512Bf16 => by_crate(out, accumulate, a, b, scale, threads),
-            Self::Crate => by_crate(out, accumulate, a, b, scale, threads),
+            Self::EmulatedAvx512Bf16 => call.by_crate(),
+            Self::Crate => call.by_crate(),
+        }
+    }
+
+    /// Calls `call` with the kernel for bf16.
+    fn call_bf16(self, call: impl KernelCall<bf16>) {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(kernel) => call.by(amx_bf16::AmxBf16(kernel)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16(kernel) => call.by(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(kernel) => call.by(widened::Widened(kernel)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(kernel) => call.by(widened::Widened(kernel)),
+            #[cfg(all(test, target_arch = "x86_64"))]
+            Self::EmulatedAmx => call.by(emulated::Emulated::<amx_bf16::AmxBf16>::NEW),
+            #[cfg(all(test, target_arch = "x86_64"))]
+            Self::EmulatedAvx512Bf16 => call.by(emulated::Emulated::<avx512_bf16::Avx512Bf16>::NEW),
+            Self::Crate => call.by_crate(),
         }
     }
 
@@ -299,6 +324,28 @@ impl GemmKernel {
             }
             Self::Crate => by_crate_bf16(out, accumulate, a, b, scale, threads),
         }
+    }
+}
+
+/// Matmul of f32.
+struct F32Gemm<'a> {
+    out: MatMut<'a>,
+    accumulate: Accumulate,
+    a: Mat<'a>,
+    b: Mat<'a>,
+    scale: f32,
+    threads: Threads,
+}
+
+impl KernelCall<f32> for F32Gemm<'_> {
+    #[cfg(target_arch = "x86_64")]
+    fn by<K: blocks::Kernel<Operand = f32>>(self, kernel: K) {
+        let Self { out, accumulate, a, b, scale, threads } = self;
+        blocks::gemm(kernel, out.into(), accumulate, a, b, scale, threads);
+    }
+
+    fn by_crate(self) {
+        by_crate(self.out, self.accumulate, self.a, self.b, self.scale, self.threads);
     }
 }
 

@@ -215,6 +215,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
             let mut all: Vec<Vec<u64>> = ops().iter().flat_map(run).map(|x| bits(&x)).collect();
             all.extend(head());
             all.extend(large_linear());
+            all.extend(long_attention());
             all.push(bits(&sum_of_squares(&randn(100_001, 1)).unwrap()));
             all
         })
@@ -232,6 +233,21 @@ fn large_linear() -> Vec<Vec<u64>> {
         inputs: vec![randn((600, 300), 1)],
         weights: vec![randn((500, 300), 2), randn(500, 3)],
         run: |x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
+    };
+    run(&op).iter().map(bits).collect()
+}
+
+/// Computes attention whose blocks have four tiles of queries on one thread and fewer on several.
+fn long_attention() -> Vec<Vec<u64>> {
+    let op = RepeatedOp {
+        name: "attention",
+        inputs: vec![randn((1300, 4, 16), 1), randn((1300, 2, 16), 2), randn((1300, 2, 16), 3)],
+        weights: vec![],
+        run: |x, _| {
+            let spec =
+                AttentionSpec { scale: 0.25, causal: true, window: Some(300), choice: AttentionChoice::default() };
+            attention(&x[0], &x[1], &x[2], &CuSeqlens::packed(vec![0, 1300])?, &spec)
+        },
     };
     run(&op).iter().map(bits).collect()
 }
