@@ -116,7 +116,7 @@ impl Experts {
     fn forward(&self, tokens: ExpertTokens, implementation: GroupedGemmImpl) -> Result<Tensor> {
         let ExpertTokens { x, weights, assignment, tokens, dropout } = tokens;
         let call = GroupedCall { tokens, implementation };
-        let keys_n = dropout.map(|dropout| ops::permute_keys(dropout.keys, assignment)).transpose()?;
+        let keys_n = dropout.map(|dropout| ops::permute_dropout_keys(dropout.keys, assignment)).transpose()?;
         let dropout = keys_n.as_ref().zip(dropout).map(|(keys, dropout)| ExpertDropout { keys, ..dropout });
         let of_gate_up = dropout.map(|dropout| ExpertDropout { columns: ColumnShard::ALL, ..dropout });
         let (offsets, weights_n) = (&assignment.offsets, ops::permute_weights(weights, assignment)?);

@@ -62,7 +62,7 @@ pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use rope::{RopeLengths, sequence_lengths};
 pub use router::{
-    ExpertCapacity, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, LayerSummedCounts, ReplayedExperts,
+    ExpertCapacity, ExpertCountsOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ReplayedExperts,
     RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
 };
 pub use swiglu::swiglu_mlp;

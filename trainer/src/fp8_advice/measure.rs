@@ -11,7 +11,7 @@ use candlewick_ops::{
     fp8_normed_swiglu_mlp, linear, no_grad, record, rms_norm,
 };
 
-use super::units::{LinearSize, MeasuredUnit, Readers};
+use super::units::{LinearSize, MeasuredUnit, SharedInputLinears};
 
 /// Rounds of a measurement, after one that is not counted. Both sides take turns.
 const ROUNDS: usize = 5;
@@ -47,7 +47,7 @@ impl LayerMeasurement<'_> {
                 let [gate, up, down] = weights else { bail!("an MLP has {} layers", sizes.len()) };
                 mlp(x, norm, [gate, up, down])
             }),
-            MeasuredUnit::Readers(readers) => {
+            MeasuredUnit::SharedInput(readers) => {
                 let grads = self.grads(&sizes)?;
                 self.run(&sizes, |x, weights| group(x, norm, weights, readers, &grads))
             }
@@ -160,7 +160,7 @@ fn group(
     x: &Tensor,
     norm: Option<&Weight>,
     weights: &[Weight],
-    readers: &Readers,
+    readers: &SharedInputLinears,
     (grads, joined_grad): &(Vec<Tensor>, Tensor),
 ) -> candle_core::Result<Tensor> {
     let end = Tensor::zeros((1, 1), x.dtype(), x.device())?;
@@ -217,7 +217,7 @@ mod tests {
 
     /// Returns the gradients of x and of the weights, each as one list.
     fn gradients(x: &Tensor, weights: &[Weight], join: bool, grads: &(Vec<Tensor>, Tensor)) -> Vec<Vec<f32>> {
-        let readers = Readers { layers: SIZES.to_vec(), join, quantize_norm: true };
+        let readers = SharedInputLinears { layers: SIZES.to_vec(), join, quantize_norm: true };
         let sinks = || weights.iter().filter_map(Weight::sink);
         sinks().for_each(GradSink::reset);
         let tape = Tape::record(&[x], || group(x, None, weights, &readers, grads)).unwrap();
@@ -271,7 +271,8 @@ mod tests {
     fn every_unit_is_measured_with_and_without_norm() {
         let single = MeasuredUnit::Single(SIZES[0]);
         let mlp = MeasuredUnit::Mlp { hidden_size: 32, intermediate_size: 48 };
-        let readers = |join| MeasuredUnit::Readers(Readers { layers: SIZES.to_vec(), join, quantize_norm: !join });
+        let readers =
+            |join| MeasuredUnit::SharedInput(SharedInputLinears { layers: SIZES.to_vec(), join, quantize_norm: !join });
         let readers = [true, false].map(readers);
         for unit in [single, mlp].into_iter().chain(readers) {
             for reads_norm in [true, false] {

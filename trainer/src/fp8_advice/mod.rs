@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::plan::{Plan, dtype};
 use measure::{LayerMeasurement, LayerTimes};
-use units::{LinearSize, MeasuredUnit, Readers};
+use units::{LinearSize, MeasuredUnit, SharedInputLinears};
 
 /// Times of the linear layers of a model with and without FP8.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -185,7 +185,7 @@ impl Fp8Advice {
             MeasuredUnit::Mlp { hidden_size, intermediate_size } => {
                 self.mlps.push(MlpAdvice { modules, hidden_size, intermediate_size, dense_ms, fp8_ms });
             }
-            MeasuredUnit::Readers(Readers { ref layers, .. }) => {
+            MeasuredUnit::SharedInput(SharedInputLinears { ref layers, .. }) => {
                 let n_out = layers.iter().filter(|layer| layer.fp8).map(|layer| layer.n_out).collect();
                 self.shared_inputs.push(SharedInputAdvice { modules, n_out, n_in: layers[0].n_in, dense_ms, fp8_ms });
             }

@@ -24,14 +24,14 @@ pub(super) enum MeasuredUnit {
         intermediate_size: usize,
     },
     /// Layers that read one tensor: q, k and v, or gate and up. Those in FP8 quantize it once, and add up its gradient.
-    Readers(Readers),
+    SharedInput(SharedInputLinears),
     /// A layer that reads a tensor alone.
     Single(LinearSize),
 }
 
 /// Layers that read one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Readers {
+pub(super) struct SharedInputLinears {
     pub(super) layers: Vec<LinearSize>,
     /// True if one matmul computes them without FP8.
     pub(super) join: bool,
@@ -49,7 +49,7 @@ impl MeasuredUnit {
             Self::Mlp { hidden_size: d, intermediate_size: f } => {
                 [[*f, *d], [*f, *d], [*d, *f]].map(|[n_out, n_in]| LinearSize { n_out, n_in, fp8: true }).to_vec()
             }
-            Self::Readers(readers) => readers.layers.clone(),
+            Self::SharedInput(readers) => readers.layers.clone(),
             Self::Single(layer) => vec![*layer],
         }
     }
@@ -72,7 +72,7 @@ fn units_of_layer(layer: &LayerSpec, n_slices: usize) -> Vec<(MeasuredUnit, Vec<
     let size = |linear: &LinearSpec| size_on_rank(linear, n_slices);
     let single = |linear| (MeasuredUnit::Single(size(linear)), vec![linear]);
     let MixerSpec::Attention(attention) = &layer.mixer;
-    let qkv = MeasuredUnit::Readers(Readers {
+    let qkv = MeasuredUnit::SharedInput(SharedInputLinears {
         layers: attention.qkv.iter().map(size).collect(),
         join: attention.qk_norm == QkNorm::None && attention.qkv.iter().all(is_plain),
         quantize_norm: attention.qkv.iter().all(|linear| linear.adapter.is_none()),
@@ -86,8 +86,8 @@ fn units_of_layer(layer: &LayerSpec, n_slices: usize) -> Vec<(MeasuredUnit, Vec<
         all.push((unit, linears().collect()));
     } else {
         let layers = mlp.gate_up.iter().map(size).collect();
-        let gate_up = Readers { layers, join: mlp.gate_up.iter().all(is_plain), quantize_norm: false };
-        all.push((MeasuredUnit::Readers(gate_up), mlp.gate_up.iter().collect()));
+        let gate_up = SharedInputLinears { layers, join: mlp.gate_up.iter().all(is_plain), quantize_norm: false };
+        all.push((MeasuredUnit::SharedInput(gate_up), mlp.gate_up.iter().collect()));
         all.push(single(&mlp.down));
     }
     all
@@ -146,7 +146,7 @@ mod tests {
     }
 
     fn readers(layers: &[LinearSize], join: bool, quantize_norm: bool) -> MeasuredUnit {
-        MeasuredUnit::Readers(Readers { layers: layers.to_vec(), join, quantize_norm })
+        MeasuredUnit::SharedInput(SharedInputLinears { layers: layers.to_vec(), join, quantize_norm })
     }
 
     fn names(names: &[&str]) -> Vec<String> {

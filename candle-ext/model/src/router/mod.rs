@@ -1,7 +1,7 @@
 //! Routers during training: settings, losses, totals, and the inputs that all layers share.
 
+mod expert_counts_over_layers;
 mod global_counts;
-mod layer_summed_counts;
 mod loss;
 mod noise;
 mod observe;
@@ -11,8 +11,8 @@ mod select;
 mod settings;
 mod totals;
 
+pub use expert_counts_over_layers::ExpertCountsOverLayers;
 pub use global_counts::GlobalExpertCounts;
-pub use layer_summed_counts::LayerSummedCounts;
 pub use loss::RouterLoss;
 pub use replay::{ReplayedExperts, RoutingRecord};
 pub use rows::RouterRows;
@@ -34,7 +34,7 @@ pub struct RouterContext<'a> {
     /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
     pub global_counts: Option<&'a GlobalExpertCounts>,
     /// Selections of all layers, for [`RouterLoss::TransformersLoadBalancing`].
-    pub layer_summed_counts: Option<&'a LayerSummedCounts>,
+    pub expert_counts_over_layers: Option<&'a ExpertCountsOverLayers>,
     /// Record of the selections to add to.
     pub record: Option<&'a RoutingRecord>,
     /// Experts that replace the selections.
@@ -55,7 +55,7 @@ impl Default for RouterContext<'_> {
             rows: None,
             totals: None,
             global_counts: None,
-            layer_summed_counts: None,
+            expert_counts_over_layers: None,
             record: None,
             replayed: None,
             micro_idx: 0,

@@ -57,13 +57,14 @@ impl RoutedLayer<'_> {
         parallel_ops: &dyn ParallelOps,
     ) -> Result<Tensor> {
         let statistics = self.statistics;
-        let counts_1e = || statistics.best_counts()?.unsqueeze(0);
+        let counts_1e = || statistics.tokens_per_expert()?.unsqueeze(0);
         let balance =
             |counts_1e: &Tensor| load_balancing_loss(logits_ne, statistics, &balance_factors(counts_1e)?.squeeze(0)?);
         match loss {
             RouterLoss::LoadBalancing => balance(&parallel_ops.sum_over_micro_batch(&counts_1e()?)?),
             RouterLoss::SequenceLoadBalancing => {
-                let (sequences, best_nk) = (self.rows.token_sequences()?, self.rows.select(statistics.best_experts())?);
+                let (sequences, best_nk) =
+                    (self.rows.token_sequences()?, self.rows.select(statistics.counted_experts())?);
                 let counts_se = expert_counts(&best_nk, Some(sequences), logits_ne.dim(1)?)?;
                 let counts_se = parallel_ops.sum_over_micro_batch(&counts_se)?;
                 sequence_load_balancing_loss(logits_ne, &balance_factors(&counts_se)?, sequences, self.spec.score)
@@ -74,8 +75,9 @@ impl RoutedLayer<'_> {
                 balance(&sums.up_to(context.micro_idx, self.layer_idx, counts_1e)?)
             }
             RouterLoss::TransformersLoadBalancing => {
-                let counts_e = || parallel_ops.sum_over_micro_batch(&statistics.best_counts()?);
-                let summed = context.layer_summed_counts.expect("a step with this loss has counts summed over layers");
+                let counts_e = || parallel_ops.sum_over_micro_batch(&statistics.tokens_per_expert()?);
+                let summed =
+                    context.expert_counts_over_layers.expect("a step with this loss has counts summed over layers");
                 summed.add(context.micro_idx, self.layer_idx, counts_e)?;
                 expert_score_sums(logits_ne, statistics)
             }

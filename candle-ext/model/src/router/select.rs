@@ -1,7 +1,7 @@
 //! Selection of the experts.
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, BestExperts, CountedRows, ExpertChoice, RouterSpec, Routing};
+use candlewick_ops::{self as ops, CountedExperts, ExpertChoice, RouterSpec, RouterStatisticsSpec, Routing};
 
 use super::{ExpertCapacity, ExpertSelection, RoutedLayer, RouterContext, RouterLoss};
 use crate::{ExpertPadding, ParallelOps};
@@ -60,16 +60,16 @@ pub(crate) fn select(
 
 impl RouterContext<'_> {
     /// Returns the rows that losses and totals cover; `None` if there are neither.
-    fn counted(&self, choice: ExpertChoice, spec: RouterSpec) -> Option<CountedRows<'_>> {
+    fn counted(&self, choice: ExpertChoice, spec: RouterSpec) -> Option<RouterStatisticsSpec<'_>> {
         let losses = &self.settings.losses;
         let rows = self.rows.filter(|_| self.totals.is_some() || !losses.is_empty())?;
         let is_by_score = matches!(choice, ExpertChoice::ByScore { bias: None }) && spec.groups.is_none();
         // The z-loss counts no experts.
-        let best = match is_by_score || losses.iter().all(|loss| *loss == RouterLoss::Z) {
-            true => BestExperts::Chosen,
-            false => BestExperts::ByScore,
+        let experts = match is_by_score || losses.iter().all(|loss| *loss == RouterLoss::Z) {
+            true => CountedExperts::Chosen,
+            false => CountedExperts::TopScores,
         };
-        Some(CountedRows { marks: rows.marks.as_ref(), best })
+        Some(RouterStatisticsSpec { token_mask: rows.marks.as_ref(), experts })
     }
 
     /// Returns the padding of a layer's `n_experts` experts. It is at least the capacity of this rank's tokens.

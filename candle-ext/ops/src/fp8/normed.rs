@@ -49,7 +49,7 @@ pub(super) mod fused {
     ) -> Result<Option<(Tensor, [Tensor; N])>> {
         let layers: Option<Vec<&Fp8Linear>> = linears.iter().map(|(w, _)| w.fp8()).collect();
         let Some(layers) = layers else { return Ok(None) };
-        if !is_quantized_early(norm, &layers)? {
+        if !has_quantized_output(norm, &layers)? {
             return Ok(None);
         }
         let norm = norm.unwritten()?;
@@ -68,7 +68,7 @@ pub(super) mod fused {
     }
 
     /// Returns true if the output of a norm can be quantized as it is computed, for these layers.
-    pub(in crate::fp8) fn is_quantized_early(norm: NormCall<'_>, layers: &[&Fp8Linear]) -> Result<bool> {
+    pub(in crate::fp8) fn has_quantized_output(norm: NormCall<'_>, layers: &[&Fp8Linear]) -> Result<bool> {
         let NormCall { x, plus, weight, .. } = norm;
         let can = |layer: &&Fp8Linear| layer.can_quantize_early(&[Fp8Operand::Input]) && !layer.scales_are_current();
         let is_bf16 = |x: &Tensor| x.dtype() == DType::BF16 && x.rank() == 2 && x.dims()[0] > 0;

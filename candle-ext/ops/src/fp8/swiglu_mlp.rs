@@ -49,7 +49,7 @@ mod fused {
     use crate::fp8::kernels::Fp8Kernels;
     use crate::fp8::layers::Fp8Linear;
     use crate::fp8::linear::quantized_weight;
-    use crate::fp8::normed::fused::{is_quantized_early, quantize};
+    use crate::fp8::normed::fused::{has_quantized_output, quantize};
     use crate::fp8::operands::{Fp8Operands, ScaleSource};
     use crate::fp8::recipe::{Fp8Operand, Fp8Orientation};
     use crate::fp8::rounding::Fp8Rounding;
@@ -97,7 +97,7 @@ mod fused {
 
     pub(super) fn forward_of_norm(norm: NormCall<'_>, weights: [&Weight; 3]) -> Result<Option<[Tensor; 2]>> {
         let Some([gate, up, down]) = linears(norm.x, weights)? else { return Ok(None) };
-        if !is_quantized_early(norm, &[&gate.layer, &up.layer])? {
+        if !has_quantized_output(norm, &[&gate.layer, &up.layer])? {
             return Ok(None);
         }
         let norm = norm.unwritten()?;

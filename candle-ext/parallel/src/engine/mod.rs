@@ -3,9 +3,9 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size
 
 mod expert_bias;
+mod expert_counts_over_layers;
 mod fp8;
 mod inference;
-mod layer_summed_counts;
 mod loss;
 mod memory;
 mod micro;

@@ -6,12 +6,12 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{
-    ForwardContext, GlobalExpertCounts, LayerSummedCounts, ParallelOps, ReplayedExperts, RouterContext, RouterRows,
-    RouterTotals, RoutingRecord,
+    ExpertCountsOverLayers, ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext,
+    RouterRows, RouterTotals, RoutingRecord,
 };
 use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
 
-use super::layer_summed_counts::MicroCounts;
+use super::expert_counts_over_layers::MicroCounts;
 use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
@@ -67,7 +67,7 @@ struct StepRouters {
     totals: RouterTotals,
     global_counts: GlobalExpertCounts,
     /// Counts summed over layers, if a loss reads them.
-    layer_summed_counts: Option<LayerSummedCounts>,
+    expert_counts_over_layers: Option<ExpertCountsOverLayers>,
     /// Record of the selections, if the step records them.
     record: Option<RoutingRecord>,
 }
@@ -82,8 +82,8 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn layer_summed_counts(&self) -> MicroCounts<'a> {
-        MicroCounts { counts: self.routers.layer_summed_counts.as_ref(), micro_idx: self.chunk_pass.micro }
+    fn expert_counts_over_layers(&self) -> MicroCounts<'a> {
+        MicroCounts { counts: self.routers.expert_counts_over_layers.as_ref(), micro_idx: self.chunk_pass.micro }
     }
 }
 
@@ -116,8 +116,11 @@ impl Engine {
         let _fp8 = self.store.enable_fp8(fp8_key)?;
         let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
         let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
-        let mut routers =
-            StepRouters { record, layer_summed_counts: self.layer_summed_counts(), ..StepRouters::default() };
+        let mut routers = StepRouters {
+            record,
+            expert_counts_over_layers: self.expert_counts_over_layers(),
+            ..StepRouters::default()
+        };
         let given: Option<&[Option<MicroExperts>]> = match routing {
             StepRouting::Replay(micros) => Some(micros),
             StepRouting::Select | StepRouting::Record => None,
@@ -250,7 +253,7 @@ impl Engine {
             false => {
                 let expected = self.hidden_states(micro.positions.len(), parallel_ops);
                 let x = self.pipeline.receive_activation(expected)?;
-                self.receive_counts_forward(pass.layer_summed_counts())?;
+                self.receive_counts_forward(pass.expert_counts_over_layers())?;
                 (None, x)
             }
         };
@@ -267,7 +270,7 @@ impl Engine {
         }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
-            self.send_counts_forward(pass.layer_summed_counts())?;
+            self.send_counts_forward(pass.expert_counts_over_layers())?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
         let (loss, dx) = self.loss_and_grad(&x, pass, state, loss, &context, auxiliary)?;
@@ -292,7 +295,7 @@ impl Engine {
             None => {
                 let expected = self.hidden_states(state.part.micro.positions.len(), parallel_ops);
                 let dy = self.pipeline.receive_gradient(expected)?;
-                self.receive_counts_backward(pass.layer_summed_counts())?;
+                self.receive_counts_backward(pass.expert_counts_over_layers())?;
                 dy
             }
         };
@@ -303,7 +306,7 @@ impl Engine {
         }
         let Some(embedded) = embedded else {
             self.pipeline.send_gradient(&dx)?;
-            return self.send_counts_backward(pass.layer_summed_counts());
+            return self.send_counts_backward(pass.expert_counts_over_layers());
         };
         self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
@@ -324,7 +327,7 @@ impl Engine {
                 rows: router_rows.as_ref(),
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
-                layer_summed_counts: pass.routers.layer_summed_counts.as_ref(),
+                expert_counts_over_layers: pass.routers.expert_counts_over_layers.as_ref(),
                 record: None,
                 replayed: replayed.as_ref(),
                 micro_idx: pass.chunk_pass.micro,

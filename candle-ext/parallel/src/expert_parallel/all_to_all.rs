@@ -62,7 +62,7 @@ impl ExpertParallel {
         counts: &RowCounts,
     ) -> Result<Option<Pending>> {
         let Some(keys_tk) = call.dropout_keys else { return Ok(None) };
-        let keys_n = ops::permute_keys(&ops::repeat_keys(keys_tk, self.n_shards)?, assignment)?;
+        let keys_n = ops::permute_dropout_keys(&ops::repeat_dropout_keys(keys_tk, self.n_shards)?, assignment)?;
         Ok(Some(self.ep.start_all_to_all(&keys_n, &counts.send, &counts.recv)?))
     }
 

@@ -57,7 +57,7 @@ pub fn repeat_weights(weights: &Tensor, n_copies: usize) -> Result<Tensor> {
 }
 
 /// Repeats the key of each slot for `s` shards of its expert: [t, k] -> [t, k * s].
-pub fn repeat_keys(keys: &Tensor, n_copies: usize) -> Result<Tensor> {
+pub fn repeat_dropout_keys(keys: &Tensor, n_copies: usize) -> Result<Tensor> {
     let (t, k) = keys.dims2()?;
     keys.unsqueeze(2)?.broadcast_as((t, k, n_copies))?.contiguous()?.reshape((t, k * n_copies))
 }

@@ -58,10 +58,10 @@ pub fn permute_weights(weights: &Tensor, assignment: &ExpertAssignment) -> Resul
 }
 
 /// Sorts the keys of slots, i64 [t, k], by expert: i64 [n]. A row of padding gets the key of any slot.
-pub fn permute_keys(keys: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
+pub fn permute_dropout_keys(keys: &Tensor, assignment: &ExpertAssignment) -> Result<Tensor> {
     let (t, k) = (assignment.n_tokens(), assignment.top_k());
     if keys.dtype() != DType::I64 || keys.dims() != [t, k] {
-        bail!("permute_keys: want i64 keys [{t}, {k}], got {:?} {:?}", keys.dtype(), keys.dims())
+        bail!("permute_dropout_keys: want i64 keys [{t}, {k}], got {:?} {:?}", keys.dtype(), keys.dims())
     }
     if t * k == 0 {
         return Tensor::zeros(assignment.n_rows(), DType::I64, keys.device());

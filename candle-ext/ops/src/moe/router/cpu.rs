@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::scores::{log_sum_exp, normalize, normalize_backward, softmax};
 use super::spec::{GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
-use super::statistics::{BestExperts, Columns};
+use super::statistics::{Columns, CountedExperts};
 
 /// Tokens per task. Sums of tasks are added in order, so the result does not depend on the number of threads.
 const TOKENS: usize = 64;
@@ -25,7 +25,7 @@ pub(super) struct Routed {
 pub(super) struct CountedTokens<'a> {
     /// 1 for each token that counts; `None` if all do.
     pub(super) marks: Option<&'a [u32]>,
-    pub(super) best: BestExperts,
+    pub(super) best: CountedExperts,
     pub(super) columns: Columns,
 }
 
@@ -54,7 +54,7 @@ pub(super) fn route<T: WithDType>(
 ) -> Routed {
     let k = spec.top_k;
     let n = logits.len() / n_experts * k;
-    let has_best = counted.is_some_and(|counted| counted.best == BestExperts::ByScore);
+    let has_best = counted.is_some_and(|counted| counted.best == CountedExperts::TopScores);
     let mut routed = Routed {
         experts: vec![0; n],
         weights: vec![0.0; n],

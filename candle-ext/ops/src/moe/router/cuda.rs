@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::spec::{GroupLimit, RouterSpec, ScoreFunction, Selection, TopKOrder};
-use super::statistics::{BestExperts, Chosen, Columns, CountedRows, RouterStatistics};
+use super::statistics::{Chosen, Columns, CountedExperts, RouterStatistics, RouterStatisticsSpec};
 use crate::cuda::{Arg, Blocks, DeviceAddress, Gpu, Out, address, gpu};
 use crate::moe::KERNELS;
 
@@ -40,7 +40,7 @@ pub(super) fn route(
     logits: &Tensor,
     selection: Option<Selection<'_>>,
     spec: &RouterSpec,
-    counted: Option<CountedRows<'_>>,
+    counted: Option<RouterStatisticsSpec<'_>>,
 ) -> Result<Chosen> {
     let (t, e) = logits.dims2()?;
     check(e, spec)?;
@@ -90,18 +90,18 @@ struct StatisticsOut<'a> {
 }
 
 impl<'a> StatisticsOut<'a> {
-    fn new(on: Gpu<'a>, counted: CountedRows<'_>, [t, e, k]: [usize; 3]) -> Result<Self> {
+    fn new(on: Gpu<'a>, counted: RouterStatisticsSpec<'_>, [t, e, k]: [usize; 3]) -> Result<Self> {
         if e > MAX_COUNTED_EXPERTS {
             bail!("{OP}: on CUDA statistics are of at most {MAX_COUNTED_EXPERTS} experts, not {e}")
         }
-        let columns = Columns::new(e, counted.best);
+        let columns = Columns::new(e, counted.experts);
         let n_blocks = t.div_ceil(WARPS).clamp(1, MAX_BLOCKS);
-        let has_best = counted.best == BestExperts::ByScore;
+        let has_best = counted.experts == CountedExperts::TopScores;
         Ok(Self {
             on,
             columns,
             n_blocks,
-            marks: counted.marks.map(Tensor::contiguous).transpose()?,
+            marks: counted.token_mask.map(Tensor::contiguous).transpose()?,
             best: has_best.then(|| Out::new(on, DType::U32, t * k)).transpose()?,
             partial: Out::new(on, DType::F64, n_blocks * columns.len())?,
         })

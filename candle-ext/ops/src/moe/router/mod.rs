@@ -23,8 +23,8 @@ use crate::storage::host;
 pub(in crate::moe) use cuda::logits_suffix;
 use spec::Selection;
 pub use spec::{ExpertChoice, GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
-pub use statistics::{BestExperts, CountedRows, RouterStatistics};
-use statistics::{Chosen, Columns, check_marks};
+use statistics::{Chosen, Columns, check_token_mask};
+pub use statistics::{CountedExperts, RouterStatistics, RouterStatisticsSpec};
 
 const OP: &str = "route";
 
@@ -77,7 +77,7 @@ pub fn route_with_statistics(
     logits: &Tensor,
     choice: ExpertChoice<'_>,
     spec: RouterSpec,
-    counted: CountedRows<'_>,
+    counted: RouterStatisticsSpec<'_>,
 ) -> Result<(Routing, RouterStatistics)> {
     let (routing, statistics) = routed(logits, choice, spec, Some(counted))?;
     match statistics {
@@ -90,12 +90,12 @@ fn routed(
     logits: &Tensor,
     choice: ExpertChoice<'_>,
     spec: RouterSpec,
-    counted: Option<CountedRows<'_>>,
+    counted: Option<RouterStatisticsSpec<'_>>,
 ) -> Result<(Routing, Option<RouterStatistics>)> {
     let _span = span(OP, "forward");
     let e = check_logits(OP, logits)?;
     let t = logits.dims()[0];
-    check_marks(OP, counted, t)?;
+    check_token_mask(OP, counted, t)?;
     let spec = if let ExpertChoice::Given(_) = choice { RouterSpec { groups: None, ..spec } } else { spec };
     spec.check(e)?;
     let source = logits.contiguous()?;
@@ -144,7 +144,7 @@ fn choose(
     logits: &Tensor,
     selection: Option<Selection<'_>>,
     spec: &RouterSpec,
-    counted: Option<CountedRows<'_>>,
+    counted: Option<RouterStatisticsSpec<'_>>,
 ) -> Result<Chosen> {
     on_device!(OP, logits, {
         cpu => choose_on_cpu(logits, selection, spec, counted),
@@ -156,7 +156,7 @@ fn choose_on_cpu(
     logits: &Tensor,
     selection: Option<Selection<'_>>,
     spec: &RouterSpec,
-    counted: Option<CountedRows<'_>>,
+    counted: Option<RouterStatisticsSpec<'_>>,
 ) -> Result<Chosen> {
     let contiguous = |tensor: Option<&Tensor>| tensor.map(Tensor::contiguous).transpose();
     let tensor = contiguous(match selection {
@@ -169,12 +169,15 @@ fn choose_on_cpu(
         (Some(Selection::Given(_)), Some(values)) => cpu::SelectionScores::Given(values),
         (_, bias) => cpu::SelectionScores::OfLogits { bias },
     };
-    let marks = contiguous(counted.and_then(|counted| counted.marks))?;
+    let marks = contiguous(counted.and_then(|counted| counted.token_mask))?;
     let marks = marks.as_ref().map(|marks| host(OP, marks)).transpose()?;
     let marks = marks.as_ref().map(|marks| marks.slice::<u32>()).transpose()?;
     let e = logits.dims()[1];
-    let counted =
-        counted.map(|CountedRows { best, .. }| cpu::CountedTokens { marks, best, columns: Columns::new(e, best) });
+    let counted = counted.map(|RouterStatisticsSpec { experts: best, .. }| cpu::CountedTokens {
+        marks,
+        best,
+        columns: Columns::new(e, best),
+    });
     let host = host(OP, logits)?;
     let routed = match logits.dtype() {
         DType::F64 => cpu::route::<f64>(host.slice()?, selection, e, spec, counted),
@@ -194,13 +197,13 @@ fn chosen(
     let statistics = match counted {
         None => None,
         Some(cpu::CountedTokens { best, columns, .. }) => {
-            let best_experts = match best {
-                BestExperts::Chosen => experts.clone(),
-                BestExperts::ByScore => Tensor::from_vec(routed.best, shape, device)?,
+            let counted_experts = match best {
+                CountedExperts::Chosen => experts.clone(),
+                CountedExperts::TopScores => Tensor::from_vec(routed.best, shape, device)?,
             };
             let rounded = Tensor::from_iter(routed.sums.iter().map(|sum| *sum as f32), device)?;
             let sums = Tensor::from_vec(routed.sums, columns.len(), device)?;
-            Some(RouterStatistics::new(spec.score, columns, [sums, rounded], best_experts))
+            Some(RouterStatistics::new(spec.score, columns, [sums, rounded], counted_experts))
         }
     };
     Ok(Chosen { weights: Tensor::from_vec(routed.weights, shape, device)?, experts, statistics })

@@ -6,22 +6,22 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::spec::ScoreFunction;
 
-/// Tokens that statistics of a router cover.
+/// Tokens and experts that statistics of a router count.
 #[derive(Clone, Copy, Debug)]
-pub struct CountedRows<'a> {
+pub struct RouterStatisticsSpec<'a> {
     /// 1 for each token that counts and 0 for another, u32 [t]; `None` if all count.
-    pub marks: Option<&'a Tensor>,
-    /// Experts of [`RouterStatistics::best_experts`].
-    pub best: BestExperts,
+    pub token_mask: Option<&'a Tensor>,
+    /// Experts that are counted.
+    pub experts: CountedExperts,
 }
 
 /// Experts that router losses count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BestExperts {
+pub enum CountedExperts {
     /// The experts that the router chooses.
     Chosen,
     /// The experts with the highest scores, without bias, groups or a given selection: a second choice.
-    ByScore,
+    TopScores,
 }
 
 /// Sums over the tokens that count. They have the same bits for any number of threads.
@@ -33,7 +33,7 @@ pub struct RouterStatistics {
     /// [`Columns`] rounded to f32.
     rounded: Tensor,
     columns: Columns,
-    best_experts: Tensor,
+    counted_experts: Tensor,
 }
 
 /// Output of the router's kernels.
@@ -50,17 +50,17 @@ pub(super) struct Chosen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Columns {
     n_experts: usize,
-    best: BestExperts,
+    best: CountedExperts,
 }
 
 impl Columns {
-    pub(super) fn new(n_experts: usize, best: BestExperts) -> Self {
+    pub(super) fn new(n_experts: usize, best: CountedExperts) -> Self {
         Self { n_experts, best }
     }
 
     /// Returns the number of columns.
     pub(super) fn len(self) -> usize {
-        let n_best = if self.best == BestExperts::ByScore { self.n_experts } else { 0 };
+        let n_best = if self.best == CountedExperts::TopScores { self.n_experts } else { 0 };
         2 * self.n_experts + 5 + n_best
     }
 
@@ -82,8 +82,8 @@ impl Columns {
     /// Returns the first column of the best experts.
     pub(super) fn best(self) -> usize {
         match self.best {
-            BestExperts::Chosen => self.chosen(),
-            BestExperts::ByScore => self.tokens() + 4,
+            CountedExperts::Chosen => self.chosen(),
+            CountedExperts::TopScores => self.tokens() + 4,
         }
     }
 }
@@ -93,9 +93,9 @@ impl RouterStatistics {
         score: ScoreFunction,
         columns: Columns,
         [sums, rounded]: [Tensor; 2],
-        best_experts: Tensor,
+        counted_experts: Tensor,
     ) -> Self {
-        Self { score, sums, rounded, columns, best_experts }
+        Self { score, sums, rounded, columns, counted_experts }
     }
 
     /// Returns f32 [e + 4]: the tokens of each chosen expert, then the number of tokens, the sum of their logits, the sum of the
@@ -105,12 +105,12 @@ impl RouterStatistics {
     }
 
     /// Returns the experts that router losses count, u32 [t, k], of all tokens.
-    pub fn best_experts(&self) -> &Tensor {
-        &self.best_experts
+    pub fn counted_experts(&self) -> &Tensor {
+        &self.counted_experts
     }
 
     /// Returns the tokens of each of the best experts, f32 [e].
-    pub fn best_counts(&self) -> Result<Tensor> {
+    pub fn tokens_per_expert(&self) -> Result<Tensor> {
         self.rounded.narrow(0, self.columns.best(), self.columns.n_experts)
     }
 
@@ -133,11 +133,11 @@ impl RouterStatistics {
     }
 }
 
-/// Fails unless the marks are u32 [t].
-pub(super) fn check_marks(op: &str, counted: Option<CountedRows<'_>>, n_tokens: usize) -> Result<()> {
-    match counted.and_then(|counted| counted.marks) {
+/// Fails unless the token mask is u32 [t].
+pub(super) fn check_token_mask(op: &str, counted: Option<RouterStatisticsSpec<'_>>, n_tokens: usize) -> Result<()> {
+    match counted.and_then(|counted| counted.token_mask) {
         Some(x) if x.dtype() != DType::U32 || x.dims() != [n_tokens] => {
-            bail!("{op}: want u32 marks [{n_tokens}], got {:?} {:?}", x.dtype(), x.dims())
+            bail!("{op}: want a u32 token mask [{n_tokens}], got {:?} {:?}", x.dtype(), x.dims())
         }
         _ => Ok(()),
     }

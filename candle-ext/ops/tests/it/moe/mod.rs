@@ -14,8 +14,8 @@ mod weighted_swiglu;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    BestExperts, CountedRows, ExpertAssignment, ExpertChoice, RouterSpec, RouterStatistics, ScoreFunction, no_grad,
-    route_with_statistics,
+    CountedExperts, ExpertAssignment, ExpertChoice, RouterSpec, RouterStatistics, RouterStatisticsSpec, ScoreFunction,
+    no_grad, route_with_statistics,
 };
 
 use crate::cases::{OpCase, TestDevice, check_each};
@@ -57,6 +57,6 @@ pub(crate) fn assignment(experts: &Tensor, n_experts: usize, device: &Device) ->
 /// Returns the statistics of all tokens.
 pub(crate) fn statistics(logits: &Tensor, score: ScoreFunction) -> candle_core::Result<RouterStatistics> {
     let spec = RouterSpec { top_k: 1, score, ..router::SPEC };
-    let counted = CountedRows { marks: None, best: BestExperts::Chosen };
+    let counted = RouterStatisticsSpec { token_mask: None, experts: CountedExperts::Chosen };
     Ok(no_grad(|| route_with_statistics(logits, ExpertChoice::ByScore { bias: None }, spec, counted))?.1)
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
-    BestExperts, CountedRows, ExpertChoice, RouterSpec, ScoreFunction, expert_score_sums, no_grad, route,
+    CountedExperts, ExpertChoice, RouterSpec, RouterStatisticsSpec, ScoreFunction, expert_score_sums, no_grad, route,
     route_with_statistics, router_z_loss, save_outputs, sinkhorn,
 };
 
@@ -40,7 +40,7 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     let (logits, bias) = (test_device.put(&(randn((t, e), 1) * 2.0).unwrap()), test_device.put(&randn(e, 2)));
     let marks = marked.map_or_else(|| vec![1; t], <[u32]>::to_vec);
     let on_device = test_device.put(&u32s(&marks));
-    let counted = CountedRows { marks: marked.map(|_| &on_device), best: BestExperts::ByScore };
+    let counted = RouterStatisticsSpec { token_mask: marked.map(|_| &on_device), experts: CountedExperts::TopScores };
     let choice = ExpertChoice::ByScore { bias: Some(&bias) };
     let run = || test_device.run(|| route_with_statistics(&logits, choice, spec, counted)).unwrap();
     let (routing, found) = run();
@@ -49,7 +49,7 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     assert_eq!(to_u32s(&routing.assignment.experts), to_u32s(&plain.assignment.experts), "{what}");
     let best =
         test_device.run(|| route(&logits, None, RouterSpec { groups: None, ..spec })).unwrap().assignment.experts;
-    assert_eq!(to_u32s(found.best_experts()), to_u32s(&best), "{what}");
+    assert_eq!(to_u32s(found.counted_experts()), to_u32s(&best), "{what}");
 
     let of_logits = values(&logits);
     let rows: Vec<&[f64]> =
@@ -61,7 +61,7 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     assert_eq!((totals[e], totals[e + 3], totals.len()), (rows.len() as f64, 0.0, e + 4), "{what}");
     assert!((totals[e + 1] - moment(1)).abs() < 1e-5 * moment(2).sqrt().max(1e-9), "{what}");
     assert!((totals[e + 2] - moment(2)).abs() <= 1e-6 * moment(2), "{what}");
-    assert_eq!(values(&found.best_counts().unwrap()), of_experts(&best), "{what}");
+    assert_eq!(values(&found.tokens_per_expert().unwrap()), of_experts(&best), "{what}");
 
     let vector = |values: Vec<f64>| Tensor::new(values, &Device::Cpu).unwrap();
     let scores = rows.iter().map(|row| normalized(row, spec.score));
@@ -80,7 +80,7 @@ fn check(test_device: &TestDevice, [t, e]: [usize; 2], spec: RouterSpec, marked:
     let again = run().1;
     let all = |statistics: &candlewick_ops::RouterStatistics| {
         let sums = test_device.run(|| expert_score_sums(&logits, statistics)).unwrap();
-        [sums, statistics.totals().unwrap(), statistics.best_counts().unwrap()].map(|x| bits(&x))
+        [sums, statistics.totals().unwrap(), statistics.tokens_per_expert().unwrap()].map(|x| bits(&x))
     };
     assert_eq!(all(&found), all(&again), "{what}");
 }
@@ -106,12 +106,12 @@ fn a_choice_by_score_alone_counts_its_experts_once() {
     for test_device in devices() {
         test_device.run(|| {
             let logits = test_device.put(&randn((t, e), 1));
-            let counted = CountedRows { marks: None, best: BestExperts::Chosen };
+            let counted = RouterStatisticsSpec { token_mask: None, experts: CountedExperts::Chosen };
             let of = |choice| route_with_statistics(&logits, choice, SPEC, counted).unwrap();
             let (routing, plain) = of(ExpertChoice::ByScore { bias: None });
-            assert_eq!(to_u32s(plain.best_experts()), to_u32s(&routing.assignment.experts));
+            assert_eq!(to_u32s(plain.counted_experts()), to_u32s(&routing.assignment.experts));
             let n_counts = values(&plain.totals().unwrap())[..e].to_vec();
-            assert_eq!(values(&plain.best_counts().unwrap()), n_counts);
+            assert_eq!(values(&plain.tokens_per_expert().unwrap()), n_counts);
             // Given experts and selections are counted, too.
             let given = of(ExpertChoice::Given(&routing.assignment.experts)).1;
             assert_eq!(values(&given.totals().unwrap()), values(&plain.totals().unwrap()));
@@ -132,7 +132,7 @@ fn no_tokens_have_statistics_of_zeros() {
             assert_eq!(values(&found.totals().unwrap()), [0.0; 12]);
             let logits = test_device.put(&randn((3, 8), 1));
             let none = test_device.put(&u32s(&[0; 3]));
-            let counted = CountedRows { marks: Some(&none), best: BestExperts::Chosen };
+            let counted = RouterStatisticsSpec { token_mask: Some(&none), experts: CountedExperts::Chosen };
             let found = route_with_statistics(&logits, ExpertChoice::ByScore { bias: None }, SPEC, counted).unwrap().1;
             assert_eq!(values(&found.totals().unwrap()), [0.0; 12]);
         });
@@ -142,7 +142,7 @@ fn no_tokens_have_statistics_of_zeros() {
 /// A recomputed layer gets the statistics of its first forward.
 #[test]
 fn statistics_are_replayed() {
-    let counted = CountedRows { marks: None, best: BestExperts::Chosen };
+    let counted = RouterStatisticsSpec { token_mask: None, experts: CountedExperts::Chosen };
     let first = randn((9, 8), 1);
     let run = |logits: &Tensor| {
         let (routing, statistics) = route_with_statistics(logits, ExpertChoice::ByScore { bias: None }, SPEC, counted)?;
@@ -164,8 +164,8 @@ fn statistics_are_replayed() {
 #[test]
 fn wrong_marks_are_named() {
     let marks = u32s(&[1; 3]);
-    let counted = CountedRows { marks: Some(&marks), best: BestExperts::Chosen };
+    let counted = RouterStatisticsSpec { token_mask: Some(&marks), experts: CountedExperts::Chosen };
     let choice = ExpertChoice::ByScore { bias: None };
     let run = || no_grad(|| route_with_statistics(&randn((4, 8), 1), choice, SPEC, counted)).map(drop);
-    assert_error(run(), "want u32 marks [4], got U32 [3]");
+    assert_error(run(), "want a u32 token mask [4], got U32 [3]");
 }
