@@ -247,6 +247,7 @@ fn micro_batch(step: usize, micro: usize) -> Result<Micro> {
         targets: Tensor::new(targets, &Device::Cpu)?,
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
         seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect())?,
+        padding: Vec::new(),
     })
 }
 

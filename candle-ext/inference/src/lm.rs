@@ -348,6 +348,7 @@ fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
         targets: Tensor::new(targets, &Device::Cpu)?,
         positions: (0..sample.len() as u32).collect(),
         seqs: CuSeqlens::packed(vec![0, sample.len()])?,
+        padding: Vec::new(),
     })
 }
 

@@ -1,5 +1,7 @@
 //! Collation: rows of sequences to the flat arrays of a micro-batch.
 
+use std::ops::Range;
+
 use super::dataset::Dataset;
 use super::plan::{DataPlan, Padding};
 use super::rows::EpochRows;
@@ -19,6 +21,8 @@ pub struct Batch {
     /// The cumulative sequence lengths: the start of each sequence and the end of the last. Attention stays within a
     /// sequence.
     pub cu_seqlens: Vec<usize>,
+    /// The pad tokens: the end of each padded row.
+    pub padding: Vec<Range<usize>>,
     /// The number of targets that are not ignored.
     pub n_targets: usize,
     /// The number of tokens without padding.
@@ -170,6 +174,7 @@ impl Batch {
             return;
         }
         let length = self.ids.len() + n_tokens;
+        self.padding.push(self.ids.len()..length);
         let position = self.positions.last().map_or(0, |last| last + 1);
         self.ids.resize(length, pad_id);
         self.targets.resize(length, IGNORE_INDEX);

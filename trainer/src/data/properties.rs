@@ -1,6 +1,7 @@
 //! Property tests: invariants of random plans on random data sets.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -96,6 +97,10 @@ fn check_batch(batch: &Batch, dataset: &Dataset, plan: &DataPlan) -> Result<(), 
     prop_assert_eq!(n_targets, batch.n_targets);
     let n_tokens: usize = batch.samples.iter().map(|&i| dataset.length(i)).sum();
     prop_assert_eq!(n_tokens, batch.n_tokens);
+    prop_assert_eq!(batch.padding.iter().map(Range::len).sum::<usize>(), batch.n_padding());
+    let of_padding = batch.padding.iter().flat_map(|range| &batch.ids[range.clone()]);
+    prop_assert!(of_padding.clone().all(|id| *id == dataset.pad_id()));
+    prop_assert!(batch.padding.is_sorted_by(|a, b| a.end < b.start));
     // In the fixture each id occurs once and id + 1 follows it.
     let targets = batch.ids.iter().zip(&batch.targets).filter(|(_, t)| **t != IGNORE_INDEX);
     for (id, target) in targets {

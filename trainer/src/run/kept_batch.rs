@@ -1,6 +1,7 @@
 //! Batches that a guard keeps: of a loss spike, or of a loss or gradient that is not finite. `trainer replay` reads them.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
@@ -61,6 +62,9 @@ pub struct KeptMicroBatch {
     pub targets: Vec<i64>,
     /// The start of each sequence and the end of the last.
     pub cu_seqlens: Vec<usize>,
+    /// The pad tokens.
+    #[serde(default)]
+    pub padding: Vec<Range<usize>>,
     /// The tokens without padding.
     pub n_tokens: usize,
     /// The file and row of each sequence's samples.
@@ -84,7 +88,7 @@ impl KeptBatch {
 
 impl KeptMicroBatch {
     fn of(batch: &Batch, stream: &TrainSteps) -> Self {
-        let Batch { ids, targets, cu_seqlens, n_tokens, samples, .. } = batch.clone();
+        let Batch { ids, targets, cu_seqlens, padding, n_tokens, samples, .. } = batch.clone();
         let places: Vec<String> = samples.iter().map(|sample| stream.locate(*sample)).collect();
         let n_sequences = cu_seqlens.len().saturating_sub(1);
         // A fused row is one sequence with several samples.
@@ -92,25 +96,29 @@ impl KeptMicroBatch {
             true => places.into_iter().map(|place| vec![place]).collect(),
             false => vec![places; n_sequences],
         };
-        Self { ids, targets, cu_seqlens, n_tokens, sources }
+        Self { ids, targets, cu_seqlens, padding, n_tokens, sources }
     }
 
     fn batch(&self) -> Batch {
-        let Self { ids, targets, cu_seqlens, n_tokens, .. } = self.clone();
+        let Self { ids, targets, cu_seqlens, padding, n_tokens, .. } = self.clone();
         let positions = cu_seqlens.windows(2).flat_map(|ends| 0..(ends[1] - ends[0]) as u32).collect();
         let n_targets = targets.iter().filter(|target| **target != IGNORE_INDEX).count();
-        Batch { ids, targets, positions, cu_seqlens, n_targets, n_tokens, samples: Vec::new() }
+        Batch { ids, targets, positions, cu_seqlens, padding, n_targets, n_tokens, samples: Vec::new() }
     }
 
     /// Returns the sequences, each as a micro-batch of its own.
     pub fn sequences(&self) -> impl Iterator<Item = (Batch, &[String])> {
         let sources = self.sources.iter().map(Vec::as_slice).chain(std::iter::repeat(&[][..]));
         self.cu_seqlens.windows(2).zip(sources).map(|(ends, sources)| {
+            let within = |range: &Range<usize>| range.start.max(ends[0])..range.end.min(ends[1]);
+            let padding = self.padding.iter().map(within).filter(|range| !range.is_empty());
+            let padding: Vec<_> = padding.map(|range| range.start - ends[0]..range.end - ends[0]).collect();
             let part = Self {
                 ids: self.ids[ends[0]..ends[1]].to_vec(),
                 targets: self.targets[ends[0]..ends[1]].to_vec(),
                 cu_seqlens: vec![0, ends[1] - ends[0]],
-                n_tokens: ends[1] - ends[0],
+                n_tokens: ends[1] - ends[0] - padding.iter().map(Range::len).sum::<usize>(),
+                padding,
                 sources: Vec::new(),
             };
             (part.batch(), sources)
@@ -193,9 +201,10 @@ mod tests {
 
     fn kept() -> KeptMicroBatch {
         KeptMicroBatch {
-            ids: vec![5, 6, 7, 8, 9],
-            targets: vec![6, IGNORE_INDEX, 8, 9, IGNORE_INDEX],
-            cu_seqlens: vec![0, 2, 5],
+            ids: vec![5, 6, 7, 8, 9, 0],
+            targets: vec![6, IGNORE_INDEX, 8, 9, IGNORE_INDEX, IGNORE_INDEX],
+            cu_seqlens: vec![0, 2, 6],
+            padding: vec![5..6],
             n_tokens: 5,
             sources: vec![vec!["a.jsonl:1".to_owned()], vec!["a.jsonl:2".to_owned(), "b.jsonl:9".to_owned()]],
         }
@@ -204,10 +213,12 @@ mod tests {
     #[test]
     fn positions_and_targets_follow_from_the_sequences() {
         let batch = kept().batch();
-        assert_eq!((batch.positions, batch.n_targets), (vec![0, 1, 0, 1, 2], 3));
+        assert_eq!((batch.positions, batch.n_targets), (vec![0, 1, 0, 1, 2, 3], 3));
         let sequences: Vec<_> =
             kept().sequences().map(|(batch, sources)| (batch.ids, batch.n_targets, sources.len())).collect();
-        assert_eq!(sequences, [(vec![5, 6], 1, 1), (vec![7, 8, 9], 2, 2)]);
+        assert_eq!(sequences, [(vec![5, 6], 1, 1), (vec![7, 8, 9, 0], 2, 2)]);
+        let padding: Vec<_> = kept().sequences().map(|(batch, _)| (batch.padding, batch.n_tokens)).collect();
+        assert_eq!(padding, [(vec![], 2), (vec![3..4], 3)]);
     }
 
     #[test]

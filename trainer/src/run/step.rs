@@ -183,7 +183,7 @@ pub(super) fn auxiliary_losses(
     step: &GlobalBatch,
 ) -> Vec<AuxiliaryLoss> {
     let has_targets = |batch: &&Batch| batch.targets.iter().any(|target| *target != Micro::IGNORED);
-    let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.ids.len()).sum();
+    let n_tokens = step.micro_batches.iter().filter(has_targets).map(|batch| batch.n_tokens).sum();
     let mut auxiliary = moe.map(|moe| moe.auxiliary(n_tokens)).unwrap_or_default();
     auxiliary.extend(mtp.into_iter().flat_map(|mtp| mtp_losses(mtp, step)));
     auxiliary
@@ -309,5 +309,6 @@ pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
         targets: Tensor::new(batch.targets.as_slice(), &Device::Cpu)?,
         positions: batch.positions.clone(),
         seqs: CuSeqlens::packed(batch.cu_seqlens.clone())?,
+        padding: batch.padding.clone(),
     })
 }

@@ -35,6 +35,33 @@ fn metrics_show_the_selections_that_a_capacity_drops() {
     }
 }
 
+/// Rows padded to one length have the losses and loads of the rows without padding.
+#[test]
+fn pad_tokens_change_neither_the_losses_of_routers_nor_the_load() {
+    let records = |pad_to| {
+        let run = Run::of_experts();
+        let losses = "moe.router_load_balancing_type=[aux_loss, seq_aux_loss, global_aux_loss, transformers_aux_loss]";
+        let coefficients = "moe.aux_loss_coeff=[0.1, 0.1, 0.1, 0.1]";
+        run.train_ok(&["exit_iteration=2", losses, coefficients, "moe.z_loss_coeff=0.01", pad_to]);
+        run.metrics().into_iter().filter(|record| record["expert_load"].is_object()).collect::<Vec<_>>()
+    };
+    let (plain, padded) = (records("data.pad_to=none"), records("data.pad_to=max_length"));
+    assert_eq!((plain.len(), padded.len()), (2, 2));
+    for (plain, padded) in plain.iter().zip(&padded) {
+        assert!(plain["seqlen"].as_f64() < padded["seqlen"].as_f64(), "nothing was padded");
+        assert_eq!(plain["tokens"], padded["tokens"]);
+        assert_eq!(plain["auxiliary_losses"].as_object().unwrap().len(), 5);
+        for (name, loss) in plain["auxiliary_losses"].as_object().unwrap() {
+            let (plain, padded) = (loss.as_f64().unwrap(), padded["auxiliary_losses"][name].as_f64().unwrap());
+            assert!((plain - padded).abs() <= 1e-4 * plain, "{name}: {plain} and {padded}");
+        }
+        for key in ["max_over_mean", "entropy", "dropped"] {
+            let [plain, padded] = [plain, padded].map(|record| record["expert_load"][key].as_f64().unwrap());
+            assert!((plain - padded).abs() <= 1e-4 * plain.max(1.0), "{key}: {plain} and {padded}");
+        }
+    }
+}
+
 /// Tiles compute each row as without tiles; gradients of weights are sums in another order.
 #[test]
 fn a_run_with_tiles_of_experts_has_the_losses_of_one_without() {

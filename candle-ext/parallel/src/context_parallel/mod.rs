@@ -60,6 +60,7 @@ impl ContextParallel {
             targets: select(&micro.targets, rows.ranges())?,
             positions: rows.ranges().iter().flat_map(|range| &micro.positions[range.clone()]).copied().collect(),
             seqs: micro.seqs.clone(),
+            padding: micro.padding.clone(),
         };
         Ok(TokenShard { micro: Cow::Owned(part), rows })
     }

@@ -1,6 +1,7 @@
 //! Micro-batches.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 use candlewick_ops::{CuSeqlens, to_host, upload};
@@ -16,6 +17,8 @@ pub struct Micro {
     pub positions: Vec<u32>,
     /// Boundaries of the packed sequences.
     pub seqs: CuSeqlens,
+    /// Pad tokens within the sequences, in ascending order. They are computed, and routers do not count them.
+    pub padding: Vec<Range<usize>>,
 }
 
 /// Micro-batches of this rank in a step.
@@ -71,6 +74,7 @@ impl Micro {
             targets: Tensor::from_vec(targets, n_tokens, &Device::Cpu)?,
             positions: self.positions.clone(),
             seqs: self.seqs.clone(),
+            padding: self.padding.clone(),
         })
     }
 
@@ -78,6 +82,12 @@ impl Micro {
     pub(crate) fn n_valid_tokens(&self) -> Result<usize> {
         let has_targets = to_host(&self.targets)?.to_vec1::<i64>()?.iter().any(|target| *target != Self::IGNORED);
         Ok(if has_targets { self.seqs.n_tokens() } else { 0 })
+    }
+
+    /// Returns true if a token is padding within a sequence.
+    pub(crate) fn is_padding(&self, token: usize) -> bool {
+        let after = self.padding.partition_point(|range| range.end <= token);
+        self.padding.get(after).is_some_and(|range| range.contains(&token))
     }
 
     /// Returns the micro-batch padded to a multiple of `multiple` tokens. Padding is a sequence of its own without
@@ -96,6 +106,7 @@ impl Micro {
             targets: Tensor::cat(&[&self.targets, &ignored], 0)?,
             positions: self.positions.iter().copied().chain(0..n_filler as u32).collect(),
             seqs: CuSeqlens::packed(ends.collect())?,
+            padding: self.padding.clone(),
         }))
     }
 }
@@ -113,6 +124,7 @@ mod tests {
             targets: Tensor::zeros(n_tokens, DType::I64, &Device::Cpu).unwrap(),
             positions: (0..n_tokens as u32).collect(),
             seqs: CuSeqlens::packed(vec![0, n_tokens]).unwrap(),
+            padding: Vec::new(),
         }
     }
 
@@ -137,6 +149,7 @@ mod tests {
             targets: Tensor::new(&[0i64, 1, 2, 3, 4, 5], &Device::Cpu).unwrap(),
             positions: vec![0, 1, 2, 0, 0, 1],
             seqs: CuSeqlens::packed(vec![0, 3, 4, 6]).unwrap(),
+            padding: Vec::new(),
         };
         let of = |micro: &Micro| (micro.ids.to_vec1::<u32>().unwrap(), micro.targets.to_vec1::<i64>().unwrap());
         let (once, none) = (micro.shifted().unwrap(), Micro::IGNORED);

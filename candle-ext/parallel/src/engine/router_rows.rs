@@ -7,21 +7,22 @@ use candlewick_ops::{to_host, upload};
 use super::{Engine, Micro};
 
 impl Engine {
-    /// Returns the rows of this rank's residual stream among the first `n_tokens` of a padded micro-batch, which are no
-    /// padding; `None` if there are no routers.
+    /// Returns the rows of this rank's residual stream that routers count; `None` if there are no routers. They are among the
+    /// first `n_tokens` of a padded micro-batch, and no padding of a sequence.
     pub(super) fn router_rows(&self, micro: &Micro, n_tokens: usize) -> Result<Option<RouterRows>> {
         if self.experts.is_none() {
             return Ok(None);
         }
         let tokens = self.residual_tokens(micro)?;
-        let valid: Vec<u32> = (0..).zip(&tokens).filter(|(_, token)| **token < n_tokens).map(|(row, _)| row).collect();
+        let is_valid = |token: &usize| *token < n_tokens && !micro.is_padding(*token);
+        let valid: Vec<u32> = (0..).zip(&tokens).filter(|(_, token)| is_valid(token)).map(|(row, _)| row).collect();
         let starts = micro.seqs.cu_seqlens_q();
         let sequence_of = |row: &u32| starts.partition_point(|start| *start <= tokens[*row as usize]) as u32 - 1;
         let on_device = |values: Vec<u32>| upload(&values, values.len(), &self.device);
         let needs_sequences = self.router.losses.contains(&RouterLoss::SequenceLoadBalancing);
         let sequences = needs_sequences.then(|| on_device(valid.iter().map(sequence_of).collect())).transpose()?;
         let has_padding = valid.len() < tokens.len();
-        let mark = |token: &usize| u32::from(*token < n_tokens);
+        let mark = |token: &usize| u32::from(is_valid(token));
         let marks = has_padding.then(|| on_device(tokens.iter().map(mark).collect())).transpose()?;
         let valid = has_padding.then(|| on_device(valid)).transpose()?;
         let first_token = tokens.first().map_or(0, |token| *token as u64);

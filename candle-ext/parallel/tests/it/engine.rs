@@ -79,6 +79,7 @@ pub(crate) fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions,
         seqs: CuSeqlens::packed(ends).unwrap(),
+        padding: Vec::new(),
     }
 }
 

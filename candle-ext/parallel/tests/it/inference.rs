@@ -73,6 +73,7 @@ fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions: (0..ids.len() as u32).collect(),
         seqs: CuSeqlens::packed(vec![0, ids.len()]).unwrap(),
+        padding: Vec::new(),
     };
     let losses = engine.token_losses(&micro).unwrap();
     losses[..ids.len() - 1].iter().map(|loss| -loss).collect()

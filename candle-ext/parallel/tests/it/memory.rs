@@ -71,6 +71,7 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usi
         targets: Tensor::zeros(N_TOKENS, DType::I64, &Device::Cpu).unwrap(),
         positions: (0..N_TOKENS as u32).map(|i| i % 64).collect(),
         seqs: CuSeqlens::packed((0..=N_TOKENS).step_by(64).collect()).unwrap(),
+        padding: Vec::new(),
     };
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();

@@ -92,6 +92,7 @@ fn micro() -> Micro {
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions: LENGTHS.iter().flat_map(|&length| 0..length as u32).collect(),
         seqs: CuSeqlens::packed(ends).unwrap(),
+        padding: Vec::new(),
     }
 }
 

@@ -42,6 +42,7 @@ fn micro(reference: &BTreeMap<String, Tensor>) -> Micro {
         targets: reference["targets"].flatten_all().unwrap(),
         positions: (0..n_sequences).flat_map(|_| 0..length as u32).collect(),
         seqs: CuSeqlens::packed((0..=n_sequences).map(|i| i * length).collect()).unwrap(),
+        padding: Vec::new(),
     }
 }
 

@@ -54,11 +54,12 @@ fn micro(reference: &HashMap<String, Tensor>) -> Micro {
         Some(*end)
     });
     Micro {
-        // Tokens without targets at the end would count as padding.
+        // A micro-batch without targets would not count.
         targets: Tensor::zeros(ids.elem_count(), DType::I64, &Device::Cpu).unwrap(),
         ids,
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
         seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect()).unwrap(),
+        padding: Vec::new(),
     }
 }
 

@@ -341,10 +341,14 @@ pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usiz
             of_micro.enumerate().filter(|(at, _)| at % n_ranks == rank).map(|(_, idx)| sequence(batching, step, idx));
         let mut own: Vec<_> = own.collect();
         n_targets += own.iter().flatten().filter(|(_, target)| *target != Micro::IGNORED).count();
+        let mut padding = Vec::new();
         if batching == Batching::Padded {
-            own.iter_mut().for_each(|sequence| sequence.resize(PADDED_TO, (0, Micro::IGNORED)));
+            for (i, sequence) in own.iter_mut().enumerate() {
+                padding.push(i * PADDED_TO + sequence.len()..(i + 1) * PADDED_TO);
+                sequence.resize(PADDED_TO, (0, Micro::IGNORED));
+            }
         }
-        micros.push(packed(&own));
+        micros.push(Micro { padding, ..packed(&own) });
     }
     (micros, n_targets as f64)
 }
@@ -361,5 +365,6 @@ fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
         targets: Tensor::new(targets, &Device::Cpu).unwrap(),
         positions: sequences.iter().flat_map(|sequence| 0..sequence.len() as u32).collect(),
         seqs: CuSeqlens::packed(ends).unwrap(),
+        padding: Vec::new(),
     }
 }

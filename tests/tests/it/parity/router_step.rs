@@ -1,6 +1,7 @@
 //! Steps whose objective is a loss of the routers, and their comparison.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -122,7 +123,8 @@ impl RouterRun<'_> {
     fn train_step(&self, world: &World, engine: &Engine, adamw: AdamW) -> Result<StepResult> {
         let (rank, n_ranks) = data_rank(world, self.strategy);
         let (micros, n_targets) = micros(self.batching, 0, rank, n_ranks);
-        let n_tokens = micros.iter().map(|micro: &Micro| micro.seqs.n_tokens()).sum::<usize>() as f64;
+        let n_padding = |micro: &Micro| micro.padding.iter().map(Range::len).sum::<usize>();
+        let n_tokens = micros.iter().map(|micro| micro.seqs.n_tokens() - n_padding(micro)).sum::<usize>() as f64;
         // Fault injection does not affect these sums.
         let group = world.group();
         let n_copies = self.strategy.n_counts() * self.strategy.degrees.tp as f64;

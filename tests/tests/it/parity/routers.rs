@@ -62,6 +62,25 @@ fn losses_of_routers_are_those_of_one_rank_where_ranks_have_other_micro_batches(
     check(Degrees { pp: 2, dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::One), &losses);
 }
 
+/// Padded sequences give the losses, loads, biases and gradients of the same sequences without padding.
+#[test]
+fn pad_tokens_of_sequences_do_not_count() {
+    let split = [ONE, Degrees { tp: 2, ep: 2, ..ONE }, Degrees { cp: 2, ep: 2, ..ONE }];
+    let data = [Degrees { dp_replicate: 2, ep: 2, ..ONE }];
+    let all = [(&split[..], &RouterLoss::ALL[..]), (&data, &[SequenceLoadBalancing, GlobalLoadBalancing, Z])];
+    for (meshes, losses) in all {
+        for (degrees, loss) in meshes.iter().flat_map(|degrees| losses.iter().map(move |loss| (*degrees, *loss))) {
+            let strategy = Strategy { degrees, sequence_parallel: SequenceParallel::On, ..Strategy::ONE_RANK };
+            for case in [DOTS1, QWEN3_MOE] {
+                let router = RouterSettings { losses: vec![loss], bias_update_rate: 0.02, ..RouterSettings::default() };
+                let step = |strategy, batching| step_with(strategy, case, batching, &router, &CausalLm);
+                let packed = step(Strategy::ONE_RANK, Batching::Packed);
+                check_close(&format!("{degrees} {case:?} {loss:?}"), &step(strategy, Batching::Padded), &packed);
+            }
+        }
+    }
+}
+
 /// Stages of several chunks, and an MTP layer with experts on the last stage.
 #[test]
 fn the_loss_over_all_layers_is_that_of_one_rank_on_pipeline_stages() {

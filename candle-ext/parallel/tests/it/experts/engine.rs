@@ -25,6 +25,7 @@ fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
         // Sequences of one token each: any rank may have any of them.
         positions: vec![0; tokens.len()],
         seqs: CuSeqlens::packed((0..=tokens.len()).collect()).unwrap(),
+        padding: Vec::new(),
     }
 }
 
