@@ -54,10 +54,35 @@ pub struct SavedOutputs(BTreeMap<&'static str, VecDeque<SavedOutput>>);
 
 type SavedOutput = (Tensor, Rc<dyn Any>);
 
+/// Kind of an output that a first forward can save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplayedOutput {
+    /// An activation of the size of the block's input.
+    Activation,
+    /// Experts of tokens, and what ranks exchange about them: a few bytes for each selection.
+    Routing,
+}
+
+/// Outputs that a first forward saves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputsToSave {
+    /// All that ops offer.
+    All,
+    /// Those of routers.
+    Routing,
+}
+
+impl OutputsToSave {
+    /// Returns true if outputs of this kind are saved.
+    pub(crate) fn include(self, kind: ReplayedOutput) -> bool {
+        self == Self::All || kind == ReplayedOutput::Routing
+    }
+}
+
 /// Phase of a block's forward that runs twice.
 pub(crate) enum ReplayPhase {
-    /// First forward: saves outputs, records nothing.
-    First(SavedOutputs),
+    /// First forward: saves outputs of these kinds, records nothing.
+    First(SavedOutputs, OutputsToSave),
     /// Second forward: takes saved outputs, is recorded.
     Second(SavedOutputs),
 }

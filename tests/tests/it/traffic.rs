@@ -153,6 +153,16 @@ fn a_layer_of_experts_waits_once_for_its_counts() {
     check_exchanges(&["moe.token_dispatcher_type=allgather"], 1, [5, 0, 3]);
 }
 
+/// Backward sends tokens a second time if it computes the layer again. The counts and the host's wait are those of forward.
+#[test]
+fn a_recomputed_layer_of_experts_does_not_wait_again() {
+    for checkpointing in ["selective", "full", "offload"] {
+        let checkpointing = format!("model.activation_checkpoint={checkpointing}");
+        check_exchanges(&["moe.token_dispatcher_type=alltoall", &checkpointing], 1, [1, 9, 0]);
+        check_exchanges(&["moe.token_dispatcher_type=allgather", &checkpointing], 1, [8, 0, 4]);
+    }
+}
+
 #[test]
 fn a_layer_of_padded_experts_exchanges_no_counts_and_waits_for_nothing() {
     let padded = ["moe.expert_capacity_factor=1.5", "moe.pad_expert_input_to_capacity=true"];

@@ -129,6 +129,15 @@ impl LayerCost<'_> {
         self.saved_until_attention() + rows + 2 * self.router_logits() + self.router_copies()
     }
 
+    /// Returns the bytes of a router's selection that every activation checkpointing saves: weights, experts and two orders of the
+    /// slots, four bytes each.
+    pub fn routing_bytes(&self) -> u64 {
+        match &self.layer.mlp {
+            MlpSpec::Moe(moe) => self.n_residual_tokens * moe.router.top_k as u64 * 4 * 4,
+            MlpSpec::SwiGlu(_) => 0,
+        }
+    }
+
     /// Returns the bytes of a router's logits in f32; zero for a dense layer.
     fn router_logits(&self) -> u64 {
         self.experts().map_or(0, |experts| experts.logits_bytes())

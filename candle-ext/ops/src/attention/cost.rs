@@ -5,7 +5,9 @@
 use candle_core::DType;
 
 use super::spec::{AttentionHeads, AttentionImpl};
+use super::tile::{QUERIES, tiles_per_block};
 use crate::cost::{Cost, DeviceKind, F32_BYTES, bytes};
+use crate::gemm::packed_operand_bytes;
 
 /// Score matrices that the reference implementation holds at once in a forward without a tape.
 const REFERENCE_FORWARD: u64 = 3;
@@ -44,7 +46,7 @@ impl AttentionCost {
         let saved = self.replay_bytes() + bytes(self.n_tokens * (q + 2 * kv), self.dtype);
         Cost {
             saved_bytes: saved + self.reference_bytes(REFERENCE_SAVED),
-            scratch_bytes: self.kernel_scratch_bytes(q, q + 2 * kv),
+            scratch_bytes: self.kernel_scratch_bytes(q, q + 2 * kv) + self.packed_bytes(1, 2),
             flops: Self::FORWARD_FLOPS * self.n_products(),
         }
     }
@@ -54,7 +56,9 @@ impl AttentionCost {
         let (q, kv) = (self.q(), self.kv());
         Cost {
             saved_bytes: 0,
-            scratch_bytes: self.kernel_scratch_bytes(3 * q, 3 * q + 2 * kv) + self.reference_bytes(REFERENCE_BACKWARD),
+            scratch_bytes: self.kernel_scratch_bytes(3 * q, 3 * q + 2 * kv)
+                + self.packed_bytes(4, 3)
+                + self.reference_bytes(REFERENCE_BACKWARD),
             flops: Self::BACKWARD_FLOPS * self.n_products(),
         }
     }
@@ -98,6 +102,22 @@ impl AttentionCost {
         self.n_tokens * n_elements * F32_BYTES
     }
 
+    /// Returns the bytes of a CPU's packed operands and scores on all threads. Each packs a block of queries in `of_queries` layouts,
+    /// and a tile of keys in `of_keys`.
+    fn packed_bytes(&self, of_queries: u64, of_keys: u64) -> u64 {
+        if self.device == DeviceKind::Gpu || self.implementation == AttentionImpl::Reference {
+            return 0;
+        }
+        let dim = self.heads.dim;
+        let n_tasks = self.heads.n_query as u64 * self.n_tokens.div_ceil(self.longest.max(1));
+        let n_threads = n_tasks.min(rayon::current_num_threads() as u64);
+        let queries = (tiles_per_block(dim) * QUERIES) as u64;
+        let (queries, tile) = (self.longest.min(queries), self.longest.min(QUERIES as u64));
+        let packed =
+            packed_operand_bytes((of_queries * queries + of_keys * tile) * dim as u64 + tile * tile, self.dtype);
+        n_threads * (packed + 2 * tile * tile * F32_BYTES)
+    }
+
     /// Returns the bytes of the longest sequence's score matrices, and of inputs and outputs in several layouts.
     fn reference_bytes(&self, n_matrices: u64) -> u64 {
         match self.implementation {
@@ -123,13 +143,36 @@ mod tests {
     #[test]
     fn a_cpu_reads_sixteen_bits_through_copies_in_f32() {
         let of = |dtype| cost(dtype, AttentionImpl::Fused, DeviceKind::Cpu);
+        let forward = |dtype| of(dtype).forward().scratch_bytes - of(dtype).packed_bytes(1, 2);
+        let backward = |dtype| of(dtype).backward().scratch_bytes - of(dtype).packed_bytes(4, 3);
         let (q, kv) = (32, 16);
-        assert_eq!(of(DType::F32).forward().scratch_bytes, 10 * q * 4);
-        assert_eq!(of(DType::F16).forward().scratch_bytes, 10 * (2 * q + 2 * kv) * 4);
-        assert_eq!(of(DType::F32).backward().scratch_bytes, 10 * 3 * q * 4);
-        assert_eq!(of(DType::F16).backward().scratch_bytes, 10 * (6 * q + 2 * kv) * 4);
+        assert_eq!(forward(DType::F32), 10 * q * 4);
+        assert_eq!(forward(DType::F16), 10 * (2 * q + 2 * kv) * 4);
+        assert_eq!(backward(DType::F32), 10 * 3 * q * 4);
+        assert_eq!(backward(DType::F16), 10 * (6 * q + 2 * kv) * 4);
         let read = if has_bf16_unit() { 0 } else { q + 2 * kv };
-        assert_eq!(of(DType::BF16).forward().scratch_bytes, 10 * (q + read) * 4);
+        assert_eq!(forward(DType::BF16), 10 * (q + read) * 4);
+    }
+
+    #[test]
+    fn each_thread_packs_a_block_of_queries_and_a_tile_of_keys() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
+        let of = |n_tokens, longest| AttentionCost {
+            n_tokens,
+            longest,
+            heads,
+            ..cost(DType::F32, AttentionImpl::Fused, DeviceKind::Cpu)
+        };
+        pool.install(|| {
+            // Three threads, six bytes an element, and two tiles of scores in f32.
+            let scores = 2 * 128 * 128 * 4;
+            let (block, tile) = (512 * 64, 128 * 64);
+            assert_eq!(of(4096, 4096).packed_bytes(4, 3), 3 * (6 * (4 * block + 3 * tile + 128 * 128) + scores));
+            assert_eq!(of(10, 10).packed_bytes(1, 2), 3 * (6 * (3 * 10 * 64 + 10 * 10) + 2 * 10 * 10 * 4));
+        });
+        let gpu = AttentionCost { device: DeviceKind::Gpu, ..of(4096, 4096) };
+        assert_eq!(gpu.packed_bytes(4, 3), 0);
     }
 
     #[test]

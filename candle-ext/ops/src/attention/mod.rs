@@ -31,6 +31,7 @@ use crate::device::on_device;
 use crate::floats::FloatBuf;
 use crate::recording::{record, requires_grad};
 use crate::replay::{compute_or_replay, is_first_pass};
+use crate::saved::ReplayedOutput;
 use crate::span::span;
 use crate::storage::{self, host};
 use choice::{AttentionKernel, choose};
@@ -60,7 +61,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &CuSeqlens, spec: &At
     }
     let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
     let saved = SavedAttention { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
-    let (y, state) = compute_or_replay("attention", || {
+    let (y, state) = compute_or_replay("attention", ReplayedOutput::Activation, || {
         let (out, state) = saved.forward(kernel)?;
         Ok((storage::tensor(out, q.shape()), state))
     })?;

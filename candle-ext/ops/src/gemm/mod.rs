@@ -44,6 +44,7 @@ use half::bf16;
 pub(crate) use matrix::{Mat, MatMut, Output, Store, Threads};
 use operand::KernelCall;
 pub(crate) use operand::{OperandElement, PackedOperand, gemm_packed};
+pub(crate) use packed::packed_operand_bytes;
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::measure_cpu_gemm_rate;
 

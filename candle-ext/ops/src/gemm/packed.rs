@@ -13,6 +13,12 @@ pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// bf16 summands of a packed f32 with AMX.
 pub(super) const AMX_PARTS: usize = 3;
 
+/// Returns the bytes of packed operands of `n_elements`, on the processor that needs most.
+pub(crate) fn packed_operand_bytes(n_elements: u64, dtype: DType) -> u64 {
+    // Widened to f32, or in three parts.
+    n_elements * if dtype == DType::BF16 { size_of::<f32>() } else { AMX_PARTS * size_of::<u16>() } as u64
+}
+
 /// Sizes of a matmul [m, k] x [k, n].
 #[derive(Clone, Copy, Debug)]
 pub struct GemmSize {

@@ -14,7 +14,7 @@ use candlewick_comm::{Collective, Pending, Recv};
 use candlewick_model::AttentionExchange;
 use candlewick_ops::{
     self as ops, AttentionChunk, AttentionHeads, AttentionSpec, BackwardContext, ChunkInputs, CuSeqlens,
-    PartialSoftmax, attention_chunk, attention_chunk_backward, compute_or_replay, record,
+    PartialSoftmax, ReplayedOutput, attention_chunk, attention_chunk_backward, compute_or_replay, record,
 };
 
 use super::partition::TokenPartition;
@@ -86,7 +86,7 @@ impl Ring {
         let plan = self.plan(seqs, spec)?;
         let saved_q = q.contiguous()?;
         let kv = plan.packed(k, v)?;
-        let (out, lse) = compute_or_replay("ring_attention", || {
+        let (out, lse) = compute_or_replay("ring_attention", ReplayedOutput::Activation, || {
             let sum = self.forward(&plan, &saved_q, &kv)?;
             Ok((sum.out().to_dtype(q.dtype())?, sum.lse().clone()))
         })?;

@@ -7,7 +7,9 @@ use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::AttentionCall;
 use candlewick_model::ParallelOps;
-use candlewick_ops::{AttentionChoice, AttentionSpec, CuSeqlens, SavedOutputs, Tape, attention, save_outputs};
+use candlewick_ops::{
+    AttentionChoice, AttentionSpec, CuSeqlens, OutputsToSave, SavedOutputs, Tape, attention, save_outputs,
+};
 
 use super::{ContextParallel, partition::TokenPartition, select};
 
@@ -80,7 +82,7 @@ fn on_ranks(
         let attend = |[q, k, v]: [&Tensor; 3]| sequence.attention(&AttentionCall { layer_idx: 0, q, k, v, seqs, spec });
         let saved = match forwards {
             Forwards::One => SavedOutputs::default(),
-            Forwards::Two => save_outputs(|| attend([&own[0], &own[1], &own[2]]))?.1,
+            Forwards::Two => save_outputs(OutputsToSave::All, || attend([&own[0], &own[1], &own[2]]))?.1,
         };
         let results = results(&own, saved, attend)?;
         let all = results.iter().map(|x| sequence.join(x, seqs.n_tokens())).collect::<Result<Vec<_>>>()?;

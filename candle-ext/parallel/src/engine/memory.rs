@@ -187,8 +187,8 @@ impl StepCost<'_> {
                 *saved += cost.saved_bytes();
                 return moments;
             }
-            ActivationCheckpointing::Selective => *saved += cost.attention_output_bytes(),
-            ActivationCheckpointing::Full | ActivationCheckpointing::Offload => {}
+            ActivationCheckpointing::Selective => *saved += cost.attention_output_bytes() + cost.routing_bytes(),
+            ActivationCheckpointing::Full | ActivationCheckpointing::Offload => *saved += cost.routing_bytes(),
         }
         vec![backward, moment(*saved, cost.forward_bytes())]
     }

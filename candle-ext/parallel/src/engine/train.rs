@@ -9,7 +9,9 @@ use candlewick_model::{
     ExpertCountsOverLayers, ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext,
     RouterRows, RouterTotals, RoutingRecord,
 };
-use candlewick_ops::{LossGrad, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers};
+use candlewick_ops::{
+    LossGrad, OutputsToSave, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers,
+};
 
 use super::expert_counts_over_layers::MicroCounts;
 use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
@@ -31,7 +33,8 @@ enum SavedActivation {
     Tape(Tensor, Tape),
     /// Input, and outputs that are not recomputed.
     Input(Tensor, SavedOutputs),
-    Offloaded(OffloadedActivation),
+    /// Input in host memory, and outputs that are not recomputed.
+    Offloaded(OffloadedActivation, SavedOutputs),
 }
 
 /// Activations of a model chunk between its forward and its backward.
@@ -358,12 +361,12 @@ impl Engine {
         }
         let forward = || self.model.block(weights, &x, context);
         let (y, outputs) = match self.checkpointing[block_idx] {
-            ActivationCheckpointing::Selective => save_outputs(forward)?,
-            _ => (forward()?, SavedOutputs::default()),
+            ActivationCheckpointing::Selective => save_outputs(OutputsToSave::All, forward)?,
+            _ => save_outputs(OutputsToSave::Routing, forward)?,
         };
         let kept = match self.checkpointing[block_idx] {
             ActivationCheckpointing::Offload => {
-                SavedActivation::Offloaded(OffloadedActivation::offload(&x, &self.offload_target)?)
+                SavedActivation::Offloaded(OffloadedActivation::offload(&x, &self.offload_target)?, outputs)
             }
             _ => SavedActivation::Input(x, outputs),
         };
@@ -385,7 +388,7 @@ impl Engine {
         let (x, outputs) = match kept {
             SavedActivation::Tape(x, tape) => return auxiliary.input_grad(block_idx, tape, (&x, dy), &context.router),
             SavedActivation::Input(x, outputs) => (x, outputs),
-            SavedActivation::Offloaded(offloaded) => (offloaded.fetch()?, SavedOutputs::default()),
+            SavedActivation::Offloaded(offloaded, outputs) => (offloaded.fetch()?, outputs),
         };
         let forward = || self.model.block(weights, &x, context);
         let tape = Tape::replay(outputs, &[&x], forward)?;

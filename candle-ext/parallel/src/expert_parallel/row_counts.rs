@@ -1,9 +1,11 @@
 //! Numbers of rows that expert parallel ranks exchange.
 
+use std::rc::Rc;
+
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Collective;
 use candlewick_model::ExpertPadding;
-use candlewick_ops::{ExpertAssignment, to_host, upload};
+use candlewick_ops::{ExpertAssignment, ReplayedOutput, compute_or_replay, to_host, upload};
 
 /// Rows that a rank sends to and receives from each expert parallel rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,14 +29,18 @@ pub(super) fn counts_of_ranks(
     }
     match padding {
         Some(padding) => Ok(vec![vec![padding.rows_per_expert; n_experts]; n_ranks]),
-        None => exchange(ep, &assignment.counts()?),
+        None => Ok(exchange(ep, &assignment.counts()?)?.as_ref().clone()),
     }
 }
 
-/// Gathers vectors of counts from all ranks. The host waits for it.
-pub(super) fn exchange(ep: &dyn Collective, own: &Tensor) -> Result<Vec<Vec<usize>>> {
-    let all = to_host(&ep.all_gather(&own.to_dtype(DType::F64)?.unsqueeze(0)?)?)?.to_vec2::<f64>()?;
-    Ok(all.iter().map(|counts| counts.iter().map(|n| *n as usize).collect()).collect())
+/// Gathers vectors of counts from all ranks. The host waits for it, in the first forward of a recomputed layer.
+pub(super) fn exchange(ep: &dyn Collective, own: &Tensor) -> Result<Rc<Vec<Vec<usize>>>> {
+    let (_, all) = compute_or_replay("expert_counts", ReplayedOutput::Routing, || {
+        let all = to_host(&ep.all_gather(&own.to_dtype(DType::F64)?.unsqueeze(0)?)?)?.to_vec2::<f64>()?;
+        let all: Vec<Vec<usize>> = all.iter().map(|counts| counts.iter().map(|n| *n as usize).collect()).collect();
+        Ok((own.clone(), all))
+    })?;
+    Ok(all)
 }
 
 impl RowCounts {

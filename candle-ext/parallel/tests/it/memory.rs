@@ -117,8 +117,8 @@ fn measure() {
     assert!(keep > full + N_BLOCKS * 11 * INPUT, "{all:.1?}");
     // Attention's output is as wide as an input. The last layer's is alive anyway; the log-sum-exps take a sixteenth.
     assert!(selective > full + 13 * INPUT / 2 && selective < full + 8 * INPUT, "{all:.1?}");
-    // The MLP and its gradients dominate the one layer that is recomputed.
-    assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
+    // The MLP and its gradients dominate the one layer that is recomputed; with tiles, attention's packed operands count.
+    assert!(full > full_tiled + 11 * INPUT, "{all:.1?}");
     // The last of 8 inputs is in use at the memory peak.
     assert!(full > offloaded + 11 * INPUT / 2, "{all:.1?}");
     assert!(full > half_offloaded + 5 * INPUT / 2 && half_offloaded > offloaded + 5 * INPUT / 2, "{all:.1?}");

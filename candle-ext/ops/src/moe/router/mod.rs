@@ -17,6 +17,7 @@ use crate::cost::{Cost, F32_BYTES};
 use crate::device::on_device;
 use crate::recording::record;
 use crate::replay::compute_or_replay;
+use crate::saved::ReplayedOutput;
 use crate::span::span;
 use crate::storage::host;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -99,7 +100,7 @@ fn routed(
     let spec = if let ExpertChoice::Given(_) = choice { RouterSpec { groups: None, ..spec } } else { spec };
     spec.check(e)?;
     let source = logits.contiguous()?;
-    let (weights, state) = compute_or_replay(OP, || {
+    let (weights, state) = compute_or_replay(OP, ReplayedOutput::Routing, || {
         let given = match choice {
             ExpertChoice::Given(experts) => Some(given::selection(experts, [t, e], spec.top_k)?),
             _ => None,

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    GroupLimit, RouterSpec, Routing, ScoreFunction, Tape, TopKOrder, add, auxiliary_loss, reshape, route, route_to,
-    save_outputs, scale,
+    GroupLimit, OutputsToSave, RouterSpec, Routing, ScoreFunction, Tape, TopKOrder, add, auxiliary_loss, reshape,
+    route, route_to, save_outputs, scale,
 };
 
 use super::{devices, statistics, to_u32s, u32s};
@@ -239,7 +239,7 @@ fn the_second_forward_takes_the_experts_of_the_first() {
     for test_device in devices() {
         let (first, second) = (test_device.put(&first), test_device.put(&second));
         test_device.run(|| {
-            let (routing, saved) = save_outputs(|| route(&first, None, SPEC)).unwrap();
+            let (routing, saved) = save_outputs(OutputsToSave::All, || route(&first, None, SPEC)).unwrap();
             let mut again: Option<Routing> = None;
             let tape = Tape::replay(saved, &[&second], || {
                 let routing = route(&second, None, SPEC)?;

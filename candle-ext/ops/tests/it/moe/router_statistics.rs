@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Tensor};
 use candlewick_ops::{
-    CountedExperts, ExpertChoice, RouterSpec, RouterStatisticsSpec, ScoreFunction, expert_score_sums, no_grad, route,
-    route_with_statistics, router_z_loss, save_outputs, sinkhorn,
+    CountedExperts, ExpertChoice, OutputsToSave, RouterSpec, RouterStatisticsSpec, ScoreFunction, expert_score_sums,
+    no_grad, route, route_with_statistics, router_z_loss, save_outputs, sinkhorn,
 };
 
 use super::router::{SPEC, specs};
@@ -148,7 +148,7 @@ fn statistics_are_replayed() {
         let (routing, statistics) = route_with_statistics(logits, ExpertChoice::ByScore { bias: None }, SPEC, counted)?;
         Ok((routing.weights, values(&statistics.totals()?)))
     };
-    let ((_, totals), saved) = save_outputs(|| run(&first)).unwrap();
+    let ((_, totals), saved) = save_outputs(OutputsToSave::All, || run(&first)).unwrap();
     let other = randn((9, 8), 2);
     let replayed = std::cell::RefCell::default();
     candlewick_ops::Tape::replay(saved, &[&other], || {
