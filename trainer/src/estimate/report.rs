@@ -53,6 +53,8 @@ pub struct EstimateReport {
     pub longest_row: Option<u64>,
     /// If the run does not fit: changes of the recipe, in the order of the time they cost.
     pub advice: Vec<Advice>,
+    /// True if ranks divide the experts and the estimate gives each rank the rows of a balanced load.
+    pub assumes_balanced_experts: bool,
     /// True if frozen weights are quantized.
     #[serde(skip)]
     has_quantized_base: bool,
@@ -99,12 +101,19 @@ impl EstimateReport {
             longest_row: capacity.bytes.and_then(|_| max_row_tokens(setup, capacity)),
             estimate,
             advice,
+            assumes_balanced_experts: assumes_balanced_experts(setup),
             has_quantized_base: setup
                 .model
                 .base_params()
                 .any(|spec| matches!(spec.storage, WeightStorage::Quantized(_))),
         }
     }
+}
+
+/// Returns true if ranks receive as many rows as the router sends to their experts.
+fn assumes_balanced_experts(setup: &Setup) -> bool {
+    let is_divided = setup.ranks.n_expert_ranks() > setup.ranks.expert_tensor;
+    is_divided && setup.model.config().moe().is_some()
 }
 
 /// Returns the cheapest modes that fit and those that need least memory. Then adds options that change results by
@@ -232,6 +241,12 @@ impl EstimateReport {
         match self.longest_row {
             Some(tokens) => writeln!(f, "longest row that fits with this recipe: {tokens} tokens")?,
             None => writeln!(f, "no row fits with this recipe")?,
+        }
+        if self.assumes_balanced_experts {
+            writeln!(
+                f,
+                "assumes balanced experts: the rank with the busiest ones gets up to expert_load.max_over_mean times the rows"
+            )?;
         }
         for advice in &self.advice {
             let fits = if advice.fits { "fits" } else { "does not fit" };

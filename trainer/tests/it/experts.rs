@@ -62,6 +62,19 @@ fn pad_tokens_change_neither_the_losses_of_routers_nor_the_load() {
     }
 }
 
+#[test]
+fn an_estimate_says_that_it_assumes_balanced_experts() {
+    let run = Run::of_experts();
+    let table = |arguments: &[&str]| {
+        let output = run.command("estimate", &[&["--ranks", "2"], arguments].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let note = "assumes balanced experts";
+    let (whole, divided) = (table(&[]), table(&["expert_parallel_size=2"]));
+    assert!(divided.contains(note) && !whole.contains(note), "{whole}\n{divided}");
+}
+
 /// Tiles compute each row as without tiles; gradients of weights are sums in another order.
 #[test]
 fn a_run_with_tiles_of_experts_has_the_losses_of_one_without() {
