@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 use super::accumulate::Accumulate;
 use super::amx_packing::{DEPTH, SIDE, STEP, pack_a, pack_b};
 use super::avx512::{LANES, write_lanes};
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::packed;
 

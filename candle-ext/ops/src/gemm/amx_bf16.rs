@@ -11,7 +11,7 @@ use super::accumulate::Accumulate;
 use super::amx::{Amx, Sums};
 use super::amx_packing::SIDE;
 use super::avx512::LANES;
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::packed;
 use super::pairs::{DEPTH, load_terms, pairs};

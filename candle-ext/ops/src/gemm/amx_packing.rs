@@ -7,7 +7,7 @@ use std::arch::x86_64::{
 };
 
 use super::avx512::{LANES, load_strided, mask};
-use super::blocks::CacheLine;
+use super::kernel::CacheLine;
 use super::matrix::Mat;
 use super::packed;
 use super::transpose::transpose;

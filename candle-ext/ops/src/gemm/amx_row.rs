@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::amx::AmxConfig;
 use super::amx_bf16::AmxBf16;
-use super::blocks::Kernel;
+use super::kernel::Kernel;
 use super::matrix::Mat;
 use super::pairs::DEPTH;
 use super::row_bf16::{COLUMNS, RowKernel};

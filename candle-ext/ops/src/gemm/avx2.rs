@@ -11,7 +11,7 @@ use std::arch::x86_64::{
 
 use super::accumulate::Accumulate;
 use super::avx512::Avx512;
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 
 /// Rows of a tile. Its sums fill 12 of the 16 registers, two per row.

@@ -6,7 +6,7 @@ use std::arch::x86_64::{
 };
 
 use super::accumulate::Accumulate;
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::{Mat, Store};
 use super::packed;
 use super::transpose::transpose;

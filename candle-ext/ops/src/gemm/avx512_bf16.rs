@@ -11,7 +11,7 @@ use half::bf16;
 
 use super::accumulate::Accumulate;
 use super::avx512::{Avx512, LANES, MR, NR, mask, write_lanes};
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::packed;
 use super::pairs::{pairs, row_sums};

@@ -13,7 +13,7 @@ use super::amx_bf16::AmxBf16;
 use super::amx_packing::PARTS;
 use super::amx_row;
 use super::avx512_bf16::Avx512Bf16;
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::row_bf16::{COLUMNS, RowKernel};
 use crate::floats::wide_bf16;

@@ -20,6 +20,8 @@ mod avx512_bf16;
 mod blocks;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod emulated;
+#[cfg(target_arch = "x86_64")]
+mod kernel;
 pub(crate) mod matrix;
 mod operand;
 mod packed;
@@ -31,6 +33,8 @@ mod row;
 mod row_bf16;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 #[cfg(target_arch = "x86_64")]
@@ -340,7 +344,7 @@ struct F32Gemm<'a> {
 
 impl KernelCall<f32> for F32Gemm<'_> {
     #[cfg(target_arch = "x86_64")]
-    fn by<K: blocks::Kernel<Operand = f32>>(self, kernel: K) {
+    fn by<K: kernel::Kernel<Operand = f32>>(self, kernel: K) {
         let Self { out, accumulate, a, b, scale, threads } = self;
         blocks::gemm(kernel, out.into(), accumulate, a, b, scale, threads);
     }

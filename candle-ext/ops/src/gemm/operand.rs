@@ -5,7 +5,9 @@ use std::marker::PhantomData;
 use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
-use super::blocks::{CacheLine, Kernel, gemm_of_packed, pack_operand};
+use super::kernel::{CacheLine, Kernel};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{gemm_of_packed, pack_operand};
 use super::{Accumulate, GemmKernel, Mat, MatMut, by_crate};
 
 /// Operand of a matmul.
@@ -148,6 +150,7 @@ pub(super) fn multiply_by<T: OperandElement>(
 }
 
 struct PackCall<'a, 't, T> {
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     side: Side,
     of: Mat<'a, T>,
     to: &'t mut PackedOperand<T>,

@@ -7,8 +7,9 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::accumulate::Accumulate;
-use super::blocks::{Kernel, terms_per_part};
+use super::kernel::Kernel;
 use super::matrix::{Mat, Output, Threads};
+use super::tiles::terms_per_part;
 use crate::floats::write_bf16;
 use crate::simd::vectorised;
 

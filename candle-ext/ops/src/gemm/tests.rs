@@ -104,7 +104,7 @@ struct UnpackedGemm<'a, T> {
 
 impl<T: OperandElement> KernelCall<T> for UnpackedGemm<'_, T> {
     #[cfg(target_arch = "x86_64")]
-    fn by<K: blocks::Kernel<Operand = T>>(self, kernel: K) {
+    fn by<K: kernel::Kernel<Operand = T>>(self, kernel: K) {
         let Self { out, accumulate, a, b, scale } = self;
         blocks::gemm(kernel, out.into(), accumulate, a, b, scale, Threads::One);
     }

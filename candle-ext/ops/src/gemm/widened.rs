@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::accumulate::Accumulate;
 use super::avx512::Avx512;
-use super::blocks::{CacheLine, Kernel, Tile};
+use super::kernel::{CacheLine, Kernel, Tile};
 use super::matrix::Mat;
 use super::pairs::row_sums;
 use super::row_bf16::{COLUMNS, RowKernel};

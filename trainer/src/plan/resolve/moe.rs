@@ -167,7 +167,8 @@ fn note_keys_without_effect(resolver: &mut Resolver) {
 /// Reports keys that need a model with experts.
 fn report_keys_of_experts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
-    let advice = "remove the key, or train a mixture-of-experts model";
+    let advice =
+        "remove the key (the argument moe=null removes all of that section), or train a mixture-of-experts model";
     let keys = [
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         (SIZE, recipe.expert_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
