@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 use crate::saved::{OutputsToSave, ReplayPhase, ReplayedOutput, SavedOutputs};
 use crate::scope::{Scope, with_replay, within};
 
-/// Runs the first forward, unrecorded. Returns its result and the outputs saved by [`compute_or_replay`].
+/// Runs the first forward, unrecorded. Returns its result, and the outputs of `what` that [`compute_or_replay`] saved.
 pub fn save_outputs<T>(what: OutputsToSave, forward: impl FnOnce() -> Result<T>) -> Result<(T, SavedOutputs)> {
     let scope = Scope { recording: None, replay: Some(ReplayPhase::First(SavedOutputs::default(), what)) };
     let (result, Scope { replay, .. }) = within(scope, forward)?;
@@ -19,7 +19,7 @@ pub fn save_outputs<T>(what: OutputsToSave, forward: impl FnOnce() -> Result<T>)
 
 /// Computes the output of `op` and the state that its backward needs, or takes both from the first forward.
 ///
-/// Saved outputs are keyed by `op` and its occurrence. Fails if the saved state has another type.
+/// Saved outputs are keyed by `op` and its occurrence, and an op has one `kind`. Fails if the saved state has another type.
 pub fn compute_or_replay<S: 'static>(
     op: &'static str,
     kind: ReplayedOutput,
@@ -42,7 +42,7 @@ pub fn compute_or_replay<S: 'static>(
 }
 
 /// Returns true in the first of two forwards if backward reads its activations, although nothing is recorded.
-pub(crate) fn is_first_pass() -> bool {
+pub(crate) fn saves_activations() -> bool {
     with_replay(|phase| matches!(phase, ReplayPhase::First(_, OutputsToSave::All))).unwrap_or(false)
 }
 
@@ -164,6 +164,6 @@ mod tests {
     #[test]
     fn a_forward_that_fails_ends_its_scope() {
         let failed: Result<((), SavedOutputs)> = save_outputs(OutputsToSave::All, || bail!("no"));
-        assert!(failed.is_err() && !is_first_pass());
+        assert!(failed.is_err() && !saves_activations());
     }
 }

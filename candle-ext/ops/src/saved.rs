@@ -68,7 +68,7 @@ pub enum ReplayedOutput {
 pub enum OutputsToSave {
     /// All that ops offer.
     All,
-    /// Those of routers.
+    /// Routing alone.
     Routing,
 }
 

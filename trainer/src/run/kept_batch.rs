@@ -100,7 +100,9 @@ impl KeptMicroBatch {
     }
 
     fn batch(&self) -> Batch {
-        let Self { ids, targets, cu_seqlens, padding, n_tokens, .. } = self.clone();
+        let Self { ids, targets, cu_seqlens, padding, .. } = self.clone();
+        // Files of earlier versions do not say which tokens are padding. All tokens count then, as they did in that run.
+        let n_tokens = ids.len() - padding.iter().map(Range::len).sum::<usize>();
         let positions = cu_seqlens.windows(2).flat_map(|ends| 0..(ends[1] - ends[0]) as u32).collect();
         let n_targets = targets.iter().filter(|target| **target != IGNORE_INDEX).count();
         Batch { ids, targets, positions, cu_seqlens, padding, n_targets, n_tokens, samples: Vec::new() }

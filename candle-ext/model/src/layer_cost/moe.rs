@@ -129,11 +129,11 @@ impl LayerCost<'_> {
         self.saved_until_attention() + rows + 2 * self.router_logits() + self.router_copies()
     }
 
-    /// Returns the bytes of a router's selection that every activation checkpointing saves: weights, experts and two orders of the
-    /// slots, four bytes each.
+    /// Returns the bytes of a router's selection that every activation checkpointing saves: weights, experts, two orders of the
+    /// slots, and the experts that losses count, four bytes each.
     pub fn routing_bytes(&self) -> u64 {
         match &self.layer.mlp {
-            MlpSpec::Moe(moe) => self.n_residual_tokens * moe.router.top_k as u64 * 4 * 4,
+            MlpSpec::Moe(moe) => self.n_residual_tokens * moe.router.top_k as u64 * 5 * 4,
             MlpSpec::SwiGlu(_) => 0,
         }
     }

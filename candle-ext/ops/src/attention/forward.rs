@@ -68,7 +68,7 @@ fn run_as<T: MatmulElement>(
             .collect();
         let (k, v) = (HeadView::new(k, n_kv, dim, head / group), HeadView::new(v, n_kv, dim, head / group));
         match tiles.as_slice() {
-            [one @ Queries { n: 1, .. }] => attend_one(one, (k, v), span, o, &mut lse[0]),
+            [one] if span.q.len() == 1 => attend_one(one, (k, v), span, o, &mut lse[0]),
             tiles => attend(tiles, (k, v), span, o, lse),
         }
     });

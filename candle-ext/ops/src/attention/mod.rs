@@ -30,7 +30,7 @@ use candle_core::{DType, Result, Storage, Tensor};
 use crate::device::on_device;
 use crate::floats::FloatBuf;
 use crate::recording::{record, requires_grad};
-use crate::replay::{compute_or_replay, is_first_pass};
+use crate::replay::{compute_or_replay, saves_activations};
 use crate::saved::ReplayedOutput;
 use crate::span::span;
 use crate::storage::{self, host};
@@ -50,7 +50,7 @@ pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, 
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
     let heads = HeadCounts::of([q, k, v], seqs, spec)?;
-    let is_trained = [q, k, v].iter().any(|x| requires_grad(x)) || is_first_pass();
+    let is_trained = [q, k, v].iter().any(|x| requires_grad(x)) || saves_activations();
     let passes = if is_trained { AttentionPasses::Both } else { AttentionPasses::Forward };
     let (kernel, _) = choose(q, seqs, spec, heads, passes)?;
     match kernel {

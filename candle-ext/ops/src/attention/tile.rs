@@ -130,9 +130,10 @@ pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start.max(b.start) < a.end.min(b.end)
 }
 
-/// Returns the tiles that hold these keys of `n_keys`. Tiles of a sequence start at multiples of their size.
+/// Returns the tiles that hold these keys of `n_keys`; none without keys. Tiles of a sequence start at multiples of their size.
 pub(super) fn key_tiles(keys: Range<usize>, n_keys: usize) -> impl Iterator<Item = Range<usize>> {
-    let starts = (keys.start / KEYS * KEYS..keys.end).step_by(KEYS);
+    let first = if keys.is_empty() { keys.end } else { keys.start / KEYS * KEYS };
+    let starts = (first..keys.end).step_by(KEYS);
     starts.map(move |start| start..(start + KEYS).min(n_keys))
 }
 

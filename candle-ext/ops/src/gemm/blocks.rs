@@ -14,8 +14,8 @@ use rayon::prelude::*;
 
 use super::accumulate::Accumulate;
 use super::kernel::{CacheLine, Kernel};
+use super::matrix::Side;
 use super::matrix::{Mat, Output, Threads};
-use super::operand::Side;
 use super::packed::{CACHE_LINE_BYTES, SUMS};
 use super::tiles::{Slivers, TileProducts, even_parts, lines, pack_sliver, parts, terms_per_part, width};
 

@@ -1,9 +1,23 @@
 //! Instruction sets of packed matmuls: the sizes of their tiles, packing and multiplication.
 
+#[cfg(target_arch = "x86_64")]
 use super::accumulate::Accumulate;
+#[cfg(target_arch = "x86_64")]
 use super::matrix::{Mat, Store};
+#[cfg(target_arch = "x86_64")]
 use super::packed::CACHE_LINE_BYTES;
+#[cfg(target_arch = "x86_64")]
 use crate::simd::prefetch;
+
+/// Code that is compiled for each kernel.
+pub(super) trait KernelCall<T> {
+    /// Runs with one of our kernels.
+    #[cfg(target_arch = "x86_64")]
+    fn by<K: Kernel<Operand = T>>(self, kernel: K);
+
+    /// Runs with the `gemm` crate, which packs for itself.
+    fn by_crate(self);
+}
 
 /// Packing and multiplication for one instruction set.
 pub(super) trait Kernel: Copy + Send + Sync {

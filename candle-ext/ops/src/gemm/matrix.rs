@@ -138,6 +138,13 @@ impl<T: Copy> MatMut<'_, T> {
     }
 }
 
+/// Operand of a matmul.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    A,
+    B,
+}
+
 /// Threads of a matmul: the calling one, or rayon's whole pool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Threads {
@@ -152,5 +159,13 @@ fn check_bounds(len: usize, rows: usize, cols: usize, row_stride: usize) {
     assert!(
         needed.is_some_and(|needed| needed <= len),
         "a [{rows}, {cols}] matrix with row stride {row_stride} in {len} elements"
+    );
+}
+
+/// Fails unless the shapes of a matmul agree.
+pub(super) fn check_dims((m, n): (usize, usize), (a_rows, a_cols): (usize, usize), (b_rows, b_cols): (usize, usize)) {
+    assert!(
+        m == a_rows && n == b_cols && a_cols == b_rows,
+        "gemm of [{a_rows}, {a_cols}] by [{b_rows}, {b_cols}] into [{m}, {n}]"
     );
 }

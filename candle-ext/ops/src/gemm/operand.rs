@@ -4,18 +4,15 @@ use std::marker::PhantomData;
 
 use half::bf16;
 
+use super::accumulate::Accumulate;
+use super::by_crate::by_crate;
+use super::kernel::KernelCall;
 #[cfg(target_arch = "x86_64")]
 use super::kernel::{CacheLine, Kernel};
+use super::matrix::{Mat, MatMut, Side, Threads, check_dims};
+use super::selection::GemmKernel;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{gemm_of_packed, pack_operand};
-use super::{Accumulate, GemmKernel, Mat, MatMut, by_crate};
-
-/// Operand of a matmul.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    A,
-    B,
-}
 
 /// Element of an operand, f32 or bf16.
 #[allow(private_bounds, reason = "kernels are private to `gemm`")]
@@ -52,20 +49,11 @@ impl Dispatch for bf16 {
     }
 }
 
-/// Code that is compiled for each kernel.
-pub(super) trait KernelCall<T> {
-    /// Runs with one of our kernels.
-    #[cfg(target_arch = "x86_64")]
-    fn by<K: Kernel<Operand = T>>(self, kernel: K);
-
-    /// Runs with the `gemm` crate, which packs for itself.
-    fn by_crate(self);
-}
-
 /// Operand of matmuls on one thread, in the layout of this process's kernel.
 ///
 /// The buffer is kept when another operand is packed.
 pub(crate) struct PackedOperand<T> {
+    side: Side,
     rows: usize,
     cols: usize,
     #[cfg(target_arch = "x86_64")]
@@ -78,6 +66,7 @@ pub(crate) struct PackedOperand<T> {
 impl<T> Default for PackedOperand<T> {
     fn default() -> Self {
         Self {
+            side: Side::A,
             rows: 0,
             cols: 0,
             #[cfg(target_arch = "x86_64")]
@@ -118,7 +107,7 @@ impl<T: OperandElement> PackedOperand<T> {
     }
 
     pub(super) fn pack_by(&mut self, kernel: GemmKernel, side: Side, of: Mat<'_, T>) -> &Self {
-        (self.rows, self.cols) = (of.rows, of.cols);
+        (self.side, self.rows, self.cols) = (side, of.rows, of.cols);
         T::dispatch(kernel, PackCall { side, of, to: self });
         self
     }
@@ -144,7 +133,8 @@ pub(super) fn multiply_by<T: OperandElement>(
     [a, b]: [&PackedOperand<T>; 2],
     scale: f32,
 ) {
-    super::check_dims((out.rows, out.cols), (a.rows, a.cols), (b.rows, b.cols));
+    check_dims((out.rows, out.cols), (a.rows, a.cols), (b.rows, b.cols));
+    assert!((a.side, b.side) == (Side::A, Side::B), "each operand is packed for its side");
     assert!(a.rows > 0 && a.cols > 0 && b.cols > 0, "packed operands have elements");
     T::dispatch(kernel, PackedGemm { out, accumulate, a, b, scale });
 }
@@ -187,6 +177,6 @@ impl<T: OperandElement> KernelCall<T> for PackedGemm<'_, T> {
 
     fn by_crate(self) {
         let [a, b] = [self.a, self.b].map(|x| Mat::new(&x.plain, x.rows, x.cols));
-        by_crate(self.out, self.accumulate, a, b, self.scale, super::Threads::One);
+        by_crate(self.out, self.accumulate, a, b, self.scale, Threads::One);
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of every kernel that the processor supports, and of emulated ones, with three loops and with f64.
 
-use super::operand::{Side, multiply_by};
+use super::matrix::Side;
+use super::operand::multiply_by;
 use super::*;
 
 fn numbers(len: usize, seed: usize) -> Vec<f32> {

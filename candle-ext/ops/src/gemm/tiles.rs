@@ -6,8 +6,8 @@ use half::bf16;
 
 use super::accumulate::Accumulate;
 use super::kernel::{CacheLine, Kernel, Tile};
+use super::matrix::Side;
 use super::matrix::{Mat, MatMut, Output, Store};
-use super::operand::Side;
 use super::packed::CACHE_LINE_BYTES;
 use crate::floats::write_bf16;
 use crate::simd::vectorised;
@@ -30,7 +30,7 @@ pub(super) fn even_parts(n: usize, max: usize) -> usize {
 
 /// Output, shared by tasks that write disjoint parts.
 #[derive(Clone, Copy)]
-pub(super) struct Out {
+pub(super) struct TileOutput {
     data: OutData,
     row_stride: usize,
     store: Store,
@@ -42,7 +42,7 @@ pub(super) enum OutData {
     Bf16(*mut bf16),
 }
 
-impl From<Output<'_>> for Out {
+impl From<Output<'_>> for TileOutput {
     fn from(out: Output<'_>) -> Self {
         match out {
             Output::F32(out) => {
@@ -56,9 +56,9 @@ impl From<Output<'_>> for Out {
 }
 
 // SAFETY: only `TileProducts::multiply` uses it; its callers keep the parts disjoint.
-unsafe impl Send for Out {}
+unsafe impl Send for TileOutput {}
 // SAFETY: as above.
-unsafe impl Sync for Out {}
+unsafe impl Sync for TileOutput {}
 
 /// Packed slivers of one operand, and the place of some terms in them.
 pub(super) struct Slivers<'a> {
@@ -82,7 +82,7 @@ impl Slivers<'_> {
 /// Output of a matmul, and how slivers are multiplied into it.
 pub(super) struct TileProducts<K: Kernel> {
     pub(super) kernel: K,
-    pub(super) out: Out,
+    pub(super) out: TileOutput,
     /// Terms of a sum.
     pub(super) k: usize,
     /// Terms of each partial sum but the last.
@@ -106,7 +106,8 @@ impl<K: Kernel> TileProducts<K> {
     ///
     /// # Safety
     ///
-    /// The slivers must have these terms, one partial sum. This part of the output must be valid and owned by the caller.
+    /// This kernel must have packed the slivers with this `kc`: those of the whole ranges, and these terms, one partial sum. This
+    /// part of the output must be valid and owned by the caller.
     pub(super) unsafe fn multiply(
         &self,
         (side, outer): (Side, &Slivers<'_>),
@@ -230,7 +231,7 @@ pub(super) fn pack_operand<K: Kernel>(kernel: K, side: Side, of: Mat<'_, K::Oper
 
 /// Computes out = [out +] scale a b on the calling thread, for operands with `k` terms from [`pack_operand`].
 ///
-/// The bits are those of [`gemm`].
+/// The bits are those of [`gemm`](super::blocks::gemm).
 pub(super) fn gemm_of_packed<K: Kernel>(
     kernel: K,
     out: MatMut<'_>,
@@ -268,7 +269,7 @@ pub(super) fn width<K: Kernel>(side: Side) -> usize {
     if side == Side::A { K::MR } else { K::NR }
 }
 
-/// Returns the cache lines of a sliver with these terms, in parts of at most `kc`.
+/// Returns the number of cache lines of a sliver with these terms, of which `kc` are added up at a time.
 fn lines_of_parts<K: Kernel>(side: Side, terms: &Range<usize>, kc: usize) -> usize {
     parts(terms.clone(), kc).map(|terms| lines::<K>(side, terms.len())).sum()
 }

@@ -221,7 +221,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
         })
     };
     let one = on(1);
-    for n_threads in [2, 3] {
+    for n_threads in [2, 3, 16] {
         assert!(on(n_threads) == one, "{n_threads} threads");
     }
 }
@@ -237,16 +237,16 @@ fn large_linear() -> Vec<Vec<u64>> {
     run(&op).iter().map(bits).collect()
 }
 
-/// Computes attention whose blocks have four tiles of queries on one thread and fewer on several.
+/// Computes attention whose blocks have four tiles of queries on one thread and one on sixteen. A tile of a sequence has one query.
 fn long_attention() -> Vec<Vec<u64>> {
     let op = RepeatedOp {
         name: "attention",
-        inputs: vec![randn((1300, 4, 16), 1), randn((1300, 2, 16), 2), randn((1300, 2, 16), 3)],
+        inputs: vec![randn((1429, 4, 16), 1), randn((1429, 2, 16), 2), randn((1429, 2, 16), 3)],
         weights: vec![],
         run: |x, _| {
             let spec =
                 AttentionSpec { scale: 0.25, causal: true, window: Some(300), choice: AttentionChoice::default() };
-            attention(&x[0], &x[1], &x[2], &CuSeqlens::packed(vec![0, 1300])?, &spec)
+            attention(&x[0], &x[1], &x[2], &CuSeqlens::packed(vec![0, 1300, 1429])?, &spec)
         },
     };
     run(&op).iter().map(bits).collect()

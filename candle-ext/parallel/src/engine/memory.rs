@@ -175,7 +175,7 @@ impl StepCost<'_> {
         if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
             // The input is in memory while the layer computes.
             let moments = vec![moment(*saved, input + cost.forward_bytes().max(replay))];
-            *saved += if self.offloads_to_same_memory { input } else { 0 };
+            *saved += cost.routing_bytes() + if self.offloads_to_same_memory { input } else { 0 };
             return moments;
         }
         *saved += unsaved_input;

@@ -17,7 +17,8 @@ pub struct Micro {
     pub positions: Vec<u32>,
     /// Boundaries of the packed sequences.
     pub seqs: CuSeqlens,
-    /// Pad tokens within the sequences, in ascending order. They are computed, and routers do not count them.
+    /// Pad tokens within the sequences: disjoint ranges in ascending order, of the whole micro-batch. They are computed, and routers
+    /// do not count them.
     pub padding: Vec<Range<usize>>,
 }
 

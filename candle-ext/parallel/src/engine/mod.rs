@@ -51,11 +51,11 @@ pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGr
 pub enum ActivationCheckpointing {
     /// All activations are saved: fastest, most memory.
     None,
-    /// The input is saved. Backward reruns the forward.
+    /// Input and routing are saved. Backward recomputes the rest.
     Full,
-    /// Input and attention output are saved. Backward recomputes the rest.
+    /// Input, routing and attention output are saved. Backward recomputes the rest.
     Selective,
-    /// The input is offloaded, see [`Engine::with_offload_target`]. Backward reruns the forward.
+    /// Routing is saved, and the input is offloaded, see [`Engine::with_offload_target`]. Backward recomputes the rest.
     Offload,
 }
 

@@ -22,18 +22,18 @@ pub(super) fn counts_of_ranks(
     ep: &dyn Collective,
     assignment: &ExpertAssignment,
     padding: Option<ExpertPadding>,
-) -> Result<Vec<Vec<usize>>> {
+) -> Result<Rc<Vec<Vec<usize>>>> {
     let (n_ranks, n_experts) = (ep.size(), assignment.n_experts());
     if !n_experts.is_multiple_of(n_ranks) {
         bail!("expert_parallel_size: {n_experts} experts cannot be divided by {n_ranks} ranks")
     }
     match padding {
-        Some(padding) => Ok(vec![vec![padding.rows_per_expert; n_experts]; n_ranks]),
-        None => Ok(exchange(ep, &assignment.counts()?)?.as_ref().clone()),
+        Some(padding) => Ok(Rc::new(vec![vec![padding.rows_per_expert; n_experts]; n_ranks])),
+        None => exchange(ep, &assignment.counts()?),
     }
 }
 
-/// Gathers vectors of counts from all ranks. The host waits for it, in the first forward of a recomputed layer.
+/// Gathers vectors of counts from all ranks. The host waits. A recomputed layer waits in its first forward only.
 pub(super) fn exchange(ep: &dyn Collective, own: &Tensor) -> Result<Rc<Vec<Vec<usize>>>> {
     let (_, all) = compute_or_replay("expert_counts", ReplayedOutput::Routing, || {
         let all = to_host(&ep.all_gather(&own.to_dtype(DType::F64)?.unsqueeze(0)?)?)?.to_vec2::<f64>()?;

@@ -167,8 +167,6 @@ fn note_keys_without_effect(resolver: &mut Resolver) {
 /// Reports keys that need a model with experts.
 fn report_keys_of_experts(resolver: &mut Resolver) {
     let recipe = resolver.recipe();
-    let advice =
-        "remove the key (the argument moe=null removes all of that section), or train a mixture-of-experts model";
     let keys = [
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         (SIZE, recipe.expert_parallel_size.is_some_and(|HumanInt(n)| n > 1)),
@@ -178,6 +176,10 @@ fn report_keys_of_experts(resolver: &mut Resolver) {
     ];
     let set = keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key);
     for key in set.chain(router::set_keys(resolver)).collect::<Vec<_>>() {
+        let advice = match key.starts_with("moe.") {
+            true => "remove the key (the argument moe=null removes all of them), or train a mixture-of-experts model",
+            false => "remove the key, or train a mixture-of-experts model",
+        };
         resolver.report_with_advice(&[key], format!("{key}: this model has no experts"), advice);
     }
 }
