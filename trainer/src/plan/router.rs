@@ -123,7 +123,8 @@ mod tests {
 
     #[test]
     fn every_layer_adds_its_loss_and_metrics_show_their_mean() {
-        let losses = vec![RouterLossTerm { loss: RouterLoss::LoadBalancing, coefficient: 0.01 }];
+        let term = |loss| RouterLossTerm { loss, coefficient: 0.01 };
+        let losses = [RouterLoss::LoadBalancing, RouterLoss::TransformersLoadBalancing].map(term).to_vec();
         let plan = RouterPlan {
             losses,
             sinkhorn: false,
@@ -137,11 +138,13 @@ mod tests {
             benchmark: MoeBenchmarkSection::default(),
             routing_replay: None,
         };
-        assert_eq!(plan.settings().losses, [RouterLoss::LoadBalancing]);
-        let [loss] = plan.auxiliary(10).try_into().expect("there is one loss");
+        assert_eq!(plan.settings().losses, [RouterLoss::LoadBalancing, RouterLoss::TransformersLoadBalancing]);
+        let [loss, of_transformers] = plan.auxiliary(10).try_into().expect("there are two losses");
         // Four layers whose loss is 1 for each of ten tokens.
         let sum = 4.0 * 10.0;
         assert_eq!(sum / loss.normalizer, 1.0);
         assert!((loss.coefficient * sum / loss.normalizer - 4.0 * 0.01).abs() < 1e-12);
+        // transformers' loss is a mean over layers.
+        assert!((of_transformers.coefficient * sum / of_transformers.normalizer - 0.01).abs() < 1e-12);
     }
 }

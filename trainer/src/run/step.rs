@@ -312,3 +312,53 @@ pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
         padding: batch.padding.clone(),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::RouterLossTerm;
+    use crate::recipe::{MoeBenchmarkSection, MoeRouterDtype, TokenDropPolicy};
+
+    /// Returns a sequence with these targets, whose last `n_padding` tokens are padding.
+    fn sequence(targets: Vec<i64>, n_padding: usize) -> Batch {
+        let n = targets.len();
+        let n_targets = targets.iter().filter(|target| **target != Micro::IGNORED).count();
+        Batch {
+            ids: vec![0; n],
+            targets,
+            cu_seqlens: vec![0, n],
+            n_targets,
+            n_tokens: n - n_padding,
+            ..Batch::default()
+        }
+    }
+
+    fn routers(n_layers: usize) -> RouterPlan {
+        RouterPlan {
+            losses: vec![RouterLossTerm { loss: RouterLoss::Z, coefficient: 0.5 }],
+            sinkhorn: false,
+            n_layers,
+            bias_update_rate: 0.0,
+            capacity_factor: None,
+            drop_policy: TokenDropPolicy::Probs,
+            pads_to_capacity: false,
+            input_jitter_eps: 0.0,
+            dtype: MoeRouterDtype::Fp32,
+            benchmark: MoeBenchmarkSection::default(),
+            routing_replay: None,
+        }
+    }
+
+    /// The engine counts the pad tokens of a micro-batch, but no token of a micro-batch without targets.
+    #[test]
+    fn losses_of_routers_are_means_over_the_tokens_of_micro_batches_with_targets() {
+        const NONE: i64 = Micro::IGNORED;
+        let batches = vec![sequence(vec![7, 8, NONE, NONE], 1), sequence(vec![NONE; 5], 0), sequence(vec![7, 8, 9], 0)];
+        let mtp = MtpPlan { n_layers: 2, loss_scaling_factor: 0.3 };
+        let losses = auxiliary_losses(Some(&routers(6)), Some(mtp), &GlobalBatch::new(0, batches));
+        let found = losses.iter().map(|loss| (loss.name.as_str(), loss.coefficient, loss.normalizer));
+        // Four and three tokens in six layers. Each MTP layer has half of the factor, and a target fewer in each sequence.
+        let want = [("z_loss", 0.5 * 6.0, 7.0 * 6.0), ("mtp_1 loss", 0.15, 3.0), ("mtp_2 loss", 0.15, 1.0)];
+        assert_eq!(found.collect::<Vec<_>>(), want);
+    }
+}

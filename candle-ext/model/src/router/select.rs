@@ -85,3 +85,31 @@ impl ExpertCapacity {
         ops::expert_capacity(n_tokens, spec.top_k, n_experts, self.factor)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::Device;
+    use candlewick_ops::{DropPolicy, ScoreFunction, TopKOrder};
+
+    use super::*;
+    use crate::router::RoutingRecord;
+    use crate::{RouterSettings, SingleDevice};
+
+    /// Both tokens select experts 0 and 1, which compute one token each.
+    #[test]
+    fn a_record_has_the_selections_before_the_capacity_drops_any() {
+        let logits = &Tensor::new(&[[3f32, 2.0, 0.0, 0.0], [3.0, 2.0, 0.0, 0.0]], &Device::Cpu).unwrap();
+        let (score, order) = (ScoreFunction::Softmax, TopKOrder::ScoreFirst);
+        let spec = RouterSpec { top_k: 2, score, order, normalize: true, groups: None, scaling: 1.0 };
+        let capacity = Some(ExpertCapacity { factor: 1.0, policy: DropPolicy::Position });
+        let settings = RouterSettings { capacity, ..RouterSettings::default() };
+        let record = RoutingRecord::default();
+        let context = RouterContext { settings: &settings, record: Some(&record), ..RouterContext::default() };
+        let router = RouterLogits { layer_idx: 3, logits, bias: None, spec };
+        let kept = select(&router, &context, &SingleDevice).unwrap();
+        let experts = |experts: &Tensor| experts.to_vec2::<u32>().unwrap();
+        assert_eq!(experts(&kept.assignment.experts), [[0, 1], [u32::MAX; 2]]);
+        assert_eq!(experts(&record.into_selected()[&(0, 3)]), [[0, 1], [0, 1]]);
+    }
+}

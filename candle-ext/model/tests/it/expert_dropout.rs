@@ -4,8 +4,12 @@ use std::cell::Cell;
 use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candlewick_model::{ExpertCall, LayerSpec, MlpSpec, ParallelOps, SingleDevice, TokenExchange};
+use candlewick_model::{
+    Config, ExpertCall, LayerSpec, LoraConfig, MlpSpec, Model, ParallelOps, SingleDevice, TokenExchange,
+    checkpoint::Checkpoint,
+};
 use candlewick_ops::{Dropout, Tape, derive_key, dropout, route};
+use serde_json::json;
 
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
 
@@ -150,6 +154,29 @@ fn the_input_of_an_experts_adapter_has_dropout() {
         let plain = values(&Tiny::load_with_adapter(base, &fixture(adapter)));
         assert_eq!((values(&tiny(P, None)), values(&tiny(0.0, Some(KEY)))), (plain.clone(), plain));
     }
+}
+
+/// The gates of the shared experts have the only adapters.
+#[test]
+fn the_input_of_the_shared_experts_gate_has_dropout() {
+    let (folder, Reference { ids, lengths, .. }) = (fixture("qwen2_moe"), Reference::load("qwen2_moe"));
+    let outputs = |p: f64, key| {
+        let lora = json!({"r": 2, "lora_alpha": 4, "lora_dropout": p, "target_modules": ["shared_expert_gate"]});
+        let model = Model::new(Config::read(&folder).unwrap(), Some(LoraConfig::from_json(&lora).unwrap())).unwrap();
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let tiny = Tiny::with_weights(model, |param| match param.trainable {
+            true => Tensor::full(0.1f32, param.shape.as_slice(), &Device::Cpu).unwrap(),
+            false => checkpoint.param(param, DType::F32, &Device::Cpu).unwrap(),
+        });
+        assert!(tiny.n_sinks() > 0);
+        tiny.with_dropout_key(key).normed(&ids, &lengths).unwrap().to_vec2::<f32>().unwrap()
+    };
+    let dropped = outputs(P, Some(KEY));
+    assert_eq!(dropped, outputs(P, Some(KEY)));
+    assert_ne!(dropped, outputs(P, Some(8)));
+    let plain = outputs(0.0, None);
+    assert_ne!(dropped, plain);
+    assert_eq!((outputs(P, None), outputs(0.0, Some(KEY))), (plain.clone(), plain));
 }
 
 /// Returns the FNV-1a hash.

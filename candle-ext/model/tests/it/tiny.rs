@@ -47,8 +47,7 @@ impl Tiny {
     pub(crate) fn load_with_dropout(name: &str, adapter: &Path, p: f64, key: Option<u64>) -> Self {
         let mut config = AdapterFolder::open(adapter).unwrap().config.to_json();
         config["lora_dropout"] = p.into();
-        let tiny = Self::load_with_lora(name, adapter, LoraConfig::from_json(&config).unwrap());
-        Self { dropout_key: key, ..tiny }
+        Self::load_with_lora(name, adapter, LoraConfig::from_json(&config).unwrap()).with_dropout_key(key)
     }
 
     fn load_with_lora(name: &str, adapter: &Path, config: LoraConfig) -> Self {
@@ -80,6 +79,11 @@ impl Tiny {
         let of_unit = |unit: &FsdpUnit| UnitWeights::new(unit, weights.clone()).unwrap();
         let units = model.units().iter().map(of_unit).collect();
         Self { model, weights: units, router: RouterSettings::default(), dropout_key: None, params: weights, sinks }
+    }
+
+    /// Sets the key of the dropout masks; `None` for no dropout.
+    pub(crate) fn with_dropout_key(self, dropout_key: Option<u64>) -> Self {
+        Self { dropout_key, ..self }
     }
 
     pub(crate) fn with_router_dtype(self, dtype: RouterDtype) -> Self {

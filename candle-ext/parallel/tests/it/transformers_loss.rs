@@ -115,3 +115,27 @@ fn the_loss_over_all_layers_and_its_gradients_equal_those_of_transformers() {
 fn the_loss_of_each_layer_times_k_over_layers_is_that_of_transformers_for_one_layer() {
     check("qwen3_moe", ActivationCheckpointing::None, (RouterLoss::LoadBalancing, 2.0));
 }
+
+/// Loss scaling, as in training in f16.
+#[test]
+fn a_loss_scale_multiplies_the_gradients_of_routers_losses() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/qwen3_moe");
+    let reference = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu).unwrap();
+    for router_loss in [RouterLoss::TransformersLoadBalancing, RouterLoss::LoadBalancing, RouterLoss::Z] {
+        let grads = |factor: Option<f32>| {
+            let engine = engine(&folder, router_loss, ActivationCheckpointing::None);
+            let name = router_loss.name().to_owned();
+            let auxiliary = [AuxiliaryLoss { name, coefficient: 0.5, normalizer: 3.0 }];
+            let factor = factor.map(|factor| Tensor::new(factor, &Device::Cpu).unwrap());
+            let scale = LossScale::mean_over(1.0).times(factor);
+            let loss = StepLoss { objective: &Nothing, scale, auxiliary: &auxiliary };
+            engine.store().zero_grads().unwrap();
+            engine.forward_backward(&[micro(&reference)], loss, |_| 0).unwrap();
+            let states = engine.store().states().unwrap();
+            states.iter().flat_map(|state| state.grad.to_vec1::<f32>().unwrap()).collect::<Vec<_>>()
+        };
+        let scaled: Vec<f32> = grads(None).iter().map(|grad| 8.0 * grad).collect();
+        assert!(scaled.iter().any(|grad| *grad != 0.0));
+        assert_eq!(grads(Some(8.0)), scaled, "{router_loss:?}");
+    }
+}

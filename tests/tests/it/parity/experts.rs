@@ -1,10 +1,15 @@
 //! Expert parallelism gives the results of one rank, on every axis of the mesh.
 
-use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::{PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
+use std::time::Duration;
 
-use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE, WEIGHTED_INPUTS};
-use super::rank::{Strategy, run};
+use candle_core::Result;
+use candlewick_comm::mesh::Degrees;
+use candlewick_comm::{Options, World, threads};
+use candlewick_model::{ForcedExpertLoad, RouterSettings};
+use candlewick_parallel::{LossScale, PipelineScheduleKind, SequenceParallel, TokenDispatcher, ZeroStage};
+
+use super::case::{Batching, DOTS1, GLM4_MOE, QWEN3_MOE, WEIGHTED_INPUTS, micros};
+use super::rank::{Strategy, TOLERANCE, data_rank, engine_with_routers, run, shards, unsharded};
 use super::{ONE, check_all};
 
 /// Collectives of expert parallelism.
@@ -23,6 +28,45 @@ fn strategy(degrees: Degrees, zero_stage: Option<ZeroStage>) -> Strategy {
 #[track_caller]
 fn check(strategy: Strategy) {
     check_all(strategy, &[DOTS1, QWEN3_MOE], &BATCHINGS, &[DISPATCH, COUNTS]);
+}
+
+#[test]
+fn the_gradient_norm_is_that_of_dense_parameters_and_experts() {
+    for strategy in [Strategy::ONE_RANK, strategy(Degrees { dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::Two))] {
+        let run = run(strategy, QWEN3_MOE, Batching::Packed);
+        let squares = |is_counted: fn(&str) -> bool| -> f64 {
+            let grads = run.grads.iter().filter(|(name, _)| is_counted(name)).flat_map(|(_, grad)| grad);
+            grads.map(|x| f64::from(*x).powi(2)).sum()
+        };
+        let norm = squares(|_| true).sqrt();
+        assert!((run.norms[0] - norm).abs() <= TOLERANCE * norm, "{strategy:?}: {} {norm}", run.norms[0]);
+        assert!(squares(|name| name.contains(".experts.")) > 1e-3 * norm * norm, "experts hardly count");
+    }
+}
+
+/// All tokens select the same two experts.
+#[test]
+fn zero_gradients_of_experts_without_tokens_are_counted() {
+    let router =
+        || RouterSettings { forced_load: ForcedExpertLoad::Biased { std: 100.0 }, ..RouterSettings::default() };
+    for strategy in [Strategy::ONE_RANK, strategy(Degrees { dp_shard: 2, ep: 2, ..ONE }, Some(ZeroStage::Two))] {
+        let rank = |world: &World| -> Result<_> {
+            let engine = engine_with_routers(world, strategy, QWEN3_MOE, router(), None)?;
+            let (rank, n_ranks) = data_rank(world, strategy);
+            engine.store().zero_grads()?;
+            let (micros, _) = micros(Batching::Packed, 0, rank, n_ranks);
+            engine.forward_backward(&micros, &LossScale::mean_over(1.0), |_| 5)?;
+            Ok((engine.store().grad_zeros()?.to_scalar::<f64>()?, shards(&engine, |state| &state.grad)?))
+        };
+        let options = Options { timeout: Duration::from_secs(120), record: false };
+        let ranks = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();
+        let grads = unsharded(ranks.iter().flat_map(|(_, shards)| shards));
+        let of_experts = grads.iter().filter(|(name, _)| name.contains(".experts."));
+        let zeros = of_experts.flat_map(|(_, grad)| grad).filter(|grad| **grad == 0.0).count();
+        assert!(zeros > 0, "{strategy:?}");
+        let all = grads.values().flatten().filter(|grad| **grad == 0.0).count() as f64;
+        assert!(ranks.iter().all(|(n_zeros, _)| *n_zeros == all), "{strategy:?}: {} {all}", ranks[0].0);
+    }
 }
 
 #[test]

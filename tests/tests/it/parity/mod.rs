@@ -18,6 +18,7 @@ mod objective;
 mod quantized;
 mod rank;
 mod ring;
+mod router_evaluation;
 mod router_step;
 mod routers;
 mod routing_replay;

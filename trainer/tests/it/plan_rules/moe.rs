@@ -329,6 +329,9 @@ fn a_layer_frequency_counts_the_layers_with_experts() {
     assert_eq!(layers(&freq("2")), [true, false]);
     assert_eq!(layers(&freq("[0, 1]")), [false, true]);
     refused_with_experts(1, &[&freq("[1]")], &["model.hf_config_kwargs", "moe_layer_freq", "1 entries for 2 layers"]);
+    // MTP layers have experts if the last layer has.
+    let n_layers = |freq: &str| of_experts(1, &["model.mtp_num_layers=3", freq]).unwrap().moe.unwrap().n_layers;
+    assert_eq!([freq("[0, 1]"), freq("[1, 0]")].map(|freq| n_layers(&freq)), [4, 1]);
     let lora = "model.peft_config={peft_type: LORA, target_modules: [q_proj]}";
     for key in [freq("2"), "model.hf_config_kwargs={moe_apply_probs_on_input: true, num_experts_per_tok: 1}".to_owned()]
     {

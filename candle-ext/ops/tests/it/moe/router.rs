@@ -205,6 +205,17 @@ fn equal_scores_go_to_the_experts_in_order() {
     }
 }
 
+/// Experts 0 and 2 have equal scores, and the group of expert 2 has the higher sum.
+#[test]
+fn equal_scores_of_two_groups_go_to_the_experts_in_order() {
+    let logits = Tensor::new(&[[1f32, 0.0, 1.0, 2.0, -9.0, -9.0]], &Device::Cpu).unwrap();
+    let groups = Some(GroupLimit { n_groups: 3, n_selected: 2, n_scores_per_group: 2 });
+    for test_device in devices() {
+        let routing = test_device.run(|| route(&test_device.put(&logits), None, RouterSpec { groups, ..SPEC }));
+        assert_eq!(to_u32s(&routing.unwrap().assignment.experts), [3, 0, 2]);
+    }
+}
+
 #[test]
 fn extreme_logits_give_finite_weights_and_gradients() {
     let logits = Tensor::new(&[[-1e4f32, 1e4, 0.0, 90.0], [-800.0, -900.0, -1000.0, -1e4]], &Device::Cpu).unwrap();
