@@ -147,5 +147,6 @@ fn a_pattern_of_layers_is_that_of_the_keys_of_the_family() {
     };
     let losses = train("moe_layer_freq: 2");
     assert_eq!(losses, train("mlp_only_layers: [1]"));
+    assert_eq!(losses, train("moe_layer_freq: ([1] + [0]*1)*1"));
     assert_ne!(losses, train("moe_layer_freq: [0, 1]"));
 }

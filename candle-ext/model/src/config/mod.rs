@@ -3,6 +3,7 @@
 mod build;
 pub(crate) mod json;
 mod layer_freq;
+mod list_expression;
 mod moe;
 mod overrides;
 mod rope;

@@ -328,6 +328,13 @@ fn a_layer_frequency_counts_the_layers_with_experts() {
         |argument: &str| of_experts(1, &[argument]).unwrap().model.config.unwrap().moe().unwrap().layers.clone();
     assert_eq!(layers(&freq("2")), [true, false]);
     assert_eq!(layers(&freq("[0, 1]")), [false, true]);
+    assert_eq!(layers(&freq("'[0]*1+[1]*1'")), [false, true], "a text of Megatron-LM");
+    assert_eq!(layers(&freq("'2'")), [true, false]);
+    refused_with_experts(
+        1,
+        &[&freq("'([1]*3+[0]*1'")],
+        &["model.hf_config_kwargs", "`moe_layer_freq`: column 13 of \"([1]*3+[0]*1\": expected"],
+    );
     refused_with_experts(1, &[&freq("[1]")], &["model.hf_config_kwargs", "moe_layer_freq", "1 entries for 2 layers"]);
     let lora = "model.peft_config={peft_type: LORA, target_modules: [q_proj]}";
     for key in [freq("2"), "model.hf_config_kwargs={moe_apply_probs_on_input: true, num_experts_per_tok: 1}".to_owned()]
