@@ -177,6 +177,15 @@ fn dense_layers(keys: Keys, raw: &Map<String, Value>, n_layers: usize) -> Result
     }
 }
 
+/// Returns the keys of the family that select its layers with experts.
+pub(super) fn layers_keys(rule: MoeLayers) -> &'static str {
+    match rule {
+        MoeLayers::All => LAYER_FREQ,
+        MoeLayers::FirstDense { .. } => FIRST_DENSE,
+        MoeLayers::SparseStep => "decoder_sparse_step and mlp_only_layers",
+    }
+}
+
 /// Returns true if no key of the family expresses the layers with experts.
 pub(super) fn is_unlike_family(layers: &[bool], rule: MoeLayers) -> bool {
     match rule {

@@ -161,6 +161,13 @@ impl Config {
         self.moe().filter(|moe| moe.layers.get(layer_idx).copied().unwrap_or(false))
     }
 
+    /// Returns the keys of config.json that make all layers dense, although the model has a number of experts; `None` if a layer
+    /// has experts, or the model has none.
+    pub fn keys_without_experts(&self) -> Option<&'static str> {
+        let (moe, family) = (self.moe()?, self.typed.family.spec().moe?);
+        (!moe.layers.contains(&true)).then(|| layer_freq::layers_keys(family.layers))
+    }
+
     /// Returns a warning if transformers computes another function, because it does not read a key of config.json.
     pub fn transformers_warning(&self) -> Option<String> {
         let key = self.moe()?.unlike_family?;

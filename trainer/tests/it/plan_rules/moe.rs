@@ -378,6 +378,38 @@ fn keys_of_experts_need_a_model_with_experts() {
     of_experts(1, &["arctic_moe=true"]).unwrap();
 }
 
+/// The recipe loads the model, unless its type is random-weight-hf or an override changes the layers.
+#[test]
+fn a_model_without_experts_in_any_layer_is_refused_unless_it_is_pretrained_and_trained_as_a_dense_one() {
+    let (sparse_step, first_dense) = ("decoder_sparse_step and mlp_only_layers", "first_k_dense_replace");
+    let dense = |key: &str, value: serde_json::Value| {
+        let mut config = if key == first_dense { dots1() } else { config_of_experts() };
+        config[key] = value;
+        config
+    };
+    for (config, keys) in [
+        (dense("decoder_sparse_step", json!(3)), sparse_step),
+        (dense("mlp_only_layers", json!([0, 1])), sparse_step),
+        (dense(first_dense, json!(2)), first_dense),
+    ] {
+        let plan = resolve(config.clone(), 1, &[]).unwrap();
+        let note = format!("no layer has experts by {keys} of config.json: the model is trained as a dense one");
+        assert!(plan.moe.is_none() && plan.notes.contains(&note), "{:?}", plan.notes);
+        for key in ["moe.z_loss_coeff", "moe.aux_loss_coeff"] {
+            let error = resolve(config.clone(), 1, &[&format!("{key}=0.1")]).unwrap_err();
+            let want = format!("{key}: no layer has experts by {keys} of config.json");
+            assert!(error.contains(&want) && error.contains("remove the key"), "{error}");
+        }
+        let error = resolve(config, 1, &["model.type=random-weight-hf"]).unwrap_err();
+        let want = format!("model.name_or_path: no layer has experts by {keys}");
+        assert!(error.contains(&want) && error.contains("number of experts to 0"), "{error}");
+    }
+    let step = "model.hf_config_kwargs={decoder_sparse_step: 3}";
+    refused_with_experts(1, &[step], &["model.hf_config_kwargs: no layer has experts by decoder_sparse_step"]);
+    of_experts(1, &["model.hf_config_kwargs={decoder_sparse_step: 2}", "moe.z_loss_coeff=0.1"]).unwrap();
+    assert!(of_experts(1, &["model.hf_config_kwargs={num_experts: 0}"]).unwrap().moe.is_none());
+}
+
 /// The experts of a rank are 6 / 2 matrices of 2 * 32 and of 64 rows, of which 128 have one scale.
 #[test]
 fn ranks_must_not_split_the_blocks_of_experts_in_fp8() {
