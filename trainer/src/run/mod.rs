@@ -16,6 +16,7 @@ mod initial_weights;
 mod inputs;
 mod kept_batch;
 mod lock;
+mod nonfinite;
 mod out_of_memory;
 mod rank_info;
 mod ranks;
@@ -56,8 +57,9 @@ pub use connect::connect;
 pub use initial_weights::check_weights;
 pub use inputs::open_inputs;
 pub use kept_batch::{KeptBatch, KeptMicroBatch};
+pub use nonfinite::NonFinite;
 pub use replay::{ReplayReport, ReplayTotals, ReplayWeights, ReplayedSequence, replay};
-pub use step::{AllStepsSkipped, LossSpike, NonFinite};
+pub use step::{AllStepsSkipped, LossSpike};
 pub use tasks::check_tasks;
 
 use build::Built;

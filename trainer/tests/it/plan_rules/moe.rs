@@ -132,6 +132,12 @@ fn coefficients_of_router_losses_come_from_the_model_or_the_recipe() {
     assert_eq!(top_3("moe.router_load_balancing_type=transformers_aux_loss"), [0.25]);
     assert_eq!(losses(&["model.peft_config={peft_type: LORA, r: 4, target_modules: all-linear}"]), []);
     refused_with_experts(1, &["moe.aux_loss_coeff=-1"], &["moe.aux_loss_coeff: expected at least 0, found -1"]);
+    let (large, most) = ("moe.aux_loss_coeff=1e300", "expected at most 3.4e38, the largest f32, found 1e300");
+    refused_with_experts(1, &[large], &[&format!("moe.aux_loss_coeff: {most}")]);
+    let list = ["moe.router_load_balancing_type=[aux_loss, seq_aux_loss]", "moe.aux_loss_coeff=[1, 1e39]"];
+    refused_with_experts(1, &list, &["moe.aux_loss_coeff: expected at most 3.4e38", "found 1e39"]);
+    refused_with_experts(1, &["moe.z_loss_coeff=1e39"], &["moe.z_loss_coeff: expected at most 3.4e38", "found 1e39"]);
+    assert_eq!(losses(&["moe.aux_loss_coeff=0", "moe.z_loss_coeff=3.4e38"]), [(Z, 3.4e38)]);
     assert_eq!(of_experts(1, &[]).unwrap().moe.unwrap().n_layers, 2);
 }
 
