@@ -155,7 +155,8 @@ impl Lm {
     /// If the folder has no scales, scales of other layers, or those of some layers only.
     pub fn with_fp8_scales(self) -> Result<Self> {
         let folder = self.folders.last().expect("a model has a folder");
-        let Some(scales) = read_fp8_scales(folder, self.engine.model().config())? else {
+        let scales = read_fp8_scales(folder, self.engine.model().config()).context("failed to quantize to FP8")?;
+        let Some(scales) = scales else {
             let error = anyhow!(
                 "failed to quantize to FP8: {} has no {FP8_SCALES}, the scales of inputs and weights; choose the export of a \
                  run with `precision.recipe: delayed`",

@@ -47,7 +47,7 @@ impl ExportSource {
         let run = RunRecord::find(&found.folder);
         let trained_from = run.as_ref().and_then(|run| run.text("/plan/model/name_or_path"));
         let model = MergedModel::open(&found.folder, None).context("failed to open the model")?;
-        let scales = read_fp8_scales(&found.folder, model.config())?;
+        let scales = read_fp8_scales(&found.folder, model.config()).context("failed to open the model")?;
         Ok(Self {
             fp8_scales: scales.map(|scales| fp8_scales_to_json(&scales, model.config())),
             model,
