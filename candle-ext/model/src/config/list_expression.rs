@@ -56,7 +56,7 @@ impl ExpressionParser<'_> {
     fn product(&mut self) -> Result<Operand, ExpressionError> {
         let mut left = self.operand()?;
         while let Some(operator) = self.take(b'*') {
-            // Operands are at most MAX_ENTRIES, so no product overflows.
+            // Operands are at most MAX_ENTRIES, so nothing overflows.
             left = match (left, self.operand()?) {
                 (Operand::Integer(a), Operand::Integer(b)) => Operand::Integer(self.bounded(operator, a * b)?),
                 (Operand::List(list), Operand::Integer(n)) | (Operand::Integer(n), Operand::List(list)) => {
