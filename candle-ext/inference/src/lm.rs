@@ -152,10 +152,11 @@ impl Lm {
     /// folder, or the model folder without an adapter.
     ///
     /// # Errors
-    /// If the folder has no scales, or scales of other layers.
+    /// If the folder has no scales, scales of other layers, or those of some layers only.
     pub fn with_fp8_scales(self) -> Result<Self> {
         let folder = self.folders.last().expect("a model has a folder");
-        let Some(scales) = read_fp8_scales(folder)? else {
+        let scales = read_fp8_scales(folder, self.engine.model().config()).context("failed to quantize to FP8")?;
+        let Some(scales) = scales else {
             let error = anyhow!(
                 "failed to quantize to FP8: {} has no {FP8_SCALES}, the scales of inputs and weights; choose the export of a \
                  run with `precision.recipe: delayed`",

@@ -32,12 +32,7 @@ pub enum WeightSource<'a> {
 /// Returns warnings, such as unused tensors.
 pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) -> Result<Vec<String>, ModelError> {
     let model = engine.model();
-    let (random, mut notes) = base.missing_mtp_layers(model);
-    notes.extend(base.check(model.base_params().filter(|spec| !random.contains(spec.name.as_str())))?);
-    if model.lora().is_some() {
-        notes.extend(adapter.check(model.adapter_params())?);
-        notes.extend(model.unadapted_experts_warning());
-    }
+    let notes = check_weights(model, base, adapter)?;
     let n_params = model.units().iter().map(|unit| unit.params.len()).sum();
     let what = if base.checkpoint().is_some() { "load weights" } else { "initialize weights" };
     let progress = WorkProgress::start(what, ProgressUnit::Count("tensors"), n_params);
@@ -45,6 +40,19 @@ pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) 
         progress.add(1);
         if AdapterSpec::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) }
     })?;
+    Ok(notes)
+}
+
+/// Checks that `base` has all base weights of `model`, and `adapter` its LoRA factors, with their shapes and dtypes. Reads no values.
+///
+/// Returns warnings, such as unused tensors.
+pub fn check_weights(model: &Model, base: WeightSource, adapter: WeightSource) -> Result<Vec<String>, ModelError> {
+    let (random, mut notes) = base.missing_mtp_layers(model);
+    notes.extend(base.check(model.base_params().filter(|spec| !random.contains(spec.name.as_str())))?);
+    if model.lora().is_some() {
+        notes.extend(adapter.check(model.adapter_params())?);
+        notes.extend(model.unadapted_experts_warning());
+    }
     Ok(notes)
 }
 

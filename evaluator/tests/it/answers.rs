@@ -230,7 +230,7 @@ fn write_fp8_scales(folder: &Path, lm: &Lm, input: f32) {
     let scales = modules.enumerate().map(|(i, module)| {
         (module, vec![Fp8LinearScales { input: input * (1.0 + i as f32 / 7.0), weight: 200.0 + 3.0 * i as f32 }])
     });
-    fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect())).unwrap();
+    fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect(), lm.engine().model().config())).unwrap();
 }
 
 /// Amaxes of a batch would change the bits of a row. Scales that are fixed do not.
@@ -268,7 +268,21 @@ fn fp8_needs_the_scales_of_the_models_layers() {
     let refused = || format!("{:#}", lm(&model).with_fp8_scales().err().unwrap());
     let without = refused();
     assert!(without.contains("has no fp8_scales.json") && without.contains("precision.recipe: delayed"), "{without}");
-    fs::write(model.join(FP8_SCALES), r#"{"model.layers.7.mlp.up_proj": {"input": 1, "weight": 1}}"#).unwrap();
+    let write = |module: &str| {
+        let scales = [(module.to_owned(), vec![Fp8LinearScales { input: 1.0, weight: 1.0 }])].into();
+        let entries = fp8_scales_to_json(&scales, lm(&model).engine().model().config());
+        fs::write(model.join(FP8_SCALES), &entries).unwrap();
+        entries
+    };
+    // Half of the entries, as of another program.
+    let entries: serde_json::Map<_, _> = serde_json::from_str(&write("model.layers.1.mlp.up_proj")).unwrap();
+    let half: serde_json::Map<_, _> = entries.into_iter().filter(|(module, _)| module.contains("layers.1")).collect();
+    fs::write(model.join(FP8_SCALES), serde_json::to_string(&half).unwrap()).unwrap();
+    let partial = refused();
+    let missing = "it has no entry for model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj,";
+    assert!(partial.contains(missing) && partial.contains("and 4 others; take the file of this"), "{partial}");
+    assert_eq!(classify(&lm(&model).with_fp8_scales().err().unwrap()), ExitCode::Checkpoint);
+    write("model.layers.7.mlp.up_proj");
     let other = refused();
     assert!(other.contains("no linear layer or experts model.layers.7.mlp.up_proj"), "{other}");
     assert!(other.contains("model/fp8_scales.json") && other.contains("export the run again"), "{other}");
@@ -314,7 +328,7 @@ fn write_scales_of_experts(folder: &Path, lm: &Lm, input: f32) {
         let of_expert = |i| Fp8LinearScales { input: input * (1.0 + i as f32 / 7.0), weight: 200.0 + 3.0 * i as f32 };
         (matrix.name.clone(), (0..matrix.n_experts).map(of_expert).collect())
     });
-    fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect())).unwrap();
+    fs::write(folder.join(FP8_SCALES), fp8_scales_to_json(&scales.collect(), lm.engine().model().config())).unwrap();
 }
 
 #[test]

@@ -4,8 +4,11 @@ use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
-use crate::support::workspace::{Workspace, json_of, success};
+use candlewick_model::{Config, FP8_SCALES, fp8_scales_to_json};
+use candlewick_ops::Fp8LinearScales;
 use serde_json::Value;
+
+use crate::support::workspace::{Workspace, json_of, success};
 
 #[test]
 fn a_run_writes_what_lm_eval_writes() {
@@ -62,8 +65,10 @@ fn a_model_is_quantized_with_the_scales_of_its_export() {
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(refused.status.code() == Some(2) && said.contains("has no fp8_scales.json"), "{said}");
 
-    let scales = r#"{"model.layers.0.mlp.up_proj": {"input": 20, "weight": 300}}"#;
-    fs::write(workspace.path("model/fp8_scales.json"), scales).unwrap();
+    let scales = Fp8LinearScales { input: 20.0, weight: 300.0 };
+    let scales = [("model.layers.0.mlp.up_proj".to_owned(), vec![scales])].into();
+    let scales = fp8_scales_to_json(&scales, &Config::read(&workspace.path("model")).unwrap());
+    fs::write(workspace.path("model").join(FP8_SCALES), scales).unwrap();
     let results = |arguments: &[&str]| -> Value {
         let output = success(workspace.run(arguments));
         serde_json::from_slice(&output.stdout).unwrap()

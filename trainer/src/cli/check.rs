@@ -1,4 +1,4 @@
-//! `trainer check`: prints the resolved settings and checks that the named files exist.
+//! `trainer check`: prints the resolved settings, and checks that the named files exist and that local weights fit the model.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{HubAccess, Plan, SettingsFilter};
 use crate::recipe::Loaded;
-use crate::run::{check_tasks, open_inputs};
+use crate::run::{check_tasks, check_weights, open_inputs};
 
 #[derive(Debug, Args)]
 pub(super) struct CheckArgs {
@@ -54,11 +54,13 @@ pub(super) fn run(args: &CheckArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
         }
     };
     check_tasks(&plan)?;
+    let hub = locked_hub(&plan.recipe, HubSettings { offline: true, ..HubSettings::from_env() })?;
     if args.offline {
-        open_everything(&plan)?;
+        open_inputs(&plan, &hub)?;
     } else {
         stat_local_files(&plan)?;
     }
+    check_weights(&plan, &hub.cached_only())?.iter().for_each(|note| tracing::warn!("{note}"));
     Ok(ExitCode::Ok)
 }
 
@@ -84,10 +86,4 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Opens the tokenizer, every data set and the tasks as a run would, from local files and the local Hub cache only.
-fn open_everything(plan: &Plan) -> Result<()> {
-    let settings = HubSettings { offline: true, ..HubSettings::from_env() };
-    open_inputs(plan, &locked_hub(&plan.recipe, settings)?).map(drop)
 }

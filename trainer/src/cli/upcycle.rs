@@ -42,7 +42,7 @@ pub(super) struct UpcycleArgs {
     #[arg(long, value_name = "G", default_value_t = 1, visible_alias = "moe-upcycling-granularity")]
     granularity: usize,
     /// Layers with experts: N for each layer whose index is a multiple of N, or a list with 1 (experts) or 0 (dense) for each
-    /// layer, such as [1,0,1,0]
+    /// layer, such as [1,0,1,0] or ([1]+[0])*2
     #[arg(long, value_name = "N|LIST", default_value = "1")]
     moe_layer_freq: MoeLayerFreq,
     /// Function from the router's logits to scores

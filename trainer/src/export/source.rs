@@ -46,10 +46,12 @@ impl ExportSource {
         refuse_base(base, "has no adapter")?;
         let run = RunRecord::find(&found.folder);
         let trained_from = run.as_ref().and_then(|run| run.text("/plan/model/name_or_path"));
+        let model = MergedModel::open(&found.folder, None).context("failed to open the model")?;
+        let scales = read_fp8_scales(&found.folder, model.config()).context("failed to open the model")?;
         Ok(Self {
-            model: MergedModel::open(&found.folder, None).context("failed to open the model")?,
+            fp8_scales: scales.map(|scales| fp8_scales_to_json(&scales, model.config())),
+            model,
             is_adapted: false,
-            fp8_scales: read_fp8_scales(&found.folder)?.map(|scales| fp8_scales_to_json(&scales)),
             base_model: trained_from.map(str::to_owned),
             folder: found.folder,
             chat_template: None,
@@ -122,12 +124,12 @@ impl ExportSource {
             }
         };
         Ok(Self {
+            fp8_scales: scales.map(|scales| fp8_scales_to_json(&scales, merged.config())),
             model: merged,
             folder: checkpoint.to_path_buf(),
             base_model: name,
             chat_template: run.chat_template()?,
             is_adapted,
-            fp8_scales: scales.map(|scales| fp8_scales_to_json(&scales)),
             notes: vec![format!("model: {} (sharded checkpoint)", checkpoint.display())],
             run: Some(run),
         })

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candlewick_parallel::MicroExperts;
 
@@ -52,25 +52,39 @@ impl RoutingReplay {
         RoutingError::unusable(&step_dir(&self.dir, step), problem)
     }
 
-    /// Returns the experts of all tokens of a micro-batch with these token ids.
-    pub(crate) fn read(&self, at: MicroPosition, ids: &[u32]) -> Result<MicroExperts, RoutingError> {
-        let dir = step_dir(&self.dir, at.step);
+    /// Fails unless the record has exactly these micro-batches of a step.
+    pub(crate) fn check_micro_batches(&self, step: usize, n_micros: usize) -> Result<(), RoutingError> {
+        let recorded: BTreeSet<usize> = self.files_of(step)?.into_iter().map(|(micro_idx, _)| micro_idx).collect();
+        let missing = (0..n_micros).find(|micro_idx| !recorded.contains(micro_idx));
+        let (micro_idx, problem) = match (missing, recorded.range(n_micros..).next()) {
+            (Some(micro_idx), _) => (micro_idx, "there is no such file"),
+            (None, Some(micro_idx)) => (*micro_idx, "this run has no such micro-batch"),
+            (None, None) => return Ok(()),
+        };
+        let problem = format!(
+            "{problem}: the step has {} recorded micro-batches, and {n_micros} in this run; use the data of the recorded run, its \
+             micro_batch_size, and as many micro-batches per step (gradient_accumulation_steps times data-parallel ranks)",
+            recorded.len()
+        );
+        Err(RoutingError::unusable(&step_dir(&self.dir, step).join(file_name(micro_idx, None)), problem))
+    }
+
+    /// Returns the files of a step with the indices of their micro-batches.
+    fn files_of(&self, step: usize) -> Result<Vec<(usize, PathBuf)>, RoutingError> {
+        let dir = step_dir(&self.dir, step);
         let of_step = files(&dir).map_err(RoutingError::read(&dir))?;
         if of_step.is_empty() {
             let known = steps(&self.dir).map_err(RoutingError::read(&self.dir))?;
-            return Err(self.missing_step(at.step, &known));
+            return Err(self.missing_step(step, &known));
         }
-        let all = dir.join(file_name(at.micro_idx, None));
-        let own: Vec<&Path> = of_step
-            .iter()
-            .filter(|(micro_idx, _)| *micro_idx == at.micro_idx)
-            .map(|(_, path)| path.as_path())
-            .collect();
-        if own.is_empty() {
-            let n_micros = of_step.iter().map(|(micro_idx, _)| micro_idx).collect::<BTreeSet<_>>().len();
-            let problem = format!("there is no such file: the step has {n_micros} recorded micro-batches");
-            return Err(RoutingError::unusable(&all, problem));
-        }
+        Ok(of_step)
+    }
+
+    /// Returns the experts of all tokens of a micro-batch with these token ids.
+    pub(crate) fn read(&self, at: MicroPosition, ids: &[u32]) -> Result<MicroExperts, RoutingError> {
+        let all = step_dir(&self.dir, at.step).join(file_name(at.micro_idx, None));
+        let of_step = self.files_of(at.step)?;
+        let own = of_step.iter().filter(|(micro_idx, _)| *micro_idx == at.micro_idx).map(|(_, path)| path.as_path());
         let mut read = ReadExperts { top_k: self.model.top_k, n_tokens: ids.len(), layers: BTreeMap::new() };
         for path in own {
             let bytes = read_regular(path).map_err(RoutingError::read(path))?;
@@ -115,6 +129,8 @@ impl ReadExperts {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
     use crate::routing::RoutingRecorder;
 
@@ -186,8 +202,20 @@ mod tests {
         assert!(steps.contains("step-000003") && steps.contains("the record has 1 recorded steps (2 to 2)"), "{steps}");
         let step = replay.read(MicroPosition { step: 9, ..AT }, &IDS).unwrap_err().to_string();
         assert!(step.contains("there is no step 9: the record has 1 recorded steps"), "{step}");
-        let micro = replay.read(MicroPosition { micro_idx: 4, ..AT }, &IDS).unwrap_err().to_string();
-        assert!(micro.contains("micro-0004.rank-*") && micro.contains("1 recorded micro-batches"), "{micro}");
+        let of_step = |n_micros| replay.check_micro_batches(2, n_micros).map_err(|error| error.to_string());
+        let first = of_step(1).unwrap_err();
+        let counts = "the step has 1 recorded micro-batches, and 1 in this run";
+        assert!(first.contains("micro-0000.rank-*") && first.contains(counts), "{first}");
+        for micro_idx in 0..3 {
+            std::fs::write(folder.path().join("step-000002").join(file_name(micro_idx, Some(0))), "").unwrap();
+        }
+        of_step(4).unwrap();
+        let fewer = of_step(5).unwrap_err();
+        assert!(fewer.contains("micro-0004.rank-*") && fewer.contains("there is no such file"), "{fewer}");
+        assert!(fewer.contains("the step has 4 recorded micro-batches, and 5 in this run"), "{fewer}");
+        let more = of_step(2).unwrap_err();
+        assert!(more.contains("micro-0002.rank-*") && more.contains("this run has no such micro-batch"), "{more}");
+        assert!(more.contains("the step has 4 recorded micro-batches, and 2 in this run; use the data"), "{more}");
         let nowhere = RoutingReplay { dir: folder.path().join("x"), model: model() };
         let error = nowhere.check_steps(1..=1).unwrap_err().to_string();
         assert!(error.contains("there is no such folder; name one that a run with"), "{error}");

@@ -2,16 +2,15 @@
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
-use candlewick_inference::weights::{WeightSource, load_weights};
-use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Config};
+use candlewick_model::Config;
 use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
 use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDtypes};
 
 use crate::exit::ExitCode;
 use crate::metrics::{PeakRate, gpu_peak};
-use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, WeightInit, checkpointing, dtype};
+use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, checkpointing, dtype};
 
+use super::initial_weights::InitialWeights;
 use super::slower_modules::{self, EarlierRun};
 use super::{Assets, RankContext};
 
@@ -75,7 +74,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
         .with_offload_target(offload_target)
         .with_tiled_mlp(plan.model.tiled_mlp())
         .with_label_smoothing(plan.label_smoothing_factor as f32);
-    for note in load(plan, assets, &engine)? {
+    for note in InitialWeights::open(plan, assets.model_folder.as_deref())?.load(&engine)? {
         tracing::warn!("{note}");
     }
     Ok(Built { engine, notes, peak, slower_modules })
@@ -102,22 +101,6 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         fp8_param_gather: plan.fp8.as_ref().is_some_and(|fp8| fp8.param_gather),
         ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), pipeline.layout(config))
     }
-}
-
-/// Sets the weights from the plan's checkpoint and adapter, or from its seed. Returns notes for the user.
-fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
-    let random = WeightSource::Random { seed: plan.seed };
-    let base = match (plan.model.init, &assets.model_folder) {
-        (WeightInit::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
-        _ => None,
-    };
-    let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;
-    if let (Some(adapter), Some(base)) = (&adapter, &base) {
-        adapter.check_base(base)?;
-    }
-    let base =
-        base.as_ref().map_or(random, |checkpoint| WeightSource::CheckpointOrRandomMtp { checkpoint, seed: plan.seed });
-    Ok(load_weights(engine, base, adapter.as_ref().map_or(random, |it| WeightSource::Checkpoint(&it.weights)))?)
 }
 
 /// Returns the peak rate of matmuls: of a GPU in bf16, by its name; of the CPU in `dtype`, as measured now.

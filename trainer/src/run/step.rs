@@ -17,9 +17,9 @@ use candlewick_parallel::{
 use crate::data::{Batch, GlobalBatch, TrainSteps};
 use crate::metrics::{ExpertLoad, WallClockTimes};
 use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
-use crate::recipe::OnNonfinite;
 use crate::routing::RoutingFiles;
 
+use super::nonfinite::{NonFinite, NonFinitePart, locate, nonfinite_rows};
 use super::rank_info::RankInfo;
 use super::step_experts::{StepExperts, record_experts};
 
@@ -53,18 +53,6 @@ pub(super) struct StepOutcome {
     pub(super) wall_clock: Option<WallClockTimes>,
     /// The time from the start of the step to its end, on the device. A GPU starts a step when the step before is done.
     pub(super) elapsed: Duration,
-}
-
-/// A non-finite loss or gradient, and the samples that it came from.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error(
-    "failed to compute step {step}: the {what} is not finite. {rows}. Lower the learning rate, check these samples, or set \
-     on_nonfinite: skip"
-)]
-pub struct NonFinite {
-    step: usize,
-    what: &'static str,
-    rows: String,
 }
 
 /// A run whose steps were all skipped.
@@ -133,6 +121,8 @@ pub(super) struct PendingStep {
     done: DeviceTimestamp,
     /// The times of the phases, if they are measured.
     wall_clock: Option<WallClockTimes>,
+    /// The auxiliary losses.
+    auxiliary: Vec<AuxiliaryLoss>,
     in_flight: InFlightStep,
 }
 
@@ -173,7 +163,19 @@ pub(super) fn start(
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, done) = (config.number, config.lr, DeviceTimestamp::now(engine.device())?);
     let data_world = config.rank.data_world;
-    Ok(PendingStep { step, own, data_world, number, lr, max_loss, started, done, wall_clock: None, in_flight })
+    Ok(PendingStep {
+        step,
+        own,
+        data_world,
+        number,
+        lr,
+        max_loss,
+        started,
+        done,
+        wall_clock: None,
+        auxiliary,
+        in_flight,
+    })
 }
 
 /// Returns the auxiliary losses of a step.
@@ -214,7 +216,19 @@ impl PendingStep {
     ///
     /// Writes the step's experts if `routing` is a record to write.
     pub(super) fn outcome(self, stream: &TrainSteps, routing: Option<&RoutingFiles>) -> Result<StepOutput> {
-        let Self { step, own, data_world, number, lr, max_loss, started, done, wall_clock, in_flight } = self;
+        let Self {
+            step,
+            own,
+            data_world,
+            number,
+            lr,
+            max_loss,
+            started,
+            done,
+            wall_clock,
+            auxiliary: weighted,
+            in_flight,
+        } = self;
         let StepResult {
             own_losses,
             losses,
@@ -230,9 +244,9 @@ impl PendingStep {
         let elapsed = done.since(&started)?;
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         let nonfinite = (decision.outcome == UpdateOutcome::NonFinite).then(|| {
-            let what = if loss.is_finite() { "gradient" } else { "loss" };
+            let part = NonFinitePart::of(loss, &weighted, &auxiliary);
             let rows = locate(stream, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
-            NonFinite { step: number, what, rows }
+            NonFinite { step: number, part, rows }
         });
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
         let outcome = StepOutcome {
@@ -255,44 +269,6 @@ impl PendingStep {
     pub(super) fn discard(self) -> Result<()> {
         self.in_flight.wait().map(drop).context("failed to compute the step")
     }
-}
-
-/// Returns the samples of this rank's micro-batches whose loss is not finite. If there are none, returns those of other
-/// ranks' micro-batches of the same round.
-fn nonfinite_rows(step: &GlobalBatch, own: &[usize], data_world: usize, [sums, of_all]: [&[f32]; 2]) -> Vec<usize> {
-    let wrong = |sums: &[f32]| (0..own.len()).filter(|round| !sums[*round].is_finite()).collect::<Vec<_>>();
-    let mine = wrong(sums).into_iter().map(|round| own[round]);
-    let mut micros: Vec<usize> = mine.collect();
-    if micros.is_empty() {
-        micros = wrong(of_all).into_iter().flat_map(|round| round * data_world..(round + 1) * data_world).collect();
-    }
-    let batches = micros.into_iter().filter_map(|micro_idx| step.micro_batches.get(micro_idx));
-    batches.flat_map(|batch| batch.samples.iter().copied()).collect()
-}
-
-impl NonFinite {
-    /// Fails if `on_nonfinite` is `stop`, else warns.
-    pub(super) fn stop_or_warn(self, on_nonfinite: OnNonfinite) -> Result<()> {
-        match on_nonfinite {
-            OnNonfinite::Stop => Err(self.into()),
-            OnNonfinite::Skip => {
-                tracing::warn!("skipped step {}: the {} is not finite. {}", self.step, self.what, self.rows);
-                Ok(())
-            }
-        }
-    }
-}
-
-/// Names the samples of a step, or those among them with a non-finite loss.
-fn locate(stream: &TrainSteps, step: &GlobalBatch, nonfinite_rows: &[usize]) -> String {
-    const SHOWN: usize = 5;
-    let all: Vec<usize> = step.micro_batches.iter().flat_map(|batch| batch.samples.iter().copied()).collect();
-    let rows = if nonfinite_rows.is_empty() { &all[..] } else { nonfinite_rows };
-    let mut places: Vec<String> = rows.iter().take(SHOWN).map(|&row| stream.locate(row)).collect();
-    if rows.len() > SHOWN {
-        places.push(format!("and {} more", rows.len() - SHOWN));
-    }
-    format!("Samples: {}", places.join(", "))
 }
 
 impl StepConfig<'_> {

@@ -14,6 +14,7 @@ impl StepExperts {
     /// Reads the experts of the micro-batches `own` of a step. A rank selects the experts of a filler itself.
     pub(super) fn read(files: Option<&RoutingFiles>, number: usize, step: &GlobalBatch, own: &[usize]) -> Result<Self> {
         let Some(RoutingFiles::Replay(replay)) = files else { return Ok(Self::default()) };
+        replay.check_micro_batches(number, step.micro_batches.len())?;
         let of_micro = |micro_idx: &usize| {
             let Some(batch) = step.micro_batches.get(*micro_idx) else { return Ok(None) };
             Ok(Some(replay.read(MicroPosition { step: number, micro_idx: *micro_idx }, &batch.ids)?))

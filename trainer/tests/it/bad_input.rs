@@ -139,7 +139,19 @@ fn a_truncated_weight_file_is_refused() {
 fn an_absurd_header_length_is_refused() {
     let (run, model) = run_from_checkpoint();
     fs::write(model.join("model.safetensors"), [0xff; 64]).unwrap();
-    check(&run, &[], 6, &["model.safetensors", "header"]);
+    check_finds(&run, &["model.safetensors", "header"]);
+}
+
+/// Checks that `trainer check` fails with the error of the run, which contains `phrases`.
+#[track_caller]
+fn check_finds(run: &Run, phrases: &[&str]) {
+    check(run, &[], 6, phrases);
+    let error = |command| {
+        let text = stderr(&run.command(command, &[]).output().unwrap());
+        let first = text.lines().position(|line| line.starts_with("error")).unwrap_or_else(|| panic!("{text}"));
+        text.lines().skip(first).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(error("check"), error("train"));
 }
 
 #[test]
@@ -149,7 +161,7 @@ fn a_wrong_shape_names_both_shapes() {
     let config = fs::read_to_string(&path).unwrap();
     assert!(config.contains("\"intermediate_size\": 64"), "{config}");
     fs::write(&path, config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 48")).unwrap();
-    check(&run, &[], 6, &["[64, 32]", "[48, 32]"]);
+    check_finds(&run, &["[64, 32]", "[48, 32]"]);
 }
 
 #[test]
@@ -158,7 +170,32 @@ fn a_missing_tensor_is_named() {
     let path = model.join("config.json");
     let config = fs::read_to_string(&path).unwrap();
     fs::write(&path, config.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3")).unwrap();
-    check(&run, &[], 6, &["model.layers.2."]);
+    check_finds(&run, &["model.layers.2."]);
+}
+
+#[test]
+fn an_adapter_of_another_rank_is_named() {
+    let (run, model) = run_from_checkpoint();
+    run.train_ok(&["model.peft_config={r: 4, target_modules: [q_proj]}", "train_iters=1"]);
+    let adapter = run.path().join("adapter");
+    fs::rename(run.export_folder(), &adapter).unwrap();
+    fs::remove_dir_all(run.path().join("checkpoints")).unwrap();
+    fs::remove_dir_all(run.path().join("run")).unwrap();
+    let path = adapter.join("adapter_config.json");
+    let config = fs::read_to_string(&path).unwrap();
+    assert!(config.contains("\"r\": 4"), "{config}");
+    fs::write(&path, config.replace("\"r\": 4", "\"r\": 8")).unwrap();
+    let base = format!("  name_or_path: {}\n", model.display());
+    run.edit(&base, &format!("{base}  adapter_name_or_path: {}\n", adapter.display()));
+    check_finds(&run, &["lora_A", "[4, 32]", "adapter_config.json makes it [8, 32]"]);
+}
+
+#[test]
+fn weights_that_a_run_does_not_load_are_not_checked() {
+    let (run, model) = run_from_checkpoint();
+    fs::write(model.join("model.safetensors"), [0xff; 64]).unwrap();
+    let check = run.command("check", &["model.type=random-weight-hf"]).output().unwrap();
+    assert!(check.status.success(), "{}", stderr(&check));
 }
 
 #[test]

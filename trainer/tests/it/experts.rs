@@ -187,5 +187,37 @@ fn a_pattern_of_layers_is_that_of_the_keys_of_the_family() {
     };
     let losses = train("moe_layer_freq: 2");
     assert_eq!(losses, train("mlp_only_layers: [1]"));
+    assert_eq!(losses, train("moe_layer_freq: ([1] + [0]*1)*1"));
     assert_ne!(losses, train("moe_layer_freq: [0, 1]"));
+}
+
+/// A pretrained model whose keys make all layers dense, as transformers reads them, trains as the dense model with its weights.
+#[test]
+fn a_pretrained_model_without_experts_in_any_layer_is_trained_as_a_dense_one() {
+    let dense = Run::of_experts();
+    dense.train_ok(&["train_iters=1", "model.hf_config_kwargs={num_experts: 0}"]);
+    let model = dense.export_folder();
+    let load = |keys: serde_json::Value, arguments: &[&str]| {
+        let run = Run::of_experts();
+        let path = model.join("config.json");
+        let written = std::fs::read_to_string(&path).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&written).unwrap();
+        config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        std::fs::write(&path, config.to_string()).unwrap();
+        let name = format!("model={{name_or_path: {}, dtype: f32}}", model.display());
+        let output = run.train(&[&[name.as_str(), "train_iters=3"], arguments].concat());
+        std::fs::write(&path, written).unwrap();
+        (run, output)
+    };
+    let keys = serde_json::json!({"num_experts": 8, "decoder_sparse_step": 3});
+    let (run, output) = load(keys.clone(), &[]);
+    let log = stderr(&output);
+    assert!(output.status.success() && log.contains("the model is trained as a dense one"), "{log}");
+    let (plain, _) = load(serde_json::json!({}), &[]);
+    assert_eq!(run.losses(), plain.losses());
+    assert!(run.metrics().iter().all(|record| record["expert_load"].is_null()), "no layer has experts");
+    let (_, refused) = load(keys, &["moe.z_loss_coeff=0.1"]);
+    assert_eq!(refused.status.code(), Some(2));
+    let refused = stderr(&refused);
+    assert!(refused.contains("moe.z_loss_coeff: no layer has experts by decoder_sparse_step"), "{refused}");
 }

@@ -1,11 +1,13 @@
 //! Runs whose linear layers multiply in FP8.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
 use candle_core::{DType, Device};
 use candlewick_inference::lm::Lm;
-use candlewick_model::read_fp8_scales;
+use candlewick_model::{Config, read_fp8_scales};
+use candlewick_ops::Fp8LinearScales;
 use serde_json::Value;
 
 use crate::support::{Run, stderr};
@@ -284,7 +286,7 @@ fn an_export_has_the_scales_of_delayed_scaling() {
     // The newest sharded checkpoint is of step 20.
     run.train_ok(&[DELAYED, &["precision.exclude_modules=[o_proj]", "train_iters=20"]].concat());
     let folder = run.export_folder();
-    let scales = read_fp8_scales(&folder).unwrap().unwrap();
+    let scales = scales_of(&folder).unwrap();
     assert_eq!(scales.len(), 12, "all linear layers of two blocks but o_proj");
     assert!(scales.values().flatten().all(|scales| scales.input != 1.0 && scales.weight != 1.0), "{scales:?}");
     let load = || Lm::load(&folder, None, DType::F32, Device::Cpu).unwrap();
@@ -299,12 +301,17 @@ fn an_export_has_the_scales_of_delayed_scaling() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         let log = command.arg("export").args(args).current_dir(run.path()).output().unwrap();
         assert!(log.status.success(), "{}", stderr(&log));
-        assert_eq!(read_fp8_scales(&exported).unwrap().as_ref(), Some(&scales), "{}", source.display());
+        assert_eq!(scales_of(&exported).as_ref(), Some(&scales), "{}", source.display());
     }
 
     let current = Run::new();
     current.train_ok(&["precision.recipe=current", "train_iters=1"]);
-    assert_eq!(read_fp8_scales(&current.export_folder()).unwrap(), None);
+    assert_eq!(scales_of(&current.export_folder()), None);
+}
+
+/// Returns the scales of an export.
+fn scales_of(folder: &Path) -> Option<BTreeMap<String, Vec<Fp8LinearScales>>> {
+    read_fp8_scales(folder, &Config::read(folder).unwrap()).unwrap()
 }
 
 /// Each expert has scales of its own.
@@ -313,7 +320,7 @@ fn an_export_has_the_scales_of_routed_experts() {
     let run = run_of_experts();
     run.train_ok(&[DELAYED, &["precision.exclude_modules=[self_attn]", "train_iters=4"]].concat());
     let folder = run.export_folder();
-    let scales = read_fp8_scales(&folder).unwrap().unwrap();
+    let scales = scales_of(&folder).unwrap();
     let names: Vec<&str> = scales.keys().map(String::as_str).collect();
     assert!(names.len() == 4 && names.iter().all(|name| name.contains(".mlp.experts.")), "{names:?}");
     assert!(scales.values().all(|experts| experts.len() == 4 && experts[0] != experts[1]), "{scales:?}");

@@ -56,6 +56,17 @@ fn a_nonfinite_loss_ends_the_run_and_names_its_row() {
     }
 }
 
+/// Large logits and a coefficient that is finite in f32 make gradients that are not.
+#[test]
+fn a_coefficient_that_makes_the_gradient_nonfinite_is_named() {
+    let arguments = ["moe.z_loss_coeff=3e38", "model.config.initializer_range=10", "train_iters=2"];
+    let output = Run::of_experts().train(&arguments);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(i32::from(trainer::exit::ExitCode::NonFinite as u8)), "{said}");
+    let want = "the gradient is not finite: z_loss with moe.z_loss_coeff is ";
+    assert!(said.contains(want) && said.contains("; lower moe.z_loss_coeff. Samples: "), "{said}");
+}
+
 #[test]
 fn a_nonfinite_step_is_skipped_with_on_nonfinite_skip() {
     let run = poisoned();

@@ -87,6 +87,17 @@ fn a_replay_of_the_same_run_has_its_bits() {
 }
 
 #[test]
+fn a_replay_may_have_fewer_steps_than_its_record() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("experts");
+    let [recorded, replayed] = [run(), run()];
+    recorded.train_ok(&[&record(&dir)]);
+    let log = stderr(&replayed.train(&[&replay(&dir), "train_iters=3", "seed=8"]));
+    assert!(!log.contains("routing_replay"), "{log}");
+    assert_eq!(loads(&replayed), loads(&recorded)[..3]);
+}
+
+#[test]
 fn recorded_and_replayed_runs_resume() {
     let folder = tempfile::tempdir().unwrap();
     let [whole_dir, parts_dir] = ["whole", "parts"].map(|name| folder.path().join(name));
@@ -174,8 +185,10 @@ fn records_that_do_not_fit_are_refused() {
     refused(
         &[&key, "gradient_accumulation_steps=3"],
         data,
-        &["micro-0002.rank-*", "the step has 2 recorded micro-batches"],
+        &["micro-0002.rank-*", "there is no such file: the step has 2 recorded micro-batches, and 3 in this run"],
     );
+    let fewer = "this run has no such micro-batch: the step has 2 recorded micro-batches, and 1 in this run";
+    refused(&[&key, "gradient_accumulation_steps=1"], data, &["step-000001/micro-0001.rank-*", fewer]);
     refused(&[&key, "model.config.num_experts=4"], data, &all("it was recorded with 8 experts, and this model has 4"));
     refused(&[&key, "model.config.num_experts_per_tok=1"], data, &all("it was recorded with 2 top_k"));
     refused(

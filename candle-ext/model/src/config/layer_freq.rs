@@ -7,6 +7,7 @@ use std::str::FromStr;
 use serde_json::{Map, Value};
 
 use super::json::{Keys, shorten, size};
+use super::list_expression::{ExpressionError, evaluate_list};
 use crate::ModelError;
 use crate::family::MoeLayers;
 
@@ -48,28 +49,45 @@ impl MoeLayerFreq {
             None => Ok(None),
             Some(Value::Number(_)) => Ok(Some(Self::Every(size(keys, LAYER_FREQ, 1, usize::MAX)?))),
             Some(value) => {
-                let pattern = pattern(value).ok_or_else(|| keys.error(LAYER_FREQ, expected(&shorten(value))))?;
-                if pattern.len() != n_layers {
-                    let problem = format!("{} entries for {n_layers} layers (num_hidden_layers)", pattern.len());
-                    return Err(keys.error(LAYER_FREQ, problem));
-                }
-                Ok(Some(Self::Pattern(pattern)))
+                let freq = match value {
+                    Value::String(text) => text.parse(),
+                    list => pattern(list).map(Self::Pattern).ok_or_else(|| expected(&shorten(list))),
+                };
+                freq.and_then(|freq| freq.for_layers(n_layers)).map(Some).map_err(|e| keys.error(LAYER_FREQ, e))
             }
+        }
+    }
+
+    /// Returns the value for a model of `n_layers` layers, which a pattern must have.
+    fn for_layers(self, n_layers: usize) -> Result<Self, String> {
+        match &self {
+            Self::Pattern(layers) if layers.len() != n_layers => {
+                Err(format!("{} entries for {n_layers} layers (num_hidden_layers)", layers.len()))
+            }
+            _ => Ok(self),
         }
     }
 }
 
-/// Parses an integer such as `2`, or a list such as `[1,0,1,0]`.
+/// Parses an integer such as `2`, a list such as `[1,0,1,0]`, or a Python expression of a list such as `([1]+[0])*2`.
 impl FromStr for MoeLayerFreq {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let value: Value = serde_json::from_str(text).unwrap_or_default();
-        match value.as_u64() {
-            Some(n @ 1..) => Ok(Self::Every(n as usize)),
-            _ => pattern(&value).map(Self::Pattern).ok_or_else(|| expected(text)),
+        if !text.contains('[') {
+            return text.trim().parse().ok().filter(|n| *n >= 1).map(Self::Every).ok_or_else(|| expected(&quote(text)));
         }
+        let describe = |ExpressionError { column, problem }| {
+            let lists = "lists of 0 and 1 may have +, * and parentheses, such as ([1]*3+[0])*2";
+            format!("column {column} of {}: {problem}; {lists}", quote(text))
+        };
+        evaluate_list(text).map(Self::Pattern).map_err(describe)
     }
+}
+
+/// Returns a text in quotes, shortened.
+fn quote(text: &str) -> String {
+    shorten(&Value::from(text))
 }
 
 fn pattern(value: &Value) -> Option<Vec<bool>> {
@@ -82,7 +100,8 @@ fn pattern(value: &Value) -> Option<Vec<bool>> {
 }
 
 fn expected(found: &str) -> String {
-    format!("expected an integer of at least 1, or a list with 0 or 1 for each layer such as [1,0,1,0], found {found}")
+    let list = "a list with 0 or 1 for each layer such as [1,0,1,0] or \"([1]+[0])*2\"";
+    format!("expected an integer of at least 1, or {list}, found {found}")
 }
 
 /// Returns true for each layer with experts. There is at least one if `moe_layer_freq` is set.
@@ -158,6 +177,15 @@ fn dense_layers(keys: Keys, raw: &Map<String, Value>, n_layers: usize) -> Result
     }
 }
 
+/// Returns the keys of the family that select its layers with experts.
+pub(super) fn layers_keys(rule: MoeLayers) -> &'static str {
+    match rule {
+        MoeLayers::All => LAYER_FREQ,
+        MoeLayers::FirstDense { .. } => FIRST_DENSE,
+        MoeLayers::SparseStep => "decoder_sparse_step and mlp_only_layers",
+    }
+}
+
 /// Returns true if no key of the family expresses the layers with experts.
 pub(super) fn is_unlike_family(layers: &[bool], rule: MoeLayers) -> bool {
     match rule {
@@ -167,10 +195,14 @@ pub(super) fn is_unlike_family(layers: &[bool], rule: MoeLayers) -> bool {
     }
 }
 
-/// Writes `moe_layer_freq` of a config into the keys of the family, which transformers reads.
+/// Writes `moe_layer_freq` of a config into the keys of the family, which transformers reads. Other programs read no text,
+/// so an expression that stays becomes its value.
 pub(super) fn write_family_keys(raw: &mut Map<String, Value>, layers: &[bool], rule: MoeLayers) {
-    let is_set = raw.get(LAYER_FREQ).is_some_and(|freq| !freq.is_null());
-    if !is_set || is_unlike_family(layers, rule) {
+    let Some(freq) = raw.get_mut(LAYER_FREQ).filter(|freq| !freq.is_null()) else { return };
+    if let Some(Ok(parsed)) = freq.as_str().map(str::parse::<MoeLayerFreq>) {
+        *freq = parsed.to_json();
+    }
+    if is_unlike_family(layers, rule) {
         return;
     }
     let dense: Vec<usize> = (0..layers.len()).filter(|layer_idx| !layers[*layer_idx]).collect();
@@ -278,10 +310,45 @@ mod tests {
     }
 
     #[test]
+    fn a_text_has_the_layers_of_its_list_or_integer_and_is_saved_as_one() {
+        for (text, freq) in [
+            ("([1]*1+[0]*1)*2", json!([1, 0, 1, 0])),
+            ("[0]*2+[1]*2", json!([0, 0, 1, 1])),
+            ("[1,0,0,1]", json!([1, 0, 0, 1])),
+            (" 2 ", json!(2)),
+        ] {
+            for family in FAMILIES {
+                let [by_text, by_freq] = [json!(text), freq.clone()].map(|freq| {
+                    let keys = json!({"moe_layer_freq": freq, "first_k_dense_replace": null});
+                    read(family, 4, keys).unwrap()
+                });
+                assert_eq!(
+                    (layers(&by_text), by_text.to_json()),
+                    (layers(&by_freq), by_freq.to_json()),
+                    "{family} {text}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn impossible_and_conflicting_patterns_are_refused() {
         for (family, keys, parts) in [
             ("mixtral", json!({"moe_layer_freq": 0}), ["moe_layer_freq", "at least 1"]),
-            ("mixtral", json!({"moe_layer_freq": "2"}), ["moe_layer_freq", "a list with 0 or 1"]),
+            ("mixtral", json!({"moe_layer_freq": "0"}), ["moe_layer_freq", "found \"0\""]),
+            ("mixtral", json!({"moe_layer_freq": "2+2"}), ["moe_layer_freq", "a list with 0 or 1"]),
+            (
+                "mixtral",
+                json!({"moe_layer_freq": "([1]*3+[0]"}),
+                ["`moe_layer_freq`: column 11", "such as ([1]*3+[0])*2"],
+            ),
+            (
+                "mixtral",
+                json!({"moe_layer_freq": "[1]*99999"}),
+                ["`moe_layer_freq`: column 5", "more than 10000 entries"],
+            ),
+            ("mixtral", json!({"moe_layer_freq": "([1]+[0])*3"}), ["6 entries for 4 layers", "num_hidden_layers"]),
+            ("mixtral", json!({"moe_layer_freq": true}), ["moe_layer_freq", "found true"]),
             ("mixtral", json!({"moe_layer_freq": [1, 0, 2, 0]}), ["moe_layer_freq", "a list with 0 or 1"]),
             ("mixtral", json!({"moe_layer_freq": [1, 0]}), ["2 entries for 4 layers", "num_hidden_layers"]),
             ("mixtral", json!({"moe_layer_freq": [0, 0, 0, 0]}), ["no layer has experts", "number of experts to 0"]),
@@ -307,10 +374,12 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_takes_an_integer_or_a_list() {
+    fn the_command_line_takes_an_integer_a_list_or_an_expression() {
         assert_eq!("2".parse(), Ok(MoeLayerFreq::Every(2)));
-        assert_eq!("[1, 0,1]".parse(), Ok(MoeLayerFreq::Pattern(vec![true, false, true])));
-        for wrong in ["0", "-1", "1.5", "[1,2]", "1,0", "([0]*3+[1]*5)", "true", ""] {
+        for text in ["[1, 0,1]", "[1]+[0]+[1]"] {
+            assert_eq!(text.parse(), Ok(MoeLayerFreq::Pattern(vec![true, false, true])));
+        }
+        for wrong in ["0", "-1", "1.5", "[1,2]", "1,0", "([0]*3+[1]*5", "true", ""] {
             assert!(wrong.parse::<MoeLayerFreq>().unwrap_err().contains(wrong), "{wrong}");
         }
     }

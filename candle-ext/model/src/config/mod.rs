@@ -3,6 +3,7 @@
 mod build;
 pub(crate) mod json;
 mod layer_freq;
+mod list_expression;
 mod moe;
 mod overrides;
 mod rope;
@@ -158,6 +159,13 @@ impl Config {
     /// Returns the mixture of experts of layer `layer_idx`; `None` if its MLP is dense.
     pub fn moe_of_layer(&self, layer_idx: usize) -> Option<&MoeConfig> {
         self.moe().filter(|moe| moe.layers.get(layer_idx).copied().unwrap_or(false))
+    }
+
+    /// Returns the keys of config.json that make all layers dense, although the model has a number of experts; `None` if a layer
+    /// has experts, or the model has none.
+    pub fn keys_without_experts(&self) -> Option<&'static str> {
+        let (moe, family) = (self.moe()?, self.typed.family.spec().moe?);
+        (!moe.layers.contains(&true)).then(|| layer_freq::layers_keys(family.layers))
     }
 
     /// Returns a warning if transformers computes another function, because it does not read a key of config.json.

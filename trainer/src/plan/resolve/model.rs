@@ -166,7 +166,7 @@ fn mtp(resolver: &mut Resolver) -> Option<MtpPlan> {
         resolver.report_with_advice(&[MTP_LAYERS], message, "remove the key, or train all weights");
         return None;
     }
-    let loss_scaling_factor = resolver.number(MTP_FACTOR, model.mtp_loss_scaling_factor, 0.1, 0.0, f64::MAX);
+    let loss_scaling_factor = resolver.coefficient(MTP_FACTOR, model.mtp_loss_scaling_factor, 0.1);
     Some(MtpPlan { n_layers, loss_scaling_factor })
 }
 

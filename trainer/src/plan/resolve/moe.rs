@@ -6,7 +6,7 @@ use candlewick_ops::{FP8_BLOCK, GroupedGemmImpl};
 use super::model::EXPERTS;
 use super::resolver::{Resolver, degree_advice, one_of};
 use super::router;
-use crate::plan::{ModelPlan, RanksPlan, RouterPlan};
+use crate::plan::{ModelPlan, RanksPlan, RouterPlan, WeightInit};
 use crate::recipe::{ArcticMoe, HumanInt, TokenDispatcherType};
 
 const SIZE: &str = "expert_parallel_size";
@@ -22,9 +22,13 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         resolver.report_with_advice(&["tensor_parallel_size"], message, "use 1");
     }
     let Some(moe) = config.moe() else {
-        report_keys_of_experts(resolver);
+        report_keys_of_experts(resolver, "this model has no experts");
         return None;
     };
+    if let Some(keys) = config.keys_without_experts() {
+        report_dense_layers(resolver, model, keys);
+        return None;
+    }
     config.transformers_warning().into_iter().for_each(|warning| resolver.note(warning));
     if ranks.tensor > 1 && !ranks.sequence_parallel {
         let message = "sequence_parallel: with tensor parallelism a mixture of experts needs it, as in Megatron-LM";
@@ -164,8 +168,26 @@ fn note_keys_without_effect(resolver: &mut Resolver) {
     }
 }
 
+/// Reports a model that `config_keys` leave without experts: one with new weights, or one that is trained with keys of experts. A
+/// pretrained one is trained as the dense model that it is.
+fn report_dense_layers(resolver: &mut Resolver, model: &ModelPlan, config_keys: &str) {
+    if model.init == WeightInit::Load {
+        let reason = format!("no layer has experts by {config_keys} of config.json");
+        report_keys_of_experts(resolver, &reason);
+        return resolver.note(format!("{reason}: the model is trained as a dense one"));
+    }
+    let recipe = &resolver.recipe().model;
+    let key = match (recipe.hf_config_kwargs.is_empty(), &recipe.config) {
+        (false, _) => "model.hf_config_kwargs",
+        (true, Some(_)) => "model.config",
+        (true, None) => "model.name_or_path",
+    };
+    let message = format!("{key}: no layer has experts by {config_keys}");
+    resolver.report_with_advice(&[key], message, "change them, or set the number of experts to 0 for a dense model");
+}
+
 /// Reports keys that need a model with experts.
-fn report_keys_of_experts(resolver: &mut Resolver) {
+fn report_keys_of_experts(resolver: &mut Resolver, reason: &str) {
     let recipe = resolver.recipe();
     let keys = [
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
@@ -180,6 +202,6 @@ fn report_keys_of_experts(resolver: &mut Resolver) {
             true => "remove the key (the argument moe=null removes all of them), or train a mixture-of-experts model",
             false => "remove the key, or train a mixture-of-experts model",
         };
-        resolver.report_with_advice(&[key], format!("{key}: this model has no experts"), advice);
+        resolver.report_with_advice(&[key], format!("{key}: {reason}"), advice);
     }
 }

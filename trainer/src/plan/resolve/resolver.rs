@@ -58,6 +58,15 @@ impl<'a> Resolver<'a> {
         value
     }
 
+    /// Returns the coefficient of a loss like [`Resolver::pick`], and reports a fault unless it is at least 0 and finite in f32.
+    pub(super) fn coefficient(&mut self, key: &str, given: Option<HumanFloat>, default: f64) -> f64 {
+        let value = self.pick(key, given.map(|x| x.0), default);
+        if let Err(expected) = check_coefficient(value) {
+            self.report(&[key], format!("{key}: expected {expected}, found {}", short(value)));
+        }
+        value
+    }
+
     /// Records a value in the table of settings.
     pub(super) fn record<T: Serialize>(&mut self, key: &str, value: T, origin: Origin) -> T {
         self.settings.push(ResolvedSetting::new(key, &value, origin));
@@ -81,6 +90,20 @@ impl<'a> Resolver<'a> {
     pub(super) fn finish(self) -> Result<(Vec<ResolvedSetting>, Vec<String>), RecipeError> {
         if self.faults.is_empty() { Ok((self.settings, self.notes)) } else { Err(self.loaded.error(self.faults)) }
     }
+}
+
+/// Fails with the expected values unless the coefficient of a loss is at least 0 and finite in f32, in which losses are computed.
+pub(super) fn check_coefficient(value: f64) -> Result<(), &'static str> {
+    match (0.0..=f64::from(f32::MAX)).contains(&value) {
+        true => Ok(()),
+        false if value > 0.0 => Err("at most 3.4e38, the largest f32"),
+        false => Err("at least 0"),
+    }
+}
+
+/// Returns a number as text, with an exponent if it is large.
+pub(super) fn short(value: f64) -> String {
+    if value.abs() < 1e9 { value.to_string() } else { format!("{value:e}") }
 }
 
 /// Returns advice to use one of these numbers.

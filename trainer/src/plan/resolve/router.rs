@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use candlewick_model::{Model, MoeConfig, RouterLoss};
 
-use super::resolver::Resolver;
+use super::resolver::{Resolver, check_coefficient, short};
 use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, RoutingReplayPlan, WeightInit};
 use crate::recipe::{
     HumanFloat, LoadBalancingType, MoeBenchmarkSection, MoeRouterDtype, RoutingReplaySection, TokenDropPolicy,
@@ -27,7 +27,7 @@ const ROUTING_REPLAY: &str = "moe.routing_replay";
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfig) -> RouterPlan {
     let types = load_balancing_types(resolver);
     let mut losses = balancing_losses(resolver, model, moe, &types);
-    let z_loss_coeff = resolver.number(Z_COEFF, resolver.recipe().moe.z_loss_coeff, 0.0, 0.0, f64::MAX);
+    let z_loss_coeff = resolver.coefficient(Z_COEFF, resolver.recipe().moe.z_loss_coeff, 0.0);
     losses.push(RouterLossTerm { loss: RouterLoss::Z, coefficient: z_loss_coeff });
     losses.retain(|term| term.coefficient > 0.0);
     let sinkhorn = types == [LoadBalancingType::Sinkhorn];
@@ -205,14 +205,16 @@ fn balancing_losses(
     };
     let coefficients = resolver.pick(COEFF, given.clone(), ValueOrList::Value(HumanFloat(default)));
     let coefficients = coefficients.values();
-    if let Some(HumanFloat(low)) = coefficients.iter().find(|HumanFloat(c)| *c < 0.0) {
-        match &given {
-            Some(_) => resolver.report(&[COEFF], format!("{COEFF}: expected at least 0, found {low}")),
-            None => {
-                let message =
-                    format!("{COEFF}: router_aux_loss_coef in the model's config.json is {}", moe.aux_loss_coefficient);
-                resolver.report_with_advice(&["model.name_or_path"], message, format!("set {COEFF} to at least 0"));
-            }
+    let wrong = coefficients.iter().find_map(|HumanFloat(c)| check_coefficient(*c).err().map(|expected| (c, expected)));
+    match (wrong, &given) {
+        (None, _) => {}
+        (Some((wrong, expected)), Some(_)) => {
+            resolver.report(&[COEFF], format!("{COEFF}: expected {expected}, found {}", short(*wrong)));
+        }
+        (Some((_, expected)), None) => {
+            let found = short(moe.aux_loss_coefficient);
+            let message = format!("{COEFF}: router_aux_loss_coef in the model's config.json is {found}");
+            resolver.report_with_advice(&["model.name_or_path"], message, format!("set {COEFF} to {expected}"));
         }
     }
     if coefficients.len() != losses.len() {

@@ -59,7 +59,7 @@ impl Checkpointer<'_> {
         let dtype = self.export_dtype(checkpoint);
         let (folders, mark) = (self.folders(), self.mark(state.step));
         let base = self.base.as_ref().map(BaseModelRecord::to_json);
-        let scales = self.run.engine.fp8_scales()?.map(|scales| fp8_scales_to_json(&scales));
+        let scales = self.run.engine.fp8_scales()?.map(|scales| fp8_scales_to_json(&scales, model.config()));
         let files = [(EXPORT_MARK, Some(&mark)), (BASE_MODEL_RECORD, base.as_ref()), (FP8_SCALES, scales.as_ref())];
         let files: Vec<_> = files.into_iter().filter_map(|(name, text)| Some((name, text?.as_str()))).collect();
         let auxiliary_files = self.auxiliary_files(&folders, &files);

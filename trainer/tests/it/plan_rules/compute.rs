@@ -205,5 +205,6 @@ fn mtp_layers_need_a_sensible_number_and_all_weights() {
     refused(&["model.mtp_num_layers=17"], &["model.mtp_num_layers: expected at most 16, found 17"]);
     refused(&["model.mtp_loss_scaling_factor=0.3"], &["there are no MTP layers", "set model.mtp_num_layers"]);
     refused(&["model.mtp_num_layers=1", "model.mtp_loss_scaling_factor=-1"], &["expected at least 0, found -1"]);
+    refused(&["model.mtp_num_layers=1", "model.mtp_loss_scaling_factor=1e39"], &["expected at most 3.4e38", "1e39"]);
     refused(&["model.mtp_num_layers=1", "model.peft_config={r: 8}"], &["an adapter folder cannot hold MTP layers"]);
 }

@@ -132,6 +132,12 @@ fn coefficients_of_router_losses_come_from_the_model_or_the_recipe() {
     assert_eq!(top_3("moe.router_load_balancing_type=transformers_aux_loss"), [0.25]);
     assert_eq!(losses(&["model.peft_config={peft_type: LORA, r: 4, target_modules: all-linear}"]), []);
     refused_with_experts(1, &["moe.aux_loss_coeff=-1"], &["moe.aux_loss_coeff: expected at least 0, found -1"]);
+    let (large, most) = ("moe.aux_loss_coeff=1e300", "expected at most 3.4e38, the largest f32, found 1e300");
+    refused_with_experts(1, &[large], &[&format!("moe.aux_loss_coeff: {most}")]);
+    let list = ["moe.router_load_balancing_type=[aux_loss, seq_aux_loss]", "moe.aux_loss_coeff=[1, 1e39]"];
+    refused_with_experts(1, &list, &["moe.aux_loss_coeff: expected at most 3.4e38", "found 1e39"]);
+    refused_with_experts(1, &["moe.z_loss_coeff=1e39"], &["moe.z_loss_coeff: expected at most 3.4e38", "found 1e39"]);
+    assert_eq!(losses(&["moe.aux_loss_coeff=0", "moe.z_loss_coeff=3.4e38"]), [(Z, 3.4e38)]);
     assert_eq!(of_experts(1, &[]).unwrap().moe.unwrap().n_layers, 2);
 }
 
@@ -328,6 +334,13 @@ fn a_layer_frequency_counts_the_layers_with_experts() {
         |argument: &str| of_experts(1, &[argument]).unwrap().model.config.unwrap().moe().unwrap().layers.clone();
     assert_eq!(layers(&freq("2")), [true, false]);
     assert_eq!(layers(&freq("[0, 1]")), [false, true]);
+    assert_eq!(layers(&freq("'[0]*1+[1]*1'")), [false, true], "a text of Megatron-LM");
+    assert_eq!(layers(&freq("'2'")), [true, false]);
+    refused_with_experts(
+        1,
+        &[&freq("'([1]*3+[0]*1'")],
+        &["model.hf_config_kwargs", "`moe_layer_freq`: column 13 of \"([1]*3+[0]*1\": expected"],
+    );
     refused_with_experts(1, &[&freq("[1]")], &["model.hf_config_kwargs", "moe_layer_freq", "1 entries for 2 layers"]);
     // MTP layers have experts if the last layer has.
     let n_layers = |freq: &str| of_experts(1, &["model.mtp_num_layers=3", freq]).unwrap().moe.unwrap().n_layers;
@@ -372,6 +385,38 @@ fn keys_of_experts_need_a_model_with_experts() {
         refused(&[argument], &[&format!("argument `{argument}`:"), "this model has no experts"]);
     }
     of_experts(1, &["arctic_moe=true"]).unwrap();
+}
+
+/// The recipe loads the model, unless its type is random-weight-hf or an override changes the layers.
+#[test]
+fn a_model_without_experts_in_any_layer_is_refused_unless_it_is_pretrained_and_trained_as_a_dense_one() {
+    let (sparse_step, first_dense) = ("decoder_sparse_step and mlp_only_layers", "first_k_dense_replace");
+    let dense = |key: &str, value: serde_json::Value| {
+        let mut config = if key == first_dense { dots1() } else { config_of_experts() };
+        config[key] = value;
+        config
+    };
+    for (config, keys) in [
+        (dense("decoder_sparse_step", json!(3)), sparse_step),
+        (dense("mlp_only_layers", json!([0, 1])), sparse_step),
+        (dense(first_dense, json!(2)), first_dense),
+    ] {
+        let plan = resolve(config.clone(), 1, &[]).unwrap();
+        let note = format!("no layer has experts by {keys} of config.json: the model is trained as a dense one");
+        assert!(plan.moe.is_none() && plan.notes.contains(&note), "{:?}", plan.notes);
+        for key in ["moe.z_loss_coeff", "moe.aux_loss_coeff"] {
+            let error = resolve(config.clone(), 1, &[&format!("{key}=0.1")]).unwrap_err();
+            let want = format!("{key}: no layer has experts by {keys} of config.json");
+            assert!(error.contains(&want) && error.contains("remove the key"), "{error}");
+        }
+        let error = resolve(config, 1, &["model.type=random-weight-hf"]).unwrap_err();
+        let want = format!("model.name_or_path: no layer has experts by {keys}");
+        assert!(error.contains(&want) && error.contains("number of experts to 0"), "{error}");
+    }
+    let step = "model.hf_config_kwargs={decoder_sparse_step: 3}";
+    refused_with_experts(1, &[step], &["model.hf_config_kwargs: no layer has experts by decoder_sparse_step"]);
+    of_experts(1, &["model.hf_config_kwargs={decoder_sparse_step: 2}", "moe.z_loss_coeff=0.1"]).unwrap();
+    assert!(of_experts(1, &["model.hf_config_kwargs={num_experts: 0}"]).unwrap().moe.is_none());
 }
 
 /// The experts of a rank are 6 / 2 matrices of 2 * 32 and of 64 rows, of which 128 have one scale.
