@@ -64,7 +64,8 @@ fn an_estimate_and_a_check_of_experts_print_active_parameters() {
     let (_, estimate) = run_on_experts("estimate", &[]);
     assert!(estimate.contains(" parameters, ") && estimate.contains(" active, "), "{estimate}");
     let (_, json) = run_on_experts("estimate", &["--json"]);
-    let json: serde_json::Value = serde_json::from_str(&json[json.find('{').unwrap()..]).unwrap();
+    let mut json = serde_json::Deserializer::from_str(&json).into_iter::<serde_json::Value>();
+    let json = json.next().unwrap().unwrap();
     let (active, all) = (json["n_active"].as_u64().unwrap(), json["n_parameters"].as_u64().unwrap());
     assert!(active < all, "{active} {all}");
     let (code, check) = run_on_experts("check", &[]);

@@ -67,7 +67,11 @@ impl Lm {
                 *own = loss;
             }
         }
-        EvalLoss::of_sequences(losses, sequences.iter().map(|(_, sample)| n_targets(sample)).sum(), self.engine.group())
+        EvalLoss::of_sequences(
+            losses,
+            sequences.iter().map(|(_, sample)| n_targets(sample)).sum(),
+            &*self.parallel.1.loss,
+        )
     }
 
     fn check_length(&self, what: &str, n_tokens: usize) -> Result<()> {
