@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_comm::{Collective, Reduce, sum};
+use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, Micro};
 use serde::Serialize;
 
@@ -22,7 +23,8 @@ impl EvalLoss {
         if own.is_empty() {
             return Ok(Self { loss: f64::NAN, n_targets });
         }
-        let losses = ranks.all_reduce(&Tensor::new(own, &Device::Cpu)?, Reduce::Sum)?.to_vec1::<f64>()?;
+        let losses = ranks.all_reduce(&Tensor::new(own, &Device::Cpu)?, Reduce::Sum)?;
+        let losses = to_host(&losses)?.to_vec1::<f64>()?;
         Ok(Self { loss: losses.iter().sum::<f64>() / n_targets as f64, n_targets })
     }
 

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
 use candlewick_comm::Reduce;
-use candlewick_ops::CuSeqlens;
+use candlewick_ops::{CuSeqlens, to_host};
 use candlewick_parallel::Micro;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::render::Sample;
@@ -34,7 +34,8 @@ impl Lm {
         let own = self.engine.token_losses(&micro(&Sample::all_targets(ids.clone()), self.engine.device())?)?;
         // The last pipeline stage alone computes losses; they are 0 on the others.
         let stages = &self.parallel.1.pp;
-        let losses = stages.all_reduce(&Tensor::new(own, &Device::Cpu)?, Reduce::Sum)?.to_vec1::<f32>()?;
+        let losses = stages.all_reduce(&Tensor::new(own, &Device::Cpu)?, Reduce::Sum)?;
+        let losses = to_host(&losses)?.to_vec1::<f32>()?;
         if let Some(at) = losses[..ids.len() - 1].iter().position(|loss| !loss.is_finite()) {
             return Err(not_finite(&format!("token {} of the text", at + 1)));
         }
