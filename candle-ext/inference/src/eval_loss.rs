@@ -1,7 +1,9 @@
 //! Evaluation loss: the mean over target tokens, independent of batching.
 
 use anyhow::{Context, Result};
-use candlewick_comm::{Collective, sum};
+use candle_core::{Device, Tensor};
+use candlewick_comm::{Collective, Reduce, sum};
+use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, Micro};
 use serde::Serialize;
 
@@ -15,6 +17,17 @@ pub struct EvalLoss {
 }
 
 impl EvalLoss {
+    /// Adds up the losses of sequences in their order. `own` has a loss for each sequence, 0 for those that other ranks
+    /// computed, so the result does not depend on the division. Collective: all ranks must call it.
+    pub(crate) fn of_sequences(own: Vec<f64>, n_targets: usize, ranks: &dyn Collective) -> Result<Self> {
+        if own.is_empty() {
+            return Ok(Self { loss: f64::NAN, n_targets });
+        }
+        let losses = ranks.all_reduce(&Tensor::new(own, &Device::Cpu)?, Reduce::Sum)?;
+        let losses = to_host(&losses)?.to_vec1::<f64>()?;
+        Ok(Self { loss: losses.iter().sum::<f64>() / n_targets as f64, n_targets })
+    }
+
     /// Returns the perplexity, exp(loss).
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()

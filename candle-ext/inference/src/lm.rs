@@ -1,23 +1,26 @@
 //! A language model for inference: weights, tokenizer and chat template.
 
+mod loss;
+
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, ensure};
-use candle_core::{DType, Device, Tensor};
+use anyhow::{Context, Result, anyhow};
+use candle_core::{DType, Device};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, FP8_SCALES, Model, read_fp8_scales};
-use candlewick_ops::{AttentionChoice, CuSeqlens};
-use candlewick_parallel::{Engine, EngineSpec, Micro, ParallelGroups, PipelineLayout, ZeroStage};
+use candlewick_ops::AttentionChoice;
+use candlewick_parallel::{Engine, EngineSpec, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
+use candlewick_text::render::{RenderOptions, render_chat, render_prompt};
 use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
-use crate::eval_loss::{EvalLoss, EvalLossSum};
+pub use loss::TokenLogprob;
+
 use crate::generate::{FinishReason, GenerateOptions, GeneratedTokens, Timings, generate};
 use crate::parallel_config::ParallelConfig;
 use crate::text_stream::StoppableText;
@@ -58,17 +61,6 @@ pub struct GeneratedText {
 
 /// Callback that receives text as it is generated, and may stop the generation.
 pub type OnText<'a> = dyn FnMut(&str) -> Result<ControlFlow<()>> + 'a;
-
-/// A token with its log-probability given the preceding tokens.
-#[derive(Clone, Debug, Serialize)]
-pub struct TokenLogprob {
-    /// Token id.
-    pub id: u32,
-    /// Text of the token.
-    pub text: String,
-    /// Log-probability in nats; `None` for the first token.
-    pub logprob: Option<f32>,
-}
 
 impl<'a> LmHandle<'a> {
     /// Creates a handle of a model in training. `generation_config.json` is read from the first of `folders` that has
@@ -273,60 +265,6 @@ impl Lm {
             )
         })
     }
-
-    /// Returns the log-probability of every token of `text`.
-    pub fn score(&self, text: &str) -> Result<Vec<TokenLogprob>> {
-        let ids = self.tokenizer.encode(text, SpecialTokens::Include)?;
-        ensure!(!ids.is_empty(), anyhow!("failed to score: the text has no tokens").context(ExitCode::Data));
-        self.check_length("text", ids.len())?;
-        let losses = self.engine.token_losses(&micro(&Sample::all_targets(ids.clone()), self.engine.device())?)?;
-        if let Some(at) = losses[..ids.len() - 1].iter().position(|loss| !loss.is_finite()) {
-            return Err(not_finite(&format!("token {} of the text", at + 1)));
-        }
-        let score = |(i, &id): (usize, &u32)| {
-            let text = self.tokenizer.id_to_token(id).unwrap_or_default();
-            TokenLogprob { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
-        };
-        Ok(ids.iter().enumerate().map(score).collect())
-    }
-
-    /// Returns the mean loss per target token over `samples`, each evaluated as a sequence of its own. The string of a
-    /// sample names its source in errors.
-    pub fn eval_loss(&self, samples: impl Iterator<Item = Result<(String, Sample)>>) -> Result<EvalLoss> {
-        let mut sums = EvalLossSum::default();
-        for sample in samples {
-            let (place, sample) = sample?;
-            self.check_length(&place, sample.len())?;
-            let n_targets = sample.is_target.iter().skip(1).filter(|is_target| **is_target).count();
-            if n_targets == 0 {
-                continue;
-            }
-            let loss = sums.add(&self.engine, &micro(&sample, self.engine.device())?, n_targets)?;
-            ensure!(loss.is_finite(), not_finite(&place));
-        }
-        sums.over_ranks(self.engine.group())
-    }
-
-    fn check_length(&self, what: &str, n_tokens: usize) -> Result<()> {
-        let context = self.context();
-        ensure!(
-            n_tokens <= context,
-            anyhow!(
-                "failed to score {what}: it has {n_tokens} tokens, but the model's context has {context} \
-                 (max_position_embeddings)"
-            )
-            .context(ExitCode::Data)
-        );
-        Ok(())
-    }
-}
-
-fn not_finite(what: &str) -> anyhow::Error {
-    anyhow!(
-        "failed to score {what}: its log-probability is not finite; the model's weights hold NaN, or numbers too large \
-         for the dtype (try --dtype f32)"
-    )
-    .context(ExitCode::NonFinite)
 }
 
 /// Loads tokenizer and chat template from the adapter folder if it has them, else from the model folder. The model's
@@ -337,20 +275,6 @@ fn tokenizer_of(folder: &Path, adapter: Option<&Path>) -> Result<Tokenizer> {
         Some(own) => Ok(Tokenizer::from_directory(own)?.with_eos_ids_from(folder)?),
         None => Ok(Tokenizer::from_directory(folder)?),
     }
-}
-
-/// Builds a micro-batch of one sequence. Its first token is never a target.
-fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
-    let target = |(id, is_target): (&u32, &bool)| if *is_target { i64::from(*id) } else { Micro::IGNORED };
-    let mut targets: Vec<i64> = sample.ids.iter().zip(&sample.is_target).skip(1).map(target).collect();
-    targets.push(Micro::IGNORED);
-    Ok(Micro {
-        ids: Tensor::new(sample.ids.as_slice(), device)?,
-        targets: Tensor::new(targets, &Device::Cpu)?,
-        positions: (0..sample.len() as u32).collect(),
-        seqs: CuSeqlens::packed(vec![0, sample.len()])?,
-        padding: Vec::new(),
-    })
 }
 
 /// Generates the assistant's reply with the model in `engine`. The template's end-of-turn token is a stop token, too.

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
+use candle_core::Device;
 use candlewick_text::format::{Document, FormatError, FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row};
@@ -11,10 +12,12 @@ use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
 use super::eval_loss_rows::EvalLossRows;
-use candlewick_inference::command::ModelOptions;
+use candlewick_inference::command::{ModelOptions, ParallelArgs};
 use candlewick_inference::lm::Lm;
+use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::{ProgressDisplay, ProgressUnit, WorkProgress, set_progress_display};
+use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
@@ -22,6 +25,8 @@ use candlewick_runtime::stdout::print_line;
 pub(super) struct ScoreArgs {
     #[command(flatten)]
     model: ModelOptions,
+    #[command(flatten)]
+    parallel: ParallelArgs,
     /// Print the log-probability of every token of this text
     #[arg(long, group = "scored")]
     text: Option<String>,
@@ -62,8 +67,8 @@ struct DatasetArgs {
     /// false for plain text]
     #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_eos_token: Option<bool>,
-    /// Unit of a row in a .txt file: line, paragraph or document
-    #[arg(long, conflicts_with = "text", value_name = "UNIT", default_value = "line")]
+    /// Unit of a row in a .txt file: document (the whole file, as in training), paragraph or line
+    #[arg(long, conflicts_with = "text", value_name = "UNIT", default_value = "document")]
     sample_by: SampleBy,
     /// Handling of rows longer than --max-length
     #[arg(long, conflicts_with = "text", value_enum, default_value_t = Truncation::Error)]
@@ -91,53 +96,59 @@ enum Truncation {
     Split,
 }
 
-/// Scores a text or the rows of a data set, and prints JSON.
+/// Scores a text or the rows of a data set. Rank 0 prints JSON.
 pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     if args.rows.timings {
         // stderr holds only JSON.
         set_progress_display(ProgressDisplay::Hidden);
     }
-    match (&args.text, &args.rows.data) {
-        (Some(text), _) => print_line(&serde_json::to_string(&args.model.load(hub)?.score(text)?)?),
-        (None, Some(data)) => score_rows(args, data, hub),
-        (None, None) => Err(anyhow!("failed to start: give --text or --data").context(ExitCode::Usage)),
-    }
+    run_on_ranks(&rank_env()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
+        let line = match (&args.text, &args.rows.data) {
+            (Some(text), _) => serde_json::to_string(&args.model.load_on(hub, ranks, device)?.score(text)?)?,
+            (None, Some(data)) => score_rows(args, data, hub, ranks, device)?,
+            (None, None) => {
+                return Err(anyhow!("failed to start: give --text or --data").context(ExitCode::Usage));
+            }
+        };
+        ranks.process.on_first_rank(|| print_line(&line)).map(drop)
+    })
 }
 
 /// Runs the deprecated command `evaluator perplexity` as `evaluator score`.
 pub(super) fn run_deprecated_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     // With --timings, stderr holds only JSON.
-    if !args.rows.timings {
+    if !args.rows.timings && rank_env()?.rank == 0 {
         eprintln!("note: `evaluator perplexity` is now `evaluator score`");
     }
     run(args, hub)
 }
 
-fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: &Hub) -> Result<()> {
+/// Returns the loss and perplexity on a data set as JSON. Collective: all ranks must call it.
+fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<String> {
+    let ScoreArgs { model, rows: args, .. } = args;
     let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
-    let source = hub.dataset(&request)?;
+    let source = ranks.process.one_rank_per_node_first(|| Ok(hub.dataset(&request)?))?;
     let format = RowFormat::find(&args.format_request(&request), &*source).map_err(with_options)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
-    if !args.timings {
+    let reports = ranks.process.is_first() && !args.timings;
+    if reports {
         eprintln!("{data}: {}; {n_rows} of {} rows", format.describe(), source.len());
     }
-    let lm = model.load(hub)?;
+    let lm = model.load_on(hub, ranks, device)?;
     let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
-    let rows = args.rows(&lm, &*source, &format, n_rows, max_length)?;
+    let rows = ranks.process.keep_alive().during(|| args.rows(&lm, &*source, &format, n_rows, max_length))?;
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     rows.refuse_unrendered(&template)?;
-    if !args.timings {
+    if reports {
         rows.warnings(&template).iter().for_each(|warning| eprintln!("{warning}"));
     }
-    let (n_sequences, n_with_targets) = (rows.sequences.len(), rows.n_rows);
-    let progress = WorkProgress::start("score", ProgressUnit::Count("sequences"), n_sequences);
-    let sequences = rows.sequences.into_iter().enumerate().map(|(n_done, sequence)| {
-        progress.set(n_done, n_sequences);
-        Ok(sequence)
-    });
-    let held_out = lm.eval_loss(sequences)?;
+    let progress = WorkProgress::start("score", ProgressUnit::Count("sequences"), rows.sequences.len());
+    let held_out = lm.eval_loss(&rows.sequences, |n_done| {
+        progress.set(n_done, rows.sequences.len());
+        ranks.process.keep_alive().beat();
+    })?;
     drop(progress);
     let eval_time = began.elapsed().as_secs_f64();
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
@@ -145,14 +156,12 @@ fn score_rows(ScoreArgs { model, rows: args, .. }: &ScoreArgs, data: &str, hub: 
         n_targets > 0,
         anyhow!("failed to score {data}: its {n_rows} rows have no target tokens").context(ExitCode::Data)
     );
-    if args.timings {
+    if args.timings && ranks.process.is_first() {
         let tokens_per_second = n_targets as f64 / eval_time;
         eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
     }
-    print_line(
-        &json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_with_targets})
-            .to_string(),
-    )
+    let report = json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": rows.n_rows});
+    Ok(report.to_string())
 }
 
 impl DatasetArgs {
@@ -221,9 +230,16 @@ impl DatasetArgs {
     fn cut(&self, place: &str, sample: &Sample, max_length: usize) -> Result<Vec<Sample>> {
         let fits = sample.len() <= max_length;
         Ok(match self.truncation {
-            Truncation::Error if !fits && self.max_length.is_some() => {
-                let problem =
-                    format!("failed to score {place}: it has {} tokens, --max-length is {max_length}", sample.len());
+            Truncation::Error if !fits => {
+                let limit = match self.max_length {
+                    Some(_) => format!("--max-length is {max_length}"),
+                    None => format!("the model's context has {max_length} (max_position_embeddings)"),
+                };
+                let problem = format!(
+                    "failed to score {place}: it has {} tokens, and {limit}; split the row with --truncation split, or \
+                     choose truncate or drop",
+                    sample.len()
+                );
                 return Err(anyhow!(problem).context(ExitCode::Data));
             }
             Truncation::Drop if !fits => Vec::new(),

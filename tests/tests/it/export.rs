@@ -157,6 +157,23 @@ fn experts_are_exported_as_fused_tensors_on_request() {
     refused(&gguf, 2, &["--expert-tensors are of safetensors"]);
 }
 
+/// The files are read from a temporary copy.
+#[test]
+fn a_tokenizer_that_gguf_cannot_hold_is_named_by_its_model_folder() {
+    let runs = ExportRuns::shared();
+    copy(&runs.path("full/model/global_step_3"), &runs.path("odd-tokenizer"));
+    let path = runs.path("odd-tokenizer/tokenizer.json");
+    let whole = fs::read_to_string(&path).unwrap();
+    let mut tokenizer: Value = serde_json::from_str(&whole).unwrap();
+    tokenizer["pre_tokenizer"] = json!({"type": "Whitespace"});
+    for text in [tokenizer.to_string(), whole[..whole.len() / 2].to_owned()] {
+        fs::write(&path, text).unwrap();
+        let output = runs.export(&["odd-tokenizer", "--format", "gguf-q8_0", "--output", "never"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("odd-tokenizer") && !said.contains(".export-"), "{said}");
+    }
+}
+
 #[test]
 fn a_mistake_is_an_error_before_the_export() {
     let runs = ExportRuns::shared();

@@ -257,6 +257,10 @@ fn an_upcycled_model_scores_and_trains_as_its_dense_model() {
     runs.refuses(&upcycle("moe", "moe2", sizes), 2, &["failed to upcycle moe", "is a mixture of experts already"]);
     runs.refuses(&upcycle("lora", "moe2", sizes), 2, &["is an adapter; merge it first"]);
     runs.refuses(&upcycle("full", "moe2", ["8", "9", "1"]), 2, &["num_experts_per_tok 9"]);
+    runs.refuses(&upcycle("full", "moe2", ["8", "2", "5"]), 2, &["--granularity 5: the dense MLP's intermediate_size"]);
+    let sizes = ["--num-experts", "8", "--num-experts-per-tok", "2", "--moe-layer-freq", "[1,0,1]"];
+    let frequency = runs.run("trainer", &[&["upcycle", "full", "--output", "moe2"], &sizes[..]].concat(), "");
+    runs.refuses(&frequency, 2, &["failed to upcycle full", "--moe-layer-freq: the list has 3 entries"]);
 }
 
 #[test]
@@ -307,12 +311,16 @@ fn the_perplexity_of_a_text_equals_the_eval_loss_of_causal_training() {
     });
     runs.write("causal.yaml", &recipe.to_string());
     ok(runs.run("trainer", &["-q", "train", "causal.yaml"], ""));
-    let words = ["--model", "causal", "--data", "corpus.txt", "--sample-by", "document", "--truncation", "split"];
+    let words = ["--model", "causal", "--data", "corpus.txt", "--truncation", "split"];
     let measured = runs.perplexity(&[&words[..], &["--add-eos-token"]].concat());
     let (loss, want) = (measured["loss"].as_f64().unwrap(), runs.eval_loss("causal"));
     assert!((loss - want).abs() < 1e-6, "{loss} {want}");
     assert_eq!(measured["rows"], 1);
     assert!(measured["tokens"].as_u64() > runs.perplexity(&words)["tokens"].as_u64());
+    let lines = runs.perplexity(&[&words[..], &["--sample-by", "line"]].concat());
+    assert_eq!(lines["rows"], 2 * 37, "each line that is not blank is a row");
+    let whole = runs.evaluator(&["score", "--model", "causal", "--data", "corpus.txt"], "");
+    runs.refuses(&whole, 3, &["corpus.txt:1", "tokens, and the model's context has 128", "--truncation split"]);
 }
 
 #[test]
@@ -354,7 +362,7 @@ fn perplexity_reports_the_oddities_that_training_reports() {
 fn max_length_limits_the_sequences_of_perplexity() {
     let runs = TrainedRuns::shared();
     runs.write("words.txt", &"The wolf says yes. ".repeat(60));
-    let words = ["--model", "full", "--data", "words.txt", "--sample-by", "document", "--truncation", "split"];
+    let words = ["--model", "full", "--data", "words.txt", "--truncation", "split"];
     let tokens = |length: &str| runs.perplexity(&[&words[..], &["--max-length", length]].concat())["tokens"].as_u64();
     assert_eq!(tokens("128"), runs.perplexity(&words)["tokens"].as_u64());
     assert!(tokens("32") < tokens("128"), "the first token of a piece has no loss");

@@ -1,9 +1,9 @@
-//! `trainer mesh`: prints the device mesh, the pipeline stages and the pipeline schedule.
+//! `trainer mesh`: prints the device mesh, the division of experts, the pipeline stages and the pipeline schedule.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_comm::mesh::Mesh;
+use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_parallel::PipelineSchedule;
 use clap::Args;
 
@@ -35,6 +35,7 @@ pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exit
     let mesh =
         Mesh::new(plan.ranks.degrees(), args.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
     let mut text = format!("{} ranks: {}\n{mesh}", args.ranks, plan.ranks.degrees());
+    text += &experts(&plan);
     if plan.pipeline.stages > 1 {
         text += &stages(&plan)?;
     }
@@ -46,16 +47,35 @@ pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exit
     Ok(ExitCode::Ok)
 }
 
+/// Describes the division of each layer's experts over the ranks; empty for a dense model.
+fn experts(plan: &Plan) -> String {
+    let Some(moe) = plan.model.config.as_ref().and_then(|config| config.moe()) else { return String::new() };
+    let degrees = plan.ranks.degrees();
+    let Degrees { ep, etp, .. } = degrees;
+    let split = if etp > 1 { format!(", each split over {etp} ranks (etp)") } else { String::new() };
+    format!(
+        "\nexperts of a layer: {}, {} on a rank (ep {ep}){split}\nexpert data parallel degree: {} (ranks with the same experts)",
+        moe.n_experts,
+        moe.n_experts / ep,
+        degrees.of(Axis::Edp)
+    )
+}
+
 /// Lists the blocks of each stage.
 fn stages(plan: &Plan) -> Result<String> {
     let config = plan.model.config.as_ref().context("failed to make the mesh: the model's config is not known")?;
     let layout = plan.pipeline.layout(config);
+    let mtp = match config.n_mtp_layers() {
+        0 => String::new(),
+        1 => ", 1 MTP layer".to_owned(),
+        n => format!(", {n} MTP layers"),
+    };
     let mut text = String::new();
     for stage in 0..layout.n_stages() {
         let runs = (0..layout.n_chunks()).map(|chunk| {
             let blocks = layout.blocks(stage, chunk);
             let embedding = if layout.is_first(stage, chunk) { "embedding, " } else { "" };
-            let head = if layout.is_last(stage, chunk) { ", head" } else { "" };
+            let head = if layout.is_last(stage, chunk) { format!("{mtp}, head") } else { String::new() };
             match blocks.len() {
                 0 => format!("{embedding}no block{head}"),
                 n => format!("{embedding}{n} blocks ({} to {}){head}", blocks.start, blocks.end - 1),

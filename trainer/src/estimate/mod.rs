@@ -19,7 +19,7 @@ mod tasks;
 pub use candlewick_ops::DeviceKind;
 pub use capacity::{Capacity, parse_bytes, usable};
 pub use memory_breakdown::{Category, MemoryBreakdown, format_bytes};
-pub use parameters::counts as parameter_counts;
+pub use parameters::{active_count as active_parameter_count, counts as parameter_counts};
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};
 pub use report::{Advice, EstimateReport, as_arguments};
 pub use search::{Candidate, FixedModes, ModeSearch, choose, max_row_tokens};

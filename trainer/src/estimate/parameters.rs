@@ -215,6 +215,15 @@ pub fn counts(setup: &Setup) -> (u64, u64) {
     (numel(false).sum(), numel(true).sum())
 }
 
+/// Returns the number of parameters of the whole model that a token uses: all but the experts that it does not select.
+/// `None` for a dense model.
+pub fn active_count(setup: &Setup) -> Option<u64> {
+    let moe = setup.model.config().moe()?;
+    let params = setup.model.units().iter().flat_map(|unit| &unit.params);
+    let all = ByGroup::sum(params, |param| param.numel() as u64);
+    Some(all.dense + all.expert / moe.n_experts as u64 * moe.router.top_k as u64)
+}
+
 /// Returns the bytes of a rank's frozen parameters and the number of its trained ones, before ZeRO shards them.
 fn counts_here(setup: &Setup) -> (ByGroup, ByGroup) {
     let params =

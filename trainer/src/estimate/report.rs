@@ -28,6 +28,9 @@ pub struct EstimateReport {
     pub device_bytes: Option<u64>,
     /// Parameters of the model and its adapter.
     pub n_parameters: u64,
+    /// Parameters that a token uses, of a mixture of experts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub n_active: Option<u64>,
     /// Trained parameters.
     pub n_trained: u64,
     /// The dtype of forward and backward.
@@ -89,6 +92,7 @@ impl EstimateReport {
             device: capacity.name.clone(),
             device_bytes: capacity.bytes,
             n_parameters: frozen + trained,
+            n_active: parameters::active_count(setup),
             n_trained: trained,
             dtype: setup.compute,
             tokens: setup.n_micro_batch_tokens(),
@@ -186,7 +190,11 @@ impl fmt::Display for EstimateReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [parameters, trained] = [self.n_parameters, self.n_trained].map(|n| quantity(n as f64));
         let (recipe, tokens, modes) = (&self.recipe, self.tokens, as_arguments(pairs(&self.modes)));
-        writeln!(f, "memory of {recipe}: {parameters} parameters, {trained} trained, {tokens} tokens a micro-batch")?;
+        let active = self.n_active.map(|n| format!(", {} active", quantity(n as f64))).unwrap_or_default();
+        writeln!(
+            f,
+            "memory of {recipe}: {parameters} parameters{active}, {trained} trained, {tokens} tokens a micro-batch"
+        )?;
         writeln!(f, "with {modes}")?;
         if self.n_stages > 1 {
             writeln!(

@@ -186,8 +186,8 @@ impl TokenizerFiles {
         let folders: Vec<&Path> = source.model.folders().iter().map(PathBuf::as_path).collect();
         let files = AuxiliaryFiles { folders: &folders, chat_template: source.chat_template.as_deref(), files: &[] };
         files.copy_into(folder.path())?;
-        let has_tokenizer = folder.path().join("tokenizer.json").is_file();
-        let tokenizer = has_tokenizer.then(|| Tokenizer::from_directory(folder.path())).transpose()?;
+        let origin = folders.iter().find(|folder| folder.join("tokenizer.json").is_file());
+        let tokenizer = origin.map(|origin| read_copy(folder.path(), origin)).transpose()?;
         Ok(Self { folder, tokenizer })
     }
 
@@ -202,6 +202,13 @@ impl TokenizerFiles {
         };
         Ok(Some(tokenizer.gguf_vocabulary(export.source.model.config().vocab_size())?))
     }
+}
+
+/// Reads the tokenizer in `copy`. Errors name the folder that the copy was made of.
+fn read_copy(copy: &Path, origin: &Path) -> Result<Tokenizer> {
+    let read = Tokenizer::from_directory(copy);
+    let read = read.map_err(|error| Tokenizer::from_directory(origin).err().unwrap_or(error))?;
+    Ok(read.with_directory(origin.to_path_buf()))
 }
 
 /// Returns the total size of a folder's files with this extension, in bytes.

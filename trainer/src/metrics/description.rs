@@ -21,6 +21,9 @@ pub struct RunDescription {
     pub parameters: u64,
     /// The number of trained parameters.
     pub trained_parameters: u64,
+    /// The number of parameters that a token uses, of a mixture of experts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub active_parameters: Option<u64>,
     /// The degrees of the device mesh, and `world_size`.
     pub mesh: BTreeMap<&'static str, usize>,
     /// The rows of a step.

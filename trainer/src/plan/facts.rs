@@ -4,7 +4,7 @@ use candlewick_comm::mesh::Degrees;
 
 use super::Plan;
 use crate::data::{EpochSize, Horizon, TrainSteps};
-use crate::estimate::{DeviceKind, Setup, parameter_counts};
+use crate::estimate::{DeviceKind, Setup, active_parameter_count, parameter_counts};
 use crate::metrics::grouped;
 
 impl Plan {
@@ -20,19 +20,26 @@ impl Plan {
         parameters.into_iter().chain([("global batch", self.global_batch()), ("steps", steps + per_epoch)]).collect()
     }
 
-    /// Returns the numbers of all and of trained parameters; `None` before the model's config is known.
+    /// Returns the numbers of all, of active (with experts) and of trained parameters; `None` before the model's config is
+    /// known.
     pub fn parameters(&self) -> Option<String> {
         let (frozen, trained) = self.parameter_counts()?;
         let total = frozen + trained;
         let share = 100.0 * trained as f64 / total as f64;
         let trained =
             if frozen == 0 { "all".to_owned() } else { format!("{} ({share:.2}%)", grouped(trained as usize)) };
-        Some(format!("{}, trained: {trained}", grouped(total as usize)))
+        let active = self.active_parameters().map(|active| format!(", active: {}", grouped(active as usize)));
+        Some(format!("{}{}, trained: {trained}", grouped(total as usize), active.unwrap_or_default()))
     }
 
     /// Returns the numbers of frozen and of trained parameters; `None` before the model's config is known.
     pub(crate) fn parameter_counts(&self) -> Option<(u64, u64)> {
         Some(parameter_counts(&Setup::of(self, DeviceKind::Cpu).ok()?))
+    }
+
+    /// Returns the number of parameters that a token uses; `None` for a dense model, or before the model's config is known.
+    pub(crate) fn active_parameters(&self) -> Option<u64> {
+        active_parameter_count(&Setup::of(self, DeviceKind::Cpu).ok()?)
     }
 
     /// Returns the degrees of the device mesh by name, in the order of its axes.

@@ -24,6 +24,7 @@ pub(super) fn describe(run: &TrainingRun, total_steps: usize, gpu_id: Option<usi
         output_dir,
         parameters: frozen + trained,
         trained_parameters: trained,
+        active_parameters: plan.active_parameters(),
         mesh: BTreeMap::from_iter(plan.mesh().into_iter().chain([("world_size", plan.ranks.n_ranks())])),
         global_batch_size: rows,
         global_batch_tokens: (plan.data.max_length > 0).then_some(rows * plan.data.max_length),

@@ -1,5 +1,7 @@
 //! Rendering of the page.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context, Result};
 use candlewick_html::{Page, script_json};
 use minijinja::context;
@@ -11,7 +13,7 @@ use super::reported_run::{ReportedRun, RunsReport};
 use super::tables::{
     RunEvent, RunHead, TokenRow, differences, environment, events, results, token_statistics, trained,
 };
-use crate::metrics::grouped;
+use crate::metrics::{ExpertLoad, LayerLoad, grouped};
 use crate::plan::value_in_words;
 use crate::run_history::SavedRun;
 
@@ -30,8 +32,15 @@ struct RunDetails<'r> {
     events: Vec<RunEvent>,
     /// Key, value and origin of each setting.
     settings: Vec<[String; 3]>,
-    experts: Vec<[String; 5]>,
+    experts: ExpertTable,
     notes: Vec<String>,
+}
+
+/// Load, logits and losses of each MoE layer at the last step.
+#[derive(Default, Serialize)]
+struct ExpertTable {
+    columns: Vec<String>,
+    rows: Vec<Vec<String>>,
 }
 
 /// Renders a report as HTML.
@@ -66,26 +75,36 @@ impl<'r> RunDetails<'r> {
             trained: stats.as_ref().map(trained).unwrap_or_default(),
             events: events(run),
             settings: run.settings.iter().map(setting).collect(),
-            experts: experts(run),
+            experts: ExpertTable::of(run),
             notes: notes(run),
         }
     }
 }
 
-/// Returns the load of each MoE layer at the last step: layer, busiest expert over mean, entropy, unused, dropped.
-fn experts(run: &ReportedRun) -> Vec<[String; 5]> {
-    let load = run.history.rows.expert_load();
-    let layers = load.into_iter().flat_map(|load| load.layers);
-    let row = |layer: crate::metrics::LayerLoad| {
-        [
-            layer.layer.to_string(),
-            format!("{:.3}", layer.max_over_mean),
-            format!("{:.3}", layer.entropy),
-            format!("{:.1}%", 100.0 * layer.unused),
-            format!("{:.1}%", 100.0 * layer.dropped),
-        ]
-    };
-    layers.map(row).collect()
+impl ExpertTable {
+    /// Returns the table of the last step. Records of earlier versions have no logits and losses of layers.
+    fn of(run: &ReportedRun) -> Self {
+        let Some(ExpertLoad { layers, .. }) = run.history.rows.expert_load() else { return Self::default() };
+        let has_logits = layers.iter().any(|layer| layer.logit_std > 0.0);
+        let logits: &[&str] = if has_logits { &["Mean of logits", "Std of logits"] } else { &[] };
+        let losses: BTreeSet<&str> = layers.iter().flat_map(|layer| layer.losses.keys().map(String::as_str)).collect();
+        let columns = ["Layer", "Busiest over mean", "Entropy", "Without tokens", "Dropped"].into_iter();
+        let columns = columns.chain(logits.iter().copied()).chain(losses.iter().copied()).map(str::to_owned).collect();
+        let row = |layer: &LayerLoad| {
+            let of_logits = [layer.logit_mean, layer.logit_std].map(|logit| format!("{logit:.3}"));
+            let of_loss = |name: &&str| layer.losses.get(*name).map_or_else(String::new, |loss| format!("{loss:.4}"));
+            let load = [
+                layer.layer.to_string(),
+                format!("{:.3}", layer.max_over_mean),
+                format!("{:.3}", layer.entropy),
+                format!("{:.1}%", 100.0 * layer.unused),
+                format!("{:.1}%", 100.0 * layer.dropped),
+            ];
+            let of_logits = of_logits.into_iter().take(logits.len());
+            load.into_iter().chain(of_logits).chain(losses.iter().map(of_loss)).collect()
+        };
+        Self { columns, rows: layers.iter().map(row).collect() }
+    }
 }
 
 /// Returns the notes of a run, and those about its files.

@@ -132,6 +132,7 @@ fn facts_of(run: &ReportedRun) -> Vec<(&'static str, String)> {
     let cpus = saved.count("/host/n_cpus").map_or_else(String::new, |n| format!(" ({n} threads)"));
     let all = [
         ("parameters", count("/run/parameters")),
+        ("active parameters", count("/run/active_parameters")),
         ("trained parameters", count("/run/trained_parameters")),
         ("global batch", batch),
         ("device mesh", mesh(saved)),

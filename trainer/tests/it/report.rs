@@ -84,6 +84,28 @@ fn a_report_of_a_training_run_has_its_curves_and_numbers() {
 }
 
 #[test]
+fn experts_by_layer_have_their_logits_and_losses_if_the_records_have_them() {
+    let folder = RunFolder::new("run");
+    folder.save(finished());
+    folder.log(&(1..=3).map(step_of_experts).collect::<Vec<_>>());
+    let page = page_of(&folder.path());
+    let cell = |text: &str| format!("<td class=\"number\">{text}</td>");
+    let row = ["3", "2.500", "0.900", "0.0%", "0.0%", "-0.500", "1.750", "0.1250"].map(cell).concat();
+    assert!(page.contains(&row), "{page}");
+    for column in ["Mean of logits", "Std of logits", "z_loss"] {
+        assert!(page.contains(&format!("<th scope=\"col\" class=\"number\">{column}</th>")), "{column}");
+    }
+    let mut record = step_of_experts(1);
+    record["expert_load"]["layers"] = serde_json::json!([{"layer": 3, "max_over_mean": 2.5, "entropy": 0.9}]);
+    let earlier = RunFolder::new("run");
+    earlier.save(finished());
+    earlier.log(&[record]);
+    let page = page_of(&earlier.path());
+    let row = ["3", "2.500", "0.900", "0.0%", "0.0%"].map(cell).concat();
+    assert!(page.contains(&format!("<tr>{row}</tr>")) && !page.contains("of logits"), "{page}");
+}
+
+#[test]
 fn a_browser_draws_the_curves_of_several_runs() {
     let Some(browser) = Browser::find() else { return };
     let [first, second] = ["first", "second"].map(RunFolder::new);

@@ -86,7 +86,9 @@ pub(crate) fn step(iter: usize) -> Value {
 
 /// Returns the record of a step of a model with experts.
 pub(crate) fn step_of_experts(iter: usize) -> Value {
-    let layer = LayerLoad { layer: 3, max_over_mean: 2.5, entropy: 0.9, ..LayerLoad::default() };
+    let losses = [("z_loss".to_owned(), 0.125)].into();
+    let logits = LayerLoad { logit_mean: -0.5, logit_std: 1.75, losses, ..LayerLoad::default() };
+    let layer = LayerLoad { layer: 3, max_over_mean: 2.5, entropy: 0.9, ..logits };
     let load = ExpertLoad { max_over_mean: 2.5, entropy: 0.9, unused: 0.125, dropped: 0.0, layers: vec![layer] };
     let mut record = step(iter);
     record["expert_load"] = json!(load);

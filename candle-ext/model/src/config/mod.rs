@@ -168,10 +168,17 @@ impl Config {
         (!moe.layers.contains(&true)).then(|| layer_freq::layers_keys(family.layers))
     }
 
-    /// Returns a warning if transformers computes another function, because it does not read a key of config.json.
+    /// Returns a warning if transformers computes another function or loads not all weights, because it does not read a key of
+    /// config.json.
     pub fn transformers_warning(&self) -> Option<String> {
         let key = self.moe()?.unlike_family?;
-        Some(format!("transformers does not read {key} of config.json, and computes another function with this model"))
+        let consequence = match key {
+            LAYER_FREQ => {
+                "it expects experts in the dense layers, loads no weights there, and initializes them at random"
+            }
+            _ => "it computes another function with this model",
+        };
+        Some(format!("transformers does not read {key} of config.json: {consequence}"))
     }
 
     /// Returns the head counts and head size of attention.

@@ -37,7 +37,7 @@ pub struct MoeConfig {
     pub layers: Vec<bool>,
     /// Place where the weight of an expert multiplies.
     pub weighting: ExpertWeighting,
-    /// Key of config.json that makes the layers differ from the family's, so that transformers computes another function.
+    /// Key of config.json that makes the layers differ from the family's. transformers does not read it.
     pub unlike_family: Option<&'static str>,
 }
 

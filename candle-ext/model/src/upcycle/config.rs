@@ -52,7 +52,6 @@ pub(super) fn moe_config(dense: &Config, experts: &UpcycledExperts) -> Result<Co
     raw.extend(window_keys(dense, family.spec().window));
     make_theta_explicit(&mut raw, dense.typed.rope_theta);
     let config = Config::from_json(Value::Object(raw))?;
-    check_dense_layers(&config, dense.intermediate_size())?;
     check_equal(dense, &config)?;
     Ok(config)
 }
@@ -107,17 +106,64 @@ pub(super) fn check_experts(dense: &Config, experts: &UpcycledExperts) -> Result
     if granularity == 0 {
         return refuse("granularity 0 must be at least 1".to_owned());
     }
-    for (what, size) in
-        [("intermediate_size", dense.intermediate_size()), ("num_experts", n_experts), ("num_experts_per_tok", top_k)]
-    {
-        if !size.is_multiple_of(granularity) {
-            return refuse(format!(
-                "{what} {size} must be a multiple of granularity {granularity}: a token's experts make up whole copies of \
-                 the dense MLP, of {granularity} slices each"
-            ));
+    check_granularity(dense, experts)?;
+    check_layer_freq(dense, experts)
+}
+
+/// Fails unless a list of layers with experts has an entry for each layer, and the family expresses the dense layers.
+fn check_layer_freq(dense: &Config, experts: &UpcycledExperts) -> Result<(), ModelError> {
+    let n_layers = dense.n_layers();
+    let problem = match &experts.layer_freq {
+        MoeLayerFreq::Pattern(layers) if layers.len() != n_layers => format!(
+            "the list has {} entries, but the model has {n_layers} layers; write one entry for each layer",
+            layers.len()
+        ),
+        MoeLayerFreq::Pattern(layers) if !layers.contains(&true) => {
+            "no layer has experts; write a 1 for each layer with experts".to_owned()
         }
+        freq => match narrow_family(dense, experts).filter(|_| has_dense_layers(freq, n_layers)) {
+            None => return Ok(()),
+            Some(family) => format!(
+                "{} has one width for experts and dense layers; use --granularity 1, or experts in all layers",
+                family.name()
+            ),
+        },
+    };
+    Err(ModelError::Unsupported(format!("--moe-layer-freq: {problem}")))
+}
+
+fn has_dense_layers(freq: &MoeLayerFreq, n_layers: usize) -> bool {
+    match freq {
+        MoeLayerFreq::Every(n) => *n > 1 && n_layers > 1,
+        MoeLayerFreq::Pattern(layers) => layers.contains(&false),
     }
-    Ok(())
+}
+
+/// Returns the family of the upcycled model if its dense layers would have the width of a slice: Mixtral has one key for
+/// them and its experts.
+fn narrow_family(dense: &Config, experts: &UpcycledExperts) -> Option<Family> {
+    let family = moe_family(dense).ok()?;
+    let has_one_width = family.spec().moe?.expert_size.0 == "intermediate_size";
+    (has_one_width && experts.granularity > 1).then_some(family)
+}
+
+/// Fails unless the dense MLP can be cut into slices, and the experts of a layer and of a token are whole copies of it.
+fn check_granularity(dense: &Config, experts: &UpcycledExperts) -> Result<(), ModelError> {
+    let UpcycledExperts { n_experts, top_k, granularity, .. } = *experts;
+    let width = dense.intermediate_size();
+    let problem = if !width.is_multiple_of(granularity) {
+        format!("the dense MLP's intermediate_size {width} cannot be divided into {granularity} equal slices")
+    } else if !n_experts.is_multiple_of(granularity) {
+        format!("--num-experts {n_experts} is not a multiple of {granularity}, the slices of one copy of the dense MLP")
+    } else if !top_k.is_multiple_of(granularity) {
+        format!(
+            "--num-experts-per-tok {top_k} is not a multiple of {granularity}: a token uses whole copies of the dense MLP, of \
+             {granularity} slices each"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(ModelError::Unsupported(format!("--granularity {granularity}: {problem}")))
 }
 
 fn explicit_keys(dense: &Config, family: Family) -> Map<String, Value> {
@@ -214,19 +260,6 @@ fn make_theta_explicit(raw: &mut Map<String, Value>, theta: f64) {
         Some(parameters) => parameters.insert("rope_theta".to_owned(), theta.into()),
         None => raw.insert("rope_theta".to_owned(), theta.into()),
     };
-}
-
-/// Fails if dense layers would not have the dense model's width: Mixtral has one key for them and its experts.
-fn check_dense_layers(config: &Config, intermediate_size: usize) -> Result<(), ModelError> {
-    let has_dense = config.moe().is_some_and(|moe| moe.layers.contains(&false));
-    if !has_dense || config.intermediate_size() == intermediate_size {
-        return Ok(());
-    }
-    let problem = format!(
-        "{} has one width for experts and dense layers; use granularity 1, or experts in all layers",
-        config.family().name()
-    );
-    Err(ModelError::key(LAYER_FREQ, problem))
 }
 
 /// Refuses a config that differs from the dense one in more than the MLP.

@@ -154,7 +154,9 @@ fn a_pattern_of_layers_keeps_the_logits_of_the_dense_model() {
             let n_moe_layers = want.iter().filter(|has_experts| **has_experts).count();
             assert_eq!((config.family().model_type(), &config.moe().unwrap().layers), (family, &want));
             assert_eq!((report.n_moe_layers, report.n_layers), (n_moe_layers, n_layers));
-            assert_eq!(config.transformers_warning().is_some(), family == "mixtral");
+            let warning = config.transformers_warning();
+            assert_eq!(warning.is_some(), family == "mixtral");
+            assert!(warning.is_none_or(|warning| warning.contains("moe_layer_freq") && warning.contains("at random")));
             let what = format!("{name} {want:?}");
             let [found, want] = [&tiny, &dense].map(|tiny| tiny.logits(&reference.ids, &reference.lengths));
             assert_close(&what, &found, &want);
@@ -162,7 +164,8 @@ fn a_pattern_of_layers_keeps_the_logits_of_the_dense_model() {
     }
     let sliced = UpcycledExperts { layer_freq: MoeLayerFreq::Every(2), ..experts([8, 4, 2]) };
     let message = Upcycling::open(&fixture("mistral"), sliced, 7).map(drop).unwrap_err().to_string();
-    assert!(message.contains("moe_layer_freq") && message.contains("use granularity 1"), "{message}");
+    assert!(message.starts_with("--moe-layer-freq: Mixtral has one width"), "{message}");
+    assert!(message.contains("use --granularity 1"), "{message}");
 }
 
 #[test]
@@ -311,9 +314,9 @@ fn sizes_that_do_not_divide_are_refused_with_the_rule() {
     of([4, 5, 1], &["num_experts_per_tok 5", "between 1 and num_experts 4"]);
     of([4, 0, 1], &["num_experts_per_tok 0"]);
     of([4, 2, 0], &["granularity 0"]);
-    of([6, 3, 3], &["intermediate_size 20", "multiple of granularity 3"]);
-    of([6, 4, 4], &["num_experts 6", "multiple of granularity 4"]);
-    of([8, 2, 4], &["num_experts_per_tok 2", "multiple of granularity 4"]);
+    of([6, 3, 3], &["--granularity 3: the dense MLP's intermediate_size 20 cannot be divided into 3 equal slices"]);
+    of([6, 4, 4], &["--granularity 4: --num-experts 6 is not a multiple of 4"]);
+    of([8, 2, 4], &["--granularity 4: --num-experts-per-tok 2 is not a multiple of 4: a token uses whole copies"]);
     of([1024, 2, 1], &["num_experts 1024 must be at most 512"]);
     let root = tempfile::tempdir().unwrap();
     let router = UpcycledRouter { expert_bias: true, ..UpcycledRouter::default() };
@@ -323,6 +326,20 @@ fn sizes_that_do_not_divide_are_refused_with_the_rule() {
     assert!(error.contains("expert biases need the router score function sigmoid or sqrtsoftplus"), "{error}");
     // The options are at fault, and not the config of the dense model.
     assert!(!error.contains("config.json"), "{error}");
+}
+
+/// The option is at fault, and not the config of the dense model.
+#[test]
+fn a_list_of_layers_with_another_length_names_the_option() {
+    for (layers, phrase) in [
+        (vec![true, false, true], "the list has 3 entries, but the model has 2 layers"),
+        (vec![false, false], "no layer has experts"),
+    ] {
+        let experts = UpcycledExperts { layer_freq: MoeLayerFreq::Pattern(layers), ..experts([4, 2, 1]) };
+        let error = Upcycling::open(&fixture("mistral"), experts, 0).map(drop).unwrap_err().to_string();
+        assert!(error.starts_with("--moe-layer-freq: ") && error.contains(phrase), "{error}");
+        assert!(!error.contains("config.json"), "{error}");
+    }
 }
 
 #[test]

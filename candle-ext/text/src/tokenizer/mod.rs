@@ -141,6 +141,12 @@ impl Tokenizer {
         Ok(self)
     }
 
+    /// Sets the folder that errors name, for a tokenizer that was read from a temporary copy.
+    #[must_use]
+    pub fn with_directory(self, directory: PathBuf) -> Self {
+        Self { directory, ..self }
+    }
+
     /// Returns the folder of the tokenizer.
     pub fn directory(&self) -> &Path {
         &self.directory

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use candlewick_comm::store::Server;
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use suite::{program, wait_for_exit};
 
 use super::{TrainedRuns, ok, text};
@@ -44,6 +45,17 @@ fn launched(runs: &TrainedRuns, n_ranks: &str, flags: &[&str], arguments: &[&str
     let launch = ["--standalone", "--nproc-per-node", n_ranks];
     let trainer = ["--", trainer.to_str().unwrap()];
     runs.run("launch", &[&launch, flags, &trainer, arguments, &["--device", "cpu"]].concat(), stdin)
+}
+
+/// Runs `evaluator score` on several ranks and returns its JSON, which one of them prints.
+#[track_caller]
+fn scored(runs: &TrainedRuns, n_ranks: &str, mesh: &[&str], arguments: &[&str]) -> Value {
+    let evaluator = program("evaluator");
+    let launch = ["--standalone", "--nproc-per-node", n_ranks, "--", evaluator.to_str().unwrap(), "score"];
+    let output = ok(runs.run("launch", &[&launch, arguments, mesh, &["--device", "cpu"]].concat(), ""));
+    let printed = text(&output.stdout);
+    assert_eq!(printed.lines().count(), 1, "{n_ranks} ranks, {mesh:?}: {printed}");
+    serde_json::from_str(printed.trim_start_matches("[0]: ")).unwrap()
 }
 
 fn alone(runs: &TrainedRuns, arguments: &[&str], stdin: &str) -> Output {
@@ -95,6 +107,43 @@ fn ranks_that_divide_experts_generate_and_chat_as_one() {
         let two = ok(launched(runs, "2", &["--interactive"], &experts, input));
         assert_eq!(text(&two.stdout), text(&one.stdout), "{}", text(&two.stderr));
         assert_eq!(count(&two, " tokens/s "), 2);
+    }
+}
+
+/// Tensor parallelism rounds differently. The rows are no multiple of the ranks.
+#[test]
+fn several_ranks_print_the_scores_of_one() {
+    let runs = TrainedRuns::shared();
+    let (data, text) =
+        (["--model", "full", "--data", "eval.jsonl", "--limit", "5"], ["--model", "full", "--text", "A cloud"]);
+    let (loss, tokens) = (scored(runs, "1", &[], &data), scored(runs, "1", &[], &text));
+    assert_eq!(loss["rows"], 5);
+    for (n_ranks, mesh) in MESHES.into_iter().chain([("3", &[][..])]) {
+        let [found, of_text] = [&data[..], &text].map(|arguments| scored(runs, n_ranks, mesh, arguments));
+        let is_rounded = mesh.first() == Some(&"--tensor-parallel-size");
+        let (number, want) = (found["loss"].as_f64().unwrap(), loss["loss"].as_f64().unwrap());
+        assert!((number - want).abs() < 1e-6 && (is_rounded || found == loss), "{n_ranks} {mesh:?}: {found} {loss}");
+        assert_eq!((&found["tokens"], &found["rows"]), (&loss["tokens"], &loss["rows"]));
+        assert!(is_rounded || of_text == tokens, "{n_ranks} {mesh:?}: {of_text} {tokens}");
+        let logprob = |tokens: &Value| tokens[1]["logprob"].as_f64().unwrap();
+        assert!((logprob(&of_text) - logprob(&tokens)).abs() < 1e-5, "{n_ranks} {mesh:?}: {of_text} {tokens}");
+    }
+}
+
+/// Replicas that share experts run equally many forwards.
+#[test]
+fn ranks_that_divide_experts_print_the_scores_of_one() {
+    let runs = TrainedRuns::shared();
+    let sizes = ["--num-experts", "4", "--num-experts-per-tok", "2", "--granularity", "1"];
+    ok(runs.run("trainer", &[&["upcycle", "full", "--output", "scored-experts"], &sizes[..]].concat(), ""));
+    let arguments = ["--model", "scored-experts", "--data", "eval.jsonl", "--limit", "5"];
+    let one = scored(runs, "1", &[], &arguments);
+    for (n_ranks, mesh) in [
+        ("2", &["--expert-parallel-size", "2"][..]),
+        ("4", &["--expert-parallel-size", "2", "--zero-stage", "3"]),
+        ("4", &["--expert-parallel-size", "2", "--pipeline-parallel-size", "2"]),
+    ] {
+        assert_eq!(scored(runs, n_ranks, mesh, &arguments), one, "{n_ranks} {mesh:?}");
     }
 }
 

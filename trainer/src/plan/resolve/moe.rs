@@ -1,6 +1,6 @@
 //! Resolution of the keys of mixture-of-experts models.
 
-use candlewick_model::QkNorm;
+use candlewick_model::{Model, QkNorm};
 use candlewick_ops::{FP8_BLOCK, GroupedGemmImpl};
 
 use super::model::EXPERTS;
@@ -49,7 +49,27 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
     report_split_blocks(resolver, model, ranks);
     report_dropout(resolver, model);
     report_megatron_keys(resolver, model);
-    Some(router::resolve(resolver, model, moe))
+    let router = router::resolve(resolver, model, moe);
+    note_frozen_experts(resolver, model, &router);
+    Some(router)
+}
+
+/// Notes an adapter that leaves all routed experts and routers frozen, as `all-linear` does.
+fn note_frozen_experts(resolver: &mut Resolver, model: &ModelPlan, router: &RouterPlan) {
+    let (Some(lora), Some(config)) = (&model.adapter, &model.config) else { return };
+    let is_frozen = Model::new(config.clone(), Some(lora.clone()))
+        .is_ok_and(|adapted| !adapted.adapts_experts() && !adapted.adapts_routers());
+    if resolver.recipe().model.peft_config.is_none() || !is_frozen {
+        return;
+    }
+    let of_losses = match router.losses[..] {
+        [] => "no router loss is added",
+        _ => "the router losses train no router",
+    };
+    resolver.note(format!(
+        "model.peft_config leaves routed experts and routers frozen, and {of_losses}; to adapt them, set \
+         model.peft_config.target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight]"
+    ));
 }
 
 /// Degrees of the ranks that hold the experts of a stage.

@@ -293,6 +293,39 @@ fn an_adapter_on_the_routers_trains_them_with_the_models_coefficient() {
 }
 
 #[test]
+fn an_adapter_that_leaves_experts_and_routers_frozen_is_noted_once() {
+    let notes = |arguments: &[&str]| {
+        let notes = of_experts(1, arguments).unwrap().notes;
+        notes.into_iter().filter(|note| note.contains("routed experts and routers frozen")).collect::<Vec<_>>()
+    };
+    let adapter = |targets: &str| format!("model.peft_config={{peft_type: LORA, r: 4, {targets}}}");
+    let all_linear = adapter("target_modules: all-linear");
+    let found = notes(&[&all_linear]);
+    assert_eq!(found.len(), 1, "{found:?}");
+    for part in ["no router loss is added", "model.peft_config.target_parameters: [mlp.experts.gate_up_proj"] {
+        assert!(found[0].contains(part), "{part} is not in {found:?}");
+    }
+    let with_loss = notes(&[&all_linear, "moe.aux_loss_coeff=0.01"]);
+    assert!(with_loss[0].contains("the router losses train no router"), "{with_loss:?}");
+    for targets in ["target_parameters: [mlp.gate.weight]", "target_parameters: [mlp.experts.down_proj]"] {
+        assert_eq!(notes(&[&adapter(targets)]), [""; 0], "{targets}");
+    }
+    assert_eq!(notes(&[]), [""; 0]);
+}
+
+#[test]
+fn a_plan_of_experts_lists_the_parameters_that_a_token_uses() {
+    let facts = of_experts(1, &[]).unwrap().facts();
+    // 6 experts of 3 x 64 x 32 in 2 layers, of which a token uses 2.
+    let unused = 2 * 4 * 3 * 64 * 32;
+    let number = |text: &str| text.replace(',', "").parse::<usize>().unwrap();
+    let (total, rest) = facts[0].1.split_once(", active: ").unwrap();
+    let (active, trained) = rest.split_once(", trained: ").unwrap();
+    assert_eq!((facts[0].0, trained), ("parameters", "all"));
+    assert_eq!(number(active), number(total) - unused, "{}", facts[0].1);
+}
+
+#[test]
 fn dropout_of_adapters_of_parameters_is_refused_as_by_peft() {
     let argument =
         |dropout, targets| format!("model.peft_config={{peft_type: LORA, lora_dropout: {dropout}, {targets}}}");
