@@ -257,6 +257,9 @@ fn an_upcycled_model_scores_and_trains_as_its_dense_model() {
     runs.refuses(&upcycle("moe", "moe2", sizes), 2, &["failed to upcycle moe", "is a mixture of experts already"]);
     runs.refuses(&upcycle("lora", "moe2", sizes), 2, &["is an adapter; merge it first"]);
     runs.refuses(&upcycle("full", "moe2", ["8", "9", "1"]), 2, &["num_experts_per_tok 9"]);
+    let warned = ok(upcycle("full", "top-1", ["4", "1", "1"]));
+    let note = text(&warned.stderr);
+    assert!(note.contains("with num_experts_per_tok 1 each weight is 1"), "{note}");
 }
 
 #[test]

@@ -177,7 +177,7 @@ fn records_that_do_not_fit_are_refused() {
         &["micro-0002.rank-*", "the step has 2 recorded micro-batches"],
     );
     refused(&[&key, "model.config.num_experts=4"], data, &all("it was recorded with 8 experts, and this model has 4"));
-    refused(&[&key, "model.config.num_experts_per_tok=1"], data, &all("it was recorded with 2 top_k"));
+    refused(&[&key, "model.config.num_experts_per_tok=3"], data, &all("it was recorded with 2 top_k"));
     refused(
         &[&key, "model.config.num_hidden_layers=3"],
         data,
