@@ -72,6 +72,14 @@ pub enum ModelError {
 }
 
 impl ModelError {
+    /// Returns the key of config.json with an invalid value.
+    pub fn config_key(&self) -> Option<&str> {
+        match self {
+            Self::ConfigKey { key, .. } => Some(key),
+            _ => None,
+        }
+    }
+
     pub(crate) fn key(key: &str, problem: impl Into<String>) -> Self {
         Self::ConfigKey { key: key.to_string(), problem: problem.into() }
     }

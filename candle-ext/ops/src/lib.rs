@@ -117,8 +117,8 @@ pub use moe::expert_labels::{relabel_experts, repeat_dropout_keys, repeat_weight
 pub use moe::grouped_linear::{GroupedCall, GroupedGemmImpl, GroupedLinearCost, TokensPerCall, grouped_linear};
 pub use moe::permute::{permute, permute_cost, permute_dropout_keys, permute_weights, unpermute};
 pub use moe::router::{
-    CountedExperts, ExpertChoice, GroupLimit, RouterSpec, RouterStatistics, RouterStatisticsSpec, Routing,
-    ScoreFunction, TopKOrder, route, route_by, route_by_choice, route_cost, route_to, route_with_statistics,
+    CountedExperts, ExpertChoice, GroupLimit, MAX_CUDA_TOP_K, RouterSpec, RouterStatistics, RouterStatisticsSpec,
+    Routing, ScoreFunction, TopKOrder, route, route_by, route_by_choice, route_cost, route_to, route_with_statistics,
 };
 pub use moe::router_loss::{
     balance_factors, expert_score_sums, load_balancing_loss, router_loss_cost, router_z_loss,

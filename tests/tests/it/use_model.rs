@@ -261,6 +261,9 @@ fn an_upcycled_model_scores_and_trains_as_its_dense_model() {
     let sizes = ["--num-experts", "8", "--num-experts-per-tok", "2", "--moe-layer-freq", "[1,0,1]"];
     let frequency = runs.run("trainer", &[&["upcycle", "full", "--output", "moe2"], &sizes[..]].concat(), "");
     runs.refuses(&frequency, 2, &["failed to upcycle full", "--moe-layer-freq: the list has 3 entries"]);
+    let warned = ok(upcycle("full", "top-1", ["4", "1", "1"]));
+    let note = text(&warned.stderr);
+    assert!(note.contains("with num_experts_per_tok 1 each weight is 1"), "{note}");
 }
 
 #[test]

@@ -102,7 +102,8 @@ pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     };
     let failed = || format!("failed to upcycle {}", found.folder.display());
     let upcycling = Upcycling::open(&found.folder, experts, args.seed).with_context(failed)?;
-    upcycling.config().transformers_warning().iter().for_each(|warning| ui.note(warning));
+    let warnings = [upcycling.config().transformers_warning(), upcycling.config().constant_weights()];
+    warnings.iter().flatten().for_each(|warning| ui.note(warning));
     let dtype = args.dtype.named();
     require_space(&args.output, upcycling.n_bytes(dtype))?;
     let output = UpcyclingOutput { folder: &args.output, dtype, shard_bytes: args.max_shard_size };

@@ -1,4 +1,4 @@
-//! Keys of other toolkits: axolotl, TRL and transformers, torchtune, LLaMA-Factory, DeepSpeed.
+//! Keys of other toolkits: axolotl, TRL and transformers, torchtune, LLaMA-Factory, DeepSpeed, Megatron-LM.
 
 /// A key of another toolkit and its counterpart in the recipe.
 pub(crate) struct ForeignKey {
@@ -18,6 +18,7 @@ const TRACKERS: &str = "the trackers are tensorboard, wandb and mlflow; metrics.
 const TEMPLATE: &str = "a Jinja file that replaces the tokenizer's own template";
 const ATTENTION: &str = "fused attention is the default";
 const ALWAYS: &str = "remove the key: this is always on";
+const OF_MODEL: &str = "with a loaded model in model.hf_config_kwargs";
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
 const ZERO: &str = "the ZeRO stage: 0, 1, 2 or 3";
 const MASKS: &str = "by default the loss covers the assistant's tokens only; `train_on_all` covers all tokens";
@@ -65,6 +66,26 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("shuffle_buffer_size", "data.buffer_size", "with `data.streaming`"),
     // Mixtures of experts.
     key("arch_variant", "model.hf_config_kwargs", "`num_experts: 0` makes the dense model of the same sizes"),
+    key("expert_model_parallel_size", "expert_parallel_size", ""),
+    // Megatron-LM's flags have the prefix `moe_` instead of the section.
+    key("moe.num_experts", "model.config.num_experts", OF_MODEL),
+    key("moe.router_topk", "model.config.num_experts_per_tok", OF_MODEL),
+    key("moe.ffn_hidden_size", "model.config.moe_intermediate_size", OF_MODEL),
+    key("moe.shared_expert_intermediate_size", "model.config.shared_expert_intermediate_size", OF_MODEL),
+    key("moe.layer_freq", "model.config.moe_layer_freq", OF_MODEL),
+    key("moe.apply_probs_on_input", "model.config.moe_apply_probs_on_input", OF_MODEL),
+    key("moe.router_score_function", "model.config.moe_router_score_function", OF_MODEL),
+    key("moe.router_pre_softmax", "model.config.moe_router_pre_softmax", OF_MODEL),
+    key("moe.router_enable_expert_bias", "model.config.moe_router_enable_expert_bias", OF_MODEL),
+    key("moe.router_topk_scaling_factor", "model.config.moe_router_topk_scaling_factor", OF_MODEL),
+    key("moe.router_num_groups", "model.config.moe_router_num_groups", OF_MODEL),
+    key("moe.router_group_topk", "model.config.moe_router_group_topk", OF_MODEL),
+    key("moe.router_force_load_balancing", "moe.benchmark.router_force_load_balancing", ""),
+    key("moe.router_force_biased", "moe.benchmark.router_force_biased", ""),
+    key("moe.shared_expert_overlap", "", ALWAYS),
+    key("moe.grouped_gemm", "", ALWAYS),
+    key("moe.permute_fusion", "", ALWAYS),
+    key("moe.per_layer_logging", "", ALWAYS),
     // FP8.
     key(
         "fp8",
@@ -316,6 +337,8 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("fsdp", "deepspeed.zero_optimization.stage", "stage 3 shards what FSDP shards"),
     key("fsdp_config", "deepspeed.zero_optimization.stage", "stage 3 shards what FSDP shards"),
     key("offload_optimizer", "deepspeed.zero_optimization.offload_optimizer", "`{device: cpu}`"),
+    key("tensor_model_parallel_size", "tensor_parallel_size", ""),
+    key("pipeline_model_parallel_size", "pipeline_parallel_size", ""),
     key("tensor_parallel_degree", "tensor_parallel_size", ""),
     key("tp_size", "tensor_parallel_size", ""),
     key("sequence_parallel_norms", "sequence_parallel", ""),

@@ -101,8 +101,23 @@ pub(crate) fn counterpart(path: &str) -> Option<&'static str> {
 
 fn foreign_key(path: &str) -> Option<&'static ForeignKey> {
     let name = path.rsplit('.').next().unwrap_or(path);
-    let find = |name: &str| FOREIGN_KEYS.iter().find(|foreign| foreign.name == name);
-    find(path).or_else(|| find(name)).filter(|foreign| foreign.recipe_key != path)
+    let of_megatron = in_moe_section(name);
+    let found = [path, name, &of_megatron].into_iter().find_map(find_foreign);
+    found.filter(|foreign| foreign.recipe_key != path)
+}
+
+fn find_foreign(name: &str) -> Option<&'static ForeignKey> {
+    FOREIGN_KEYS.iter().find(|foreign| foreign.name == name)
+}
+
+/// Returns the path of a flag of Megatron-LM such as `moe_aux_loss_coeff` in the section `moe`.
+fn in_moe_section(name: &str) -> String {
+    format!("moe.{}", name.strip_prefix("moe_").unwrap_or(name))
+}
+
+/// Returns the key of the section `moe` for a flag of Megatron-LM with the prefix `moe_`.
+fn key_of_moe_flag(name: &str) -> Option<String> {
+    name.strip_prefix("moe_").map(|_| in_moe_section(name)).filter(|key| is_key(key))
 }
 
 /// Returns advice for an unknown key. `siblings` are the keys of the same map.
@@ -110,6 +125,9 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
     let name = path.rsplit('.').next().unwrap_or(path);
     if let Some(advice) = foreign_key_advice(path) {
         return Some(advice);
+    }
+    if let Some(key) = key_of_moe_flag(name) {
+        return Some(format!("use `{key}`"));
     }
     let sibling = nearest(name, siblings.iter().copied());
     // In a section its own keys take precedence. At the top level all sections are searched.
@@ -145,8 +163,9 @@ pub(crate) fn of_option(option: &str) -> Option<String> {
     if is_key(&name) {
         return Some(name);
     }
-    let foreign = FOREIGN_KEYS.iter().find(|foreign| foreign.name == name && !foreign.recipe_key.is_empty());
-    foreign.map(|foreign| foreign.recipe_key.replace(".N.", ".0."))
+    let foreign = find_foreign(&name).or_else(|| find_foreign(&in_moe_section(&name)));
+    let foreign = foreign.filter(|foreign| !foreign.recipe_key.is_empty());
+    foreign.map(|foreign| foreign.recipe_key.replace(".N.", ".0.")).or_else(|| key_of_moe_flag(&name))
 }
 
 fn meant(keys: &[&str]) -> String {
@@ -205,6 +224,9 @@ mod tests {
             ("--max_steps", "train_iters"),
             ("--optimizer.lr", "optimizer.lr"),
             ("--save_total_limit", "checkpoint.0.save_total_limit"),
+            ("--expert-model-parallel-size", "expert_parallel_size"),
+            ("--moe-router-topk", "model.config.num_experts_per_tok"),
+            ("--moe-aux-loss-coeff", "moe.aux_loss_coeff"),
         ] {
             assert_eq!(of_option(option).as_deref(), Some(key), "{option}");
         }

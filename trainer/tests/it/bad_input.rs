@@ -27,6 +27,19 @@ fn an_unknown_key_is_refused_with_its_line_and_the_nearest_key() {
 }
 
 #[test]
+fn a_config_key_of_another_family_is_refused_with_its_line_and_the_key_of_this_one() {
+    let run = Run::of_experts();
+    run.edit("    num_experts: 8", "    first_k_dense_replace: 1\n    num_experts: 8");
+    let line = fs::read_to_string(run.path().join("recipe.yaml")).unwrap();
+    let line = line.lines().position(|line| line.contains("first_k_dense_replace")).unwrap() + 1;
+    let place = format!("recipe.yaml:{line}");
+    let instead = "has no effect on a qwen3_moe model; use mlp_only_layers or moe_layer_freq instead";
+    check(&run, &[], 2, &[&place, "first_k_dense_replace", instead]);
+    run.edit("first_k_dense_replace: 1", "num_local_experts: 4");
+    check(&run, &[], 2, &[&place, "4 experts", "set num_experts alone"]);
+}
+
+#[test]
 fn an_unknown_override_is_refused() {
     check(&Run::new(), &["optimizer.learning_rat=1"], 2, &["optimizer.learning_rat", "learning_rate"]);
 }

@@ -150,6 +150,7 @@ fn a_pattern_of_layers_is_trained_resumed_and_exported() {
         let run = Run::of_experts();
         run.edit("Qwen3MoeForCausalLM", "MixtralForCausalLM");
         run.edit("model_type: qwen3_moe", "model_type: mixtral\n    moe_layer_freq: [0, 1]");
+        run.edit("    moe_intermediate_size: 16\n", "");
         run
     };
     let (whole, resumed) = (make(), make());

@@ -97,6 +97,34 @@ fn a_key_of_another_section_or_another_trainer_is_recognized() {
 }
 
 #[test]
+fn a_flag_of_megatron_names_the_key_of_the_recipe_or_of_the_config() {
+    const ALWAYS: &str = "remove the key: this is always on";
+    check("expert_model_parallel_size: 2", &["use `expert_parallel_size`"]);
+    for (flag, want) in [
+        ("router_topk", "use `model.config.num_experts_per_tok`: with a loaded model in model.hf_config_kwargs"),
+        ("router_score_function", "use `model.config.moe_router_score_function`"),
+        ("router_pre_softmax", "use `model.config.moe_router_pre_softmax`"),
+        ("layer_freq", "use `model.config.moe_layer_freq`"),
+        ("router_force_load_balancing", "use `moe.benchmark.router_force_load_balancing`"),
+        ("shared_expert_overlap", ALWAYS),
+        ("grouped_gemm", ALWAYS),
+        ("permute_fusion", ALWAYS),
+        ("per_layer_logging", ALWAYS),
+    ] {
+        check(&format!("moe: {{{flag}: 1}}"), &[&format!("unknown key `moe.{flag}`"), want]);
+        check(&format!("moe: {{moe_{flag}: 1}}"), &[&format!("unknown key `moe.moe_{flag}`"), want]);
+        check(&format!("moe_{flag}: 1"), &[&format!("unknown key `moe_{flag}`"), want]);
+    }
+    for key in ["num_experts: 8", "moe: {num_experts: 8}"] {
+        check(key, &["use `model.config.num_experts`"]);
+    }
+    for flag in ["aux_loss_coeff", "z_loss_coeff", "router_dtype", "token_dispatcher_type", "token_drop_policy"] {
+        check(&format!("moe_{flag}: 1"), &[&format!("use `moe.{flag}`")]);
+        check(&format!("moe: {{moe_{flag}: 1}}"), &[&format!("use `moe.{flag}`")]);
+    }
+}
+
+#[test]
 fn the_keys_are_listed_on_request() {
     let error = load("modle: 1\n", &[]).unwrap_err();
     assert!(!error.to_string().contains("top-level keys"));

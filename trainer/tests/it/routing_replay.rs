@@ -190,7 +190,7 @@ fn records_that_do_not_fit_are_refused() {
     let fewer = "this run has no such micro-batch: the step has 2 recorded micro-batches, and 1 in this run";
     refused(&[&key, "gradient_accumulation_steps=1"], data, &["step-000001/micro-0001.rank-*", fewer]);
     refused(&[&key, "model.config.num_experts=4"], data, &all("it was recorded with 8 experts, and this model has 4"));
-    refused(&[&key, "model.config.num_experts_per_tok=1"], data, &all("it was recorded with 2 top_k"));
+    refused(&[&key, "model.config.num_experts_per_tok=3"], data, &all("it was recorded with 2 top_k"));
     refused(
         &[&key, "model.config.num_hidden_layers=3"],
         data,

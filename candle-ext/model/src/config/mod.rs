@@ -5,6 +5,7 @@ pub(crate) mod json;
 mod layer_freq;
 mod list_expression;
 mod moe;
+mod moe_keys;
 mod overrides;
 mod rope;
 mod router;
@@ -16,7 +17,7 @@ use candle_core::DType;
 use candlewick_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
-use crate::{Family, ModelError, QkNorm};
+use crate::{Family, ModelError, QkNorm, family::MoeLayers};
 pub(crate) use layer_freq::LAYER_FREQ;
 pub use layer_freq::MoeLayerFreq;
 pub use moe::{ExpertWeighting, MoeConfig, SharedExpertConfig};
@@ -98,8 +99,10 @@ impl Config {
 
     fn from_map(mut raw: Map<String, Value>) -> Result<Self, ModelError> {
         let typed = build::typed(&raw)?;
-        if let (Some(moe), Some(family)) = (&typed.moe, typed.family.spec().moe) {
-            layer_freq::write_family_keys(&mut raw, &moe.layers, family.layers);
+        match (&typed.moe, typed.family.spec().moe) {
+            (Some(moe), Some(family)) => layer_freq::write_family_keys(&mut raw, &moe.layers, family.layers),
+            (None, Some(family)) => moe_keys::write_dense_layers(&mut raw, family, typed.n_layers),
+            _ => {}
         }
         Ok(Self { raw, typed, n_mtp_layers: 0 })
     }
@@ -169,9 +172,16 @@ impl Config {
     }
 
     /// Returns a warning if transformers computes another function or loads not all weights, because it does not read a key of
-    /// config.json.
+    /// config.json, or if it cannot load the model.
     pub fn transformers_warning(&self) -> Option<String> {
-        let key = self.moe()?.unlike_family?;
+        let family = self.typed.family.spec().moe?;
+        let Some(moe) = self.moe() else {
+            let (key, _) = family.n_experts;
+            let name = self.typed.family.model_type();
+            let warning = || format!("transformers cannot load a {name} model without experts ({key} 0)");
+            return matches!(family.layers, MoeLayers::All).then(warning);
+        };
+        let key = moe.unlike_family?;
         let consequence = match key {
             LAYER_FREQ => {
                 "it expects experts in the dense layers, loads no weights there, and initializes them at random"
@@ -179,6 +189,21 @@ impl Config {
             _ => "it computes another function with this model",
         };
         Some(format!("transformers does not read {key} of config.json: {consequence}"))
+    }
+
+    /// Returns a warning if the router's weight of each token is always 1, so that the loss of tokens gives routers no
+    /// gradient.
+    pub fn constant_weights(&self) -> Option<String> {
+        let (moe, family) = (self.moe()?, self.typed.family.spec().moe?);
+        // A single expert needs no router.
+        let is_constant = moe.router.top_k == 1 && moe.router.normalize && moe.n_experts > 1;
+        let setting = moe_keys::without_normalization(family);
+        is_constant.then(|| {
+            format!(
+                "with num_experts_per_tok 1 each weight is 1, and routers learn nothing from the loss of tokens; set \
+                 {setting}, or select more experts"
+            )
+        })
     }
 
     /// Returns the head counts and head size of attention.

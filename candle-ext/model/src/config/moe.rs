@@ -5,12 +5,10 @@ use serde_json::{Map, Value};
 
 use super::json::{Keys, MAX_SIZE, size};
 use super::layer_freq::{LAYER_FREQ, is_unlike_family, layers};
+use super::moe_keys::{EXPERTS_KEYS, TOP_K, refuse_ambiguous_count};
 use super::router::{RouterSizes, router};
 use crate::ModelError;
 use crate::family::{MoeFamily, SharedExpertFamily};
-
-/// Names of the number of experts in config.json.
-const EXPERTS_KEYS: [&str; 3] = ["num_local_experts", "num_experts", "n_routed_experts"];
 
 /// Key of config.json with Megatron-LM's name.
 pub(crate) const ON_INPUT: &str = "moe_apply_probs_on_input";
@@ -67,6 +65,7 @@ pub(super) fn moe(
     family: &MoeFamily,
     n_layers: usize,
 ) -> Result<Option<MoeConfig>, ModelError> {
+    refuse_ambiguous_count(keys, family)?;
     let (experts_key, default) = family.n_experts;
     // transformers renames the key between its versions.
     let experts_key = [experts_key].into_iter().chain(EXPERTS_KEYS).find(|key| keys.get(key).is_some());
@@ -101,13 +100,12 @@ pub(super) fn moe(
 
 /// Reads the number of selected experts of a token.
 fn top_k(keys: Keys, family: &MoeFamily, n_experts: usize) -> Result<usize, ModelError> {
-    const KEY: &str = "num_experts_per_tok";
-    let given = keys.count(KEY)?;
+    let given = keys.count(TOP_K)?;
     match given.unwrap_or(family.top_k) {
-        0 => Err(keys.error(KEY, "expected at least 1, found 0")),
+        0 => Err(keys.error(TOP_K, "expected at least 1, found 0")),
         top_k if top_k > n_experts => {
             let origin = if given.is_none() { ", the family's default," } else { "" };
-            Err(keys.error(KEY, format!("{top_k}{origin} is more than the {n_experts} experts of a layer")))
+            Err(keys.error(TOP_K, format!("{top_k}{origin} is more than the {n_experts} experts of a layer")))
         }
         top_k => Ok(top_k),
     }
@@ -149,7 +147,7 @@ fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<O
 
 fn refuse_unsupported(keys: Keys) -> Result<(), ModelError> {
     for (key, remedy) in [
-        ("router_jitter_noise", "the recipe's router jitter replaces it; set it to 0"),
+        ("router_jitter_noise", "moe.input_jitter_eps of a recipe replaces it; set it to 0"),
         ("clip_qkv", "clipping of queries, keys and values is not supported; set it to null"),
     ] {
         if keys.number(key)?.is_some_and(|x| x != 0.0) {

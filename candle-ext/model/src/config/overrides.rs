@@ -3,10 +3,12 @@
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value};
 
+use super::json::Keys;
+use super::moe_keys::{self, MOE_KEYS, OF_MEGATRON, UnreadKey};
 use super::{Config, ROUTER_KEYS, Typed, rope};
 use crate::{
-    ModelError,
-    family::{Bias, Window},
+    Family, ModelError,
+    family::{Bias, MoeFamily, Window},
 };
 
 /// Keys that an override may set even if config.json lacks them.
@@ -32,6 +34,7 @@ const KNOWN: &[&str] = &[
     "num_key_value_heads",
     "pad_token_id",
     "partial_rotary_factor",
+    "qkv_bias",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -49,16 +52,22 @@ const INERT: &[&str] = &[
     "_attn_implementation",
     "_name_or_path",
     "auto_map",
+    "chunk_size_feed_forward",
     "embd_pdrop",
     "hidden_dropout",
+    "id2label",
+    "is_encoder_decoder",
     "is_llama_config",
+    "label2id",
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "output_attentions",
     "output_hidden_states",
     "pretraining_tp",
+    "problem_type",
     "quantization_config",
     "resid_pdrop",
+    "return_dict",
     "rope_interleaved",
     "tokenizer_class",
     "transformers.js_config",
@@ -67,12 +76,16 @@ const INERT: &[&str] = &[
 ];
 
 impl Config {
-    /// Parses a config written by hand, as [`Config::from_json`], and rejects unknown keys.
+    /// Parses a config written by hand, as [`Config::from_json`], and rejects unknown keys and keys of other families.
     pub fn from_handwritten(map: &Map<String, Value>) -> Result<Self, ModelError> {
         // A misspelled key is reported before errors that follow from it.
         map.keys().try_for_each(|key| refuse_unknown(key, "model"))?;
-        let config = Self::from_json(Value::Object(map.clone()))?;
-        map.iter().try_for_each(|(key, value)| config.refuse_unread(key, value))?;
+        let mut raw = map.clone();
+        if let Some(moe) = family_of(map).and_then(|family| family.spec().moe) {
+            moe_keys::rename_expert_count(&mut raw, moe)?;
+        }
+        let config = Self::from_map(raw)?;
+        config.refuse_without_effect(map)?;
         Ok(config)
     }
 
@@ -81,12 +94,13 @@ impl Config {
     /// Returns the overridden keys that change parameter names or shapes. If there are any, the checkpoint's weights no
     /// longer fit.
     pub fn apply_overrides(&mut self, overrides: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
+        // Keys of the file are exported even if nothing reads them.
+        let mut new_keys = overrides.keys().filter(|key| !self.raw.contains_key(*key));
+        new_keys.try_for_each(|key| refuse_unknown(key, self.typed.family.model_type()))?;
+        let renamed = self.with_expert_count_of_family(overrides)?;
         let mut raw = self.raw.clone();
-        for (key, value) in overrides {
-            // Keys of the file are exported even if nothing reads them.
-            if !self.raw.contains_key(key) {
-                refuse_unknown(key, self.typed.family.model_type())?;
-            }
+        moe_keys::remove_replaced_counts(&mut raw, &renamed);
+        for (key, value) in &renamed {
             match rope::SPELLINGS.contains(&key.as_str()) {
                 true => rope::replace_scaling(&mut raw, key, value),
                 false => _ = raw.insert(key.clone(), value.clone()),
@@ -100,10 +114,30 @@ impl Config {
             shorten_layer_types(&mut raw);
         }
         let changed = Self::from_map(raw)?;
-        overrides.iter().try_for_each(|(key, value)| changed.refuse_unread(key, value))?;
+        changed.refuse_without_effect(overrides)?;
         let reshaped = reshaped(&self.typed, &changed.typed);
         *self = changed;
         Ok(reshaped)
+    }
+
+    /// Returns overrides with the family's name of the number of experts.
+    fn with_expert_count_of_family(&self, overrides: &Map<String, Value>) -> Result<Map<String, Value>, ModelError> {
+        let (mut renamed, mut merged) = (overrides.clone(), self.raw.clone());
+        merged.extend(overrides.clone());
+        if let Some(moe) = family_of(&merged).and_then(|family| family.spec().moe) {
+            moe_keys::rename_expert_count(&mut renamed, moe)?;
+        }
+        Ok(renamed)
+    }
+
+    /// Rejects keys of a recipe without an effect, and those that keep the routers from learning.
+    fn refuse_without_effect(&self, written: &Map<String, Value>) -> Result<(), ModelError> {
+        written.iter().try_for_each(|(key, value)| self.refuse_unread(key, value))?;
+        let key = moe_keys::WEIGHT_KEYS.iter().find(|key| written.contains_key(**key));
+        match (self.constant_weights(), key) {
+            (Some(problem), Some(key)) => Err(ModelError::key(key, problem)),
+            _ => Ok(()),
+        }
     }
 
     /// Rejects a key that this family does not use, unless its value has no effect.
@@ -119,7 +153,10 @@ impl Config {
         let is_read = match key {
             "sliding_window" => !matches!(family_spec.window, Window::None),
             "use_sliding_window" | "max_window_layers" | "layer_types" => has_some,
-            key if MOE_KEYS.contains(&key) || ROUTER_KEYS.contains(&key) => family_spec.moe.is_some(),
+            key if MOE_KEYS.contains(&key) || ROUTER_KEYS.contains(&key) => match family_spec.moe {
+                Some(moe) => return self.refuse_key_of_another_family(moe, key, value),
+                None => false,
+            },
             "attention_bias" | "qkv_bias" => has_bias(&[family_spec.qkv_bias, family_spec.o_bias]),
             "use_qk_norm" => family_spec.qk_norm_key.is_some(),
             "mlp_bias" => has_bias(&[family_spec.mlp_bias]),
@@ -128,16 +165,39 @@ impl Config {
         if is_read || value.is_null() || *value == Value::Bool(false) {
             return Ok(());
         }
-        let family = self.typed.family.model_type();
-        Err(ModelError::key(key, format!("has no effect on a {family} model; remove the key")))
+        Err(self.no_effect(key, "remove the key"))
     }
+
+    /// Rejects a key of a mixture of experts that this family does not read, and names its key with that meaning.
+    fn refuse_key_of_another_family(&self, family: &MoeFamily, key: &str, value: &Value) -> Result<(), ModelError> {
+        match moe_keys::unread_key(family, key, value) {
+            None => Ok(()),
+            Some(UnreadKey { instead: Some(instead) }) => Err(self.no_effect(key, &format!("use {instead} instead"))),
+            Some(UnreadKey { instead: None }) => Err(self.no_effect(key, "remove the key")),
+        }
+    }
+
+    fn no_effect(&self, key: &str, remedy: &str) -> ModelError {
+        let family = self.typed.family.model_type();
+        ModelError::key(key, format!("has no effect on a {family} model; {remedy}"))
+    }
+}
+
+/// Returns the family that a config names, if it is supported.
+fn family_of(raw: &Map<String, Value>) -> Option<Family> {
+    let keys = Keys::new(raw);
+    Family::find(&keys.texts("architectures").ok()?.unwrap_or_default(), keys.text("model_type").ok()?).ok()
 }
 
 fn refuse_unknown(key: &str, family: &str) -> Result<(), ModelError> {
     if [KNOWN, MOE_KEYS, &ROUTER_KEYS, INERT].iter().any(|keys| keys.contains(&key)) {
         return Ok(());
     }
-    let hint = did_you_mean(key, KNOWN.iter().chain(MOE_KEYS).chain(&ROUTER_KEYS).copied());
+    let of_megatron = OF_MEGATRON.iter().find(|(name, _)| *name == key);
+    let hint = match of_megatron {
+        Some((_, name)) => format!("; use {name}"),
+        None => did_you_mean(key, KNOWN.iter().chain(MOE_KEYS).chain(&ROUTER_KEYS).copied()),
+    };
     Err(ModelError::key(key, format!("not a key of a {family} config that is read here{hint}")))
 }
 
@@ -182,27 +242,6 @@ fn reshaped(before: &Typed, after: &Typed) -> Vec<String> {
     ];
     same.into_iter().filter(|(_, same)| !same).map(|(key, _)| key.to_string()).collect()
 }
-
-/// Keys of mixture-of-experts models.
-const MOE_KEYS: &[&str] = &[
-    "decoder_sparse_step",
-    "first_k_dense_replace",
-    "mlp_only_layers",
-    "moe_apply_probs_on_input",
-    "moe_intermediate_size",
-    "moe_layer_freq",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "routed_scaling_factor",
-    "router_aux_loss_coef",
-    "shared_expert_intermediate_size",
-    "topk_group",
-];
 
 /// Returns true if both configs have the same expert tensors.
 fn same_experts(before: &Typed, after: &Typed) -> bool {

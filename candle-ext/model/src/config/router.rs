@@ -10,11 +10,13 @@ use crate::ModelError;
 use crate::family::{MoeFamily, TopKNormalization};
 
 pub(crate) const SCORE_FUNCTION: &str = "moe_router_score_function";
-const PRE_SOFTMAX: &str = "moe_router_pre_softmax";
+/// Key that divides the weights of a token by their sum.
+pub(super) const NORMALIZE: &str = "norm_topk_prob";
+pub(super) const PRE_SOFTMAX: &str = "moe_router_pre_softmax";
 pub(crate) const EXPERT_BIAS: &str = "moe_router_enable_expert_bias";
-const SCALING: &str = "moe_router_topk_scaling_factor";
-const N_GROUPS: &str = "moe_router_num_groups";
-const N_SELECTED_GROUPS: &str = "moe_router_group_topk";
+pub(super) const SCALING: &str = "moe_router_topk_scaling_factor";
+pub(super) const N_GROUPS: &str = "moe_router_num_groups";
+pub(super) const N_SELECTED_GROUPS: &str = "moe_router_group_topk";
 
 /// Keys of config.json with Megatron-LM's names, without its dashes.
 pub(crate) const ROUTER_KEYS: [&str; 6] =
@@ -128,7 +130,7 @@ fn normalize(
 ) -> Result<bool, ModelError> {
     let (written, family_default) = match family.normalization {
         TopKNormalization::Always => (None, true),
-        TopKNormalization::Key(default) => (keys.flag("norm_topk_prob")?, default),
+        TopKNormalization::Key(default) => (keys.flag(NORMALIZE)?, default),
     };
     if order == TopKOrder::TopKFirst {
         return match written.unwrap_or(family_default || score != family_score(family)) {

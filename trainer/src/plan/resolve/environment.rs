@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use candlewick_comm::{CommBackend, HostBackend};
 use candlewick_model::{Config, ModelError};
-use candlewick_ops::gpu_unavailable_reason;
+use candlewick_ops::{MAX_CUDA_TOP_K, gpu_unavailable_reason};
 use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
 use candlewick_text::hub::{Hub, HubError, HubLock, LocalModel, LocalModelKind, LockContext, ModelFiles, local_model};
 use evaluator::task::{OutputType, TaskConfig, TaskRegistry};
+use serde_json::{Map, Value};
 
 use super::{TempDir, TrackingEnv};
 use crate::estimate::Capacity;
@@ -175,10 +176,18 @@ impl Environment {
     /// GPU if the recipe needs one. Processes that are not started yet may run on another machine.
     pub fn of_run_here(self, loaded: &Loaded) -> Self {
         let by_name = [ExpertsImplementation::Cublas, ExpertsImplementation::Cutlass];
-        let is_needed = loaded.recipe.model.experts_implementation.is_some_and(|named| by_name.contains(&named));
+        let is_named = loaded.recipe.model.experts_implementation.is_some_and(|named| by_name.contains(&named));
+        let is_needed = is_named || exceeds_gpu(self.config.as_ref(), &loaded.recipe.model.hf_config_kwargs);
         let is_here = self.world.machines != Machines::Unknown;
         Self { missing_gpu: (is_needed && is_here).then(gpu_unavailable_reason).flatten(), ..self }
     }
+}
+
+/// Returns true if a GPU may not route this model, before or after overrides of its config.
+fn exceeds_gpu(config: Option<&Config>, overrides: &Map<String, Value>) -> bool {
+    let of_config = config.and_then(Config::moe).map(|moe| moe.router.top_k);
+    let of_overrides = overrides.get("num_experts_per_tok").and_then(Value::as_u64).map(|top_k| top_k as usize);
+    of_config.into_iter().chain(of_overrides).any(|top_k| top_k > MAX_CUDA_TOP_K)
 }
 
 /// Reads the task files, but no data. Their errors are reported when the tasks are opened.
@@ -199,7 +208,8 @@ fn capacity(loaded: &Loaded) -> Capacity {
 fn find_config(loaded: &Loaded, view: HubView) -> Result<Option<Config>, EnvironmentError> {
     let model = &loaded.recipe.model;
     let fault = |key: &str, error: ModelError| {
-        let found = loaded.fault_at(&[key], format!("{key}: cannot be used: {error}"));
+        let of_config = error.config_key().map_or(key.to_owned(), |name| format!("{key}.{name}"));
+        let found = loaded.fault_at(&[&of_config, key], format!("{key}: cannot be used: {error}"));
         EnvironmentError::from(loaded.error(vec![found]))
     };
     match (&model.config, &model.name_or_path) {

@@ -116,7 +116,9 @@ fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
     match config.apply_overrides(&model.hf_config_kwargs) {
         Ok(reshaped) => (Some(config), reshaped),
         Err(error) => {
-            resolver.report(&["model.hf_config_kwargs"], format!("model.hf_config_kwargs: {error}"));
+            const KEY: &str = "model.hf_config_kwargs";
+            let of_config = error.config_key().map_or(KEY.to_owned(), |key| format!("{KEY}.{key}"));
+            resolver.report(&[&of_config, KEY], format!("{KEY}: {error}"));
             (Some(config), Vec::new())
         }
     }

@@ -21,6 +21,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         let message = "tensor_parallel_size: the QK norm of this model covers all heads, which ranks cannot split";
         resolver.report_with_advice(&["tensor_parallel_size"], message, "use 1");
     }
+    config.transformers_warning().into_iter().for_each(|warning| resolver.note(warning));
     let Some(moe) = config.moe() else {
         report_keys_of_experts(resolver, "this model has no experts");
         return None;
@@ -29,7 +30,6 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         report_dense_layers(resolver, model, keys);
         return None;
     }
-    config.transformers_warning().into_iter().for_each(|warning| resolver.note(warning));
     if ranks.tensor > 1 && !ranks.sequence_parallel {
         let message = "sequence_parallel: with tensor parallelism a mixture of experts needs it, as in Megatron-LM";
         resolver.report_with_advice(&["sequence_parallel"], message, "remove the key or set it to true");
@@ -44,8 +44,9 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         let [hidden, width] = sizes;
         let message =
             format!("{EXPERTS}: {name} needs sizes of multiples of 8, but a rank's experts are {hidden} x {width}");
-        resolver.report_with_advice(&[EXPERTS], message, "use auto, the default");
+        resolver.report_with_advice(&[EXPERTS], message, "use fused, the default");
     }
+    router::report_top_k(resolver, moe);
     report_split_blocks(resolver, model, ranks);
     report_dropout(resolver, model);
     report_megatron_keys(resolver, model);

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use candlewick_model::{Model, MoeConfig, RouterLoss};
+use candlewick_model::{Config, Model, MoeConfig, RouterLoss};
+use candlewick_ops::{DeviceChoice, MAX_CUDA_TOP_K};
 
 use super::resolver::{Resolver, check_coefficient, short};
 use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, RoutingReplayPlan, WeightInit};
@@ -21,6 +22,7 @@ const PADDING: &str = "moe.pad_expert_input_to_capacity";
 const JITTER: &str = "moe.input_jitter_eps";
 const DTYPE: &str = "moe.router_dtype";
 const BENCHMARK: &str = "moe.benchmark";
+const TOP_K: &str = "num_experts_per_tok";
 const ROUTING_REPLAY: &str = "moe.routing_replay";
 
 /// Returns the settings of the routers of a model with experts.
@@ -34,6 +36,10 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
     if sinkhorn && moe.expert_bias {
         let message = format!("{TYPE}: sinkhorn ignores the expert biases of this model");
         resolver.report_with_advice(&[TYPE], message, "use another type");
+    }
+    if trains_routers(model) {
+        let constant = model.config.as_ref().and_then(Config::constant_weights);
+        constant.into_iter().for_each(|problem| resolver.note(problem));
     }
     let (capacity_factor, drop_policy) = capacity(resolver);
     let jitter = resolver.recipe().moe.input_jitter_eps;
@@ -51,6 +57,24 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
         sinkhorn,
         n_layers: n_layers(model, moe),
         bias_update_rate: bias_update_rate(resolver, model, moe),
+    }
+}
+
+/// Reports more experts per token than the kernels of a GPU select.
+pub(super) fn report_top_k(resolver: &mut Resolver, moe: &MoeConfig) {
+    let top_k = moe.router.top_k;
+    let device = resolver.recipe().device.as_deref().map_or(Ok(DeviceChoice::Auto), str::parse);
+    let is_on_gpu = match device {
+        Ok(DeviceChoice::Cuda(_)) => true,
+        Ok(DeviceChoice::Auto) => resolver.env.features.nccl && resolver.env.missing_gpu.is_none(),
+        Ok(DeviceChoice::Cpu) | Err(_) => false,
+    };
+    if is_on_gpu && top_k > MAX_CUDA_TOP_K {
+        let keys = ["model.hf_config_kwargs", "model.config"].map(|section| format!("{section}.{TOP_K}"));
+        let message =
+            format!("{TOP_K}: a GPU selects at most {MAX_CUDA_TOP_K} experts for a token, and the model {top_k}");
+        let advice = format!("use at most {MAX_CUDA_TOP_K}, or device: cpu");
+        resolver.report_with_advice(&[&keys[0], &keys[1], "model.config", "model.name_or_path"], message, advice);
     }
 }
 
@@ -221,7 +245,7 @@ fn balancing_losses(
         let (n, n_given) = (losses.len(), given.map_or(0, |given| given.values().len()));
         let (named, advice) = match n {
             1 => ("one loss".to_owned(), "give one number".to_owned()),
-            n => (format!("{n} losses"), format!("give a list of {n} coefficients")),
+            n => (format!("{n} losses"), format!("set {COEFF} to a list of {n}")),
         };
         let message = format!("{COEFF}: {TYPE} names {named}, and there are {n_given} coefficients");
         resolver.report_with_advice(&[COEFF, TYPE], message, advice);

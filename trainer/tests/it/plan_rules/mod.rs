@@ -4,6 +4,7 @@ mod arctic;
 mod compute;
 mod data;
 mod moe;
+mod moe_keys;
 mod precision;
 mod ranks;
 mod tracking;

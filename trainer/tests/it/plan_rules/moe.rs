@@ -157,6 +157,7 @@ fn load_balancing_types_are_megatrons() {
     assert_eq!(of_type("none"), []);
     let lists = ["moe.router_load_balancing_type=[global_aux_loss, aux_loss]", "moe.aux_loss_coeff=[0.5, 1e-2]"];
     assert_eq!(losses(&lists), [(GlobalLoadBalancing, 0.5), (LoadBalancing, 0.01)]);
+    assert_eq!(of_type("[aux_loss]"), [(LoadBalancing, 0.25)], "a list of one has the model's coefficient");
     let sinkhorn = of_experts(1, &["moe.router_load_balancing_type=sinkhorn"]).unwrap().moe.unwrap();
     assert!(sinkhorn.sinkhorn && sinkhorn.losses.is_empty());
 }
@@ -180,7 +181,11 @@ fn contradictory_load_balancing_keys_are_refused() {
         refused_with_experts(1, &[&kind(list)], &["expected a list of different losses"]);
     }
     let two = kind("[aux_loss, seq_aux_loss]");
-    refused_with_experts(1, &[&two], &["names 2 losses, and there are 0 coefficients", "give a list of 2"]);
+    refused_with_experts(
+        1,
+        &[&two],
+        &["names 2 losses, and there are 0 coefficients", "set moe.aux_loss_coeff to a list of 2"],
+    );
     refused_with_experts(1, &[&two, "moe.aux_loss_coeff=[1]"], &["names 2 losses, and there are 1 coefficients"]);
     let empty = ["moe.aux_loss_coeff=[]"];
     refused_with_experts(1, &empty, &["names one loss, and there are 0 coefficients", "give one number"]);
@@ -379,8 +384,8 @@ fn a_layer_frequency_counts_the_layers_with_experts() {
     let n_layers = |freq: &str| of_experts(1, &["model.mtp_num_layers=3", freq]).unwrap().moe.unwrap().n_layers;
     assert_eq!([freq("[0, 1]"), freq("[1, 0]")].map(|freq| n_layers(&freq)), [4, 1]);
     let lora = "model.peft_config={peft_type: LORA, target_modules: [q_proj]}";
-    for key in [freq("2"), "model.hf_config_kwargs={moe_apply_probs_on_input: true, num_experts_per_tok: 1}".to_owned()]
-    {
+    let on_input = "moe_apply_probs_on_input: true, num_experts_per_tok: 1, norm_topk_prob: false";
+    for key in [freq("2"), format!("model.hf_config_kwargs={{{on_input}}}")] {
         refused_with_experts(
             1,
             &[&key, lora],
@@ -475,6 +480,7 @@ fn experts_by_cublas_need_a_gpu_and_16_bits() {
     assert!(refused("model.dtype=f32").contains("cublas supports 16-bit dtypes only, but model.dtype is f32"));
     let narrow = of_experts(8, &[cublas, "model.dtype=bf16", "expert_tensor_parallel_size=8"]).unwrap_err();
     assert!(narrow.contains("cublas needs sizes of multiples of 8, but a rank's experts are 64 x 4"), "{narrow}");
+    assert!(narrow.contains("use fused, the default"), "{narrow}");
     let here = |missing_gpu: Option<&str>, arguments: &[&str]| {
         let environment = Environment { missing_gpu: missing_gpu.map(str::to_owned), ..known() };
         resolve_with(config_of_experts(), environment, arguments)
@@ -505,6 +511,7 @@ fn experts_by_cutlass_need_a_gpu_and_bf16() {
     }
     let narrow = refused(&["model.dtype=bf16", "expert_tensor_parallel_size=8"]);
     assert!(narrow.contains("cutlass needs sizes of multiples of 8, but a rank's experts are 64 x 4"), "{narrow}");
+    assert!(narrow.contains("use fused, the default"), "{narrow}");
 }
 
 #[test]

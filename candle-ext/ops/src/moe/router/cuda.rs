@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::spec::{GroupLimit, RouterSpec, ScoreFunction, Selection, TopKOrder};
+use super::spec::{GroupLimit, MAX_CUDA_TOP_K, RouterSpec, ScoreFunction, Selection, TopKOrder};
 use super::statistics::{Chosen, Columns, CountedExperts, RouterStatistics, RouterStatisticsSpec};
 use crate::cuda::{Arg, Blocks, DeviceAddress, Gpu, Out, address, gpu};
 use crate::moe::KERNELS;
@@ -16,8 +16,6 @@ const MAX_EXPERTS: usize = 1024;
 const MAX_COUNTED_EXPERTS: usize = 512;
 /// Most blocks with statistics.
 const MAX_BLOCKS: usize = 512;
-/// Most experts per token, one per lane.
-const MAX_TOP_K: usize = 32;
 
 impl ScoreFunction {
     /// Returns the constant of `scores.cuh`.
@@ -149,9 +147,9 @@ fn settings(spec: &RouterSpec) -> [Arg; 4] {
 }
 
 fn check(n_experts: usize, spec: &RouterSpec) -> Result<()> {
-    if n_experts > MAX_EXPERTS || spec.top_k > MAX_TOP_K {
+    if n_experts > MAX_EXPERTS || spec.top_k > MAX_CUDA_TOP_K {
         bail!(
-            "{OP}: on CUDA at most {MAX_EXPERTS} experts and {MAX_TOP_K} per token, not {n_experts} and {}",
+            "{OP}: on CUDA at most {MAX_EXPERTS} experts and {MAX_CUDA_TOP_K} per token, not {n_experts} and {}",
             spec.top_k
         )
     }

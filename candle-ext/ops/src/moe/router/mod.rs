@@ -23,7 +23,7 @@ use crate::storage::host;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(in crate::moe) use cuda::logits_suffix;
 use spec::Selection;
-pub use spec::{ExpertChoice, GroupLimit, RouterSpec, ScoreFunction, TopKOrder};
+pub use spec::{ExpertChoice, GroupLimit, MAX_CUDA_TOP_K, RouterSpec, ScoreFunction, TopKOrder};
 use statistics::{Chosen, Columns, check_token_mask};
 pub use statistics::{CountedExperts, RouterStatistics, RouterStatisticsSpec};
 

@@ -2,6 +2,9 @@
 
 use candle_core::{Result, Tensor, bail};
 
+/// Most experts per token on CUDA, one per lane of a warp.
+pub const MAX_CUDA_TOP_K: usize = 32;
+
 /// Function from a token's logits to scores, one per expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScoreFunction {
