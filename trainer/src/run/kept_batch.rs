@@ -203,10 +203,10 @@ mod tests {
 
     fn kept() -> KeptMicroBatch {
         KeptMicroBatch {
-            ids: vec![5, 6, 7, 8, 9, 0],
-            targets: vec![6, IGNORE_INDEX, 8, 9, IGNORE_INDEX, IGNORE_INDEX],
-            cu_seqlens: vec![0, 2, 6],
-            padding: vec![5..6],
+            ids: vec![5, 6, 0, 7, 8, 9, 0],
+            targets: vec![6, IGNORE_INDEX, IGNORE_INDEX, 8, 9, IGNORE_INDEX, IGNORE_INDEX],
+            cu_seqlens: vec![0, 3, 7],
+            padding: vec![2..3, 6..7],
             n_tokens: 5,
             sources: vec![vec!["a.jsonl:1".to_owned()], vec!["a.jsonl:2".to_owned(), "b.jsonl:9".to_owned()]],
         }
@@ -215,12 +215,12 @@ mod tests {
     #[test]
     fn positions_and_targets_follow_from_the_sequences() {
         let batch = kept().batch();
-        assert_eq!((batch.positions, batch.n_targets), (vec![0, 1, 0, 1, 2, 3], 3));
+        assert_eq!((batch.positions, batch.n_targets), (vec![0, 1, 2, 0, 1, 2, 3], 3));
         let sequences: Vec<_> =
             kept().sequences().map(|(batch, sources)| (batch.ids, batch.n_targets, sources.len())).collect();
-        assert_eq!(sequences, [(vec![5, 6], 1, 1), (vec![7, 8, 9, 0], 2, 2)]);
-        let padding: Vec<_> = kept().sequences().map(|(batch, _)| (batch.padding, batch.n_tokens)).collect();
-        assert_eq!(padding, [(vec![], 2), (vec![3..4], 3)]);
+        assert_eq!(sequences, [(vec![5, 6, 0], 1, 1), (vec![7, 8, 9, 0], 2, 2)]);
+        let padding: Vec<_> = kept().sequences().map(|(batch, _)| (batch.padding[0].clone(), batch.n_tokens)).collect();
+        assert_eq!(padding, [(2..3, 2), (3..4, 3)]);
     }
 
     #[test]

@@ -131,6 +131,7 @@ impl AttentionCost {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::gemm::has_bf16_unit;
