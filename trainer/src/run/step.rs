@@ -325,7 +325,7 @@ mod tests {
         }
     }
 
-    /// The engine counts the pad tokens of a micro-batch, but no token of a micro-batch without targets.
+    /// Routers count neither pad tokens nor the tokens of a micro-batch without targets.
     #[test]
     fn losses_of_routers_are_means_over_the_tokens_of_micro_batches_with_targets() {
         const NONE: i64 = Micro::IGNORED;
@@ -333,8 +333,8 @@ mod tests {
         let mtp = MtpPlan { n_layers: 2, loss_scaling_factor: 0.3 };
         let losses = auxiliary_losses(Some(&routers(6)), Some(mtp), &GlobalBatch::new(0, batches));
         let found = losses.iter().map(|loss| (loss.name.as_str(), loss.coefficient, loss.normalizer));
-        // Four and three tokens in six layers. Each MTP layer has half of the factor, and a target fewer in each sequence.
-        let want = [("z_loss", 0.5 * 6.0, 7.0 * 6.0), ("mtp_1 loss", 0.15, 3.0), ("mtp_2 loss", 0.15, 1.0)];
+        // Three and three tokens in six layers. Each MTP layer has half of the factor, and a target fewer in each sequence.
+        let want = [("z_loss", 0.5 * 6.0, 6.0 * 6.0), ("mtp_1 loss", 0.15, 3.0), ("mtp_2 loss", 0.15, 1.0)];
         assert_eq!(found.collect::<Vec<_>>(), want);
     }
 }
