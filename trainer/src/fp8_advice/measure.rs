@@ -47,9 +47,9 @@ impl LayerMeasurement<'_> {
                 let [gate, up, down] = weights else { bail!("an MLP has {} layers", sizes.len()) };
                 mlp(x, norm, [gate, up, down])
             }),
-            MeasuredUnit::SharedInput(readers) => {
+            MeasuredUnit::SharedInput(linears) => {
                 let grads = self.grads(&sizes)?;
-                self.run(&sizes, |x, weights| group(x, norm, weights, readers, &grads))
+                self.run(&sizes, |x, weights| group(x, norm, weights, linears, &grads))
             }
             MeasuredUnit::Single(_) => {
                 self.run(&sizes, |x, weights| linear(x, &weights[0], None, OutputDtype::SameAsInput))
@@ -160,19 +160,19 @@ fn group(
     x: &Tensor,
     norm: Option<&Weight>,
     weights: &[Weight],
-    readers: &SharedInputLinears,
+    linears: &SharedInputLinears,
     (grads, joined_grad): &(Vec<Tensor>, Tensor),
 ) -> candle_core::Result<Tensor> {
     let end = Tensor::zeros((1, 1), x.dtype(), x.device())?;
     let ends = |outputs: &[Tensor]| outputs.iter().zip(grads).try_fold(end.clone(), |end, (y, dy)| end_of(end, y, dy));
-    if let ([q, k, v], Some(norm), true) = (weights, norm, readers.quantize_norm)
+    if let ([q, k, v], Some(norm), true) = (weights, norm, linears.quantize_norm)
         && let Some((_, outputs)) = fp8_normed_linears(norm_call(x, norm), [(q, None), (k, None), (v, None)])?
     {
         return ends(&outputs);
     }
     let x = normed(x, norm)?;
     let multiply = |w: &Weight| linear(&x, w, None, OutputDtype::SameAsInput);
-    let joined = if readers.join { Weight::joined(&weights.iter().collect::<Vec<_>>(), &x) } else { None };
+    let joined = if linears.join { Weight::joined(&weights.iter().collect::<Vec<_>>(), &x) } else { None };
     match joined {
         Some(joined) => end_of(end.clone(), &multiply(&joined)?, joined_grad),
         None => ends(&weights.iter().map(multiply).collect::<candle_core::Result<Vec<_>>>()?),
@@ -217,10 +217,10 @@ mod tests {
 
     /// Returns the gradients of x and of the weights, each as one list.
     fn gradients(x: &Tensor, weights: &[Weight], join: bool, grads: &(Vec<Tensor>, Tensor)) -> Vec<Vec<f32>> {
-        let readers = SharedInputLinears { layers: SIZES.to_vec(), join, quantize_norm: true };
+        let linears = SharedInputLinears { layers: SIZES.to_vec(), join, quantize_norm: true };
         let sinks = || weights.iter().filter_map(Weight::sink);
         sinks().for_each(GradSink::reset);
-        let tape = Tape::record(&[x], || group(x, None, weights, &readers, grads)).unwrap();
+        let tape = Tape::record(&[x], || group(x, None, weights, &linears, grads)).unwrap();
         let dx = tape.backward(&Tensor::ones((1, 1), DType::F32, &Device::Cpu).unwrap()).unwrap().remove(x).unwrap();
         let of_weights = sinks().map(|sink| sink.grad().unwrap());
         [dx].into_iter().chain(of_weights).map(|grad| grad.flatten_all().unwrap().to_vec1().unwrap()).collect()
@@ -271,10 +271,10 @@ mod tests {
     fn every_unit_is_measured_with_and_without_norm() {
         let single = MeasuredUnit::Single(SIZES[0]);
         let mlp = MeasuredUnit::Mlp { hidden_size: 32, intermediate_size: 48 };
-        let readers =
+        let linears =
             |join| MeasuredUnit::SharedInput(SharedInputLinears { layers: SIZES.to_vec(), join, quantize_norm: !join });
-        let readers = [true, false].map(readers);
-        for unit in [single, mlp].into_iter().chain(readers) {
+        let linears = [true, false].map(linears);
+        for unit in [single, mlp].into_iter().chain(linears) {
             for reads_norm in [true, false] {
                 let times = LayerMeasurement { reads_norm, ..measurement() }.of(&unit).unwrap();
                 assert!(times.dense_ms > 0.0 && times.fp8_ms > 0.0, "{unit:?}");

@@ -49,7 +49,7 @@ impl MeasuredUnit {
             Self::Mlp { hidden_size: d, intermediate_size: f } => {
                 [[*f, *d], [*f, *d], [*d, *f]].map(|[n_out, n_in]| LinearSize { n_out, n_in, fp8: true }).to_vec()
             }
-            Self::SharedInput(readers) => readers.layers.clone(),
+            Self::SharedInput(linears) => linears.layers.clone(),
             Self::Single(layer) => vec![*layer],
         }
     }
@@ -145,7 +145,7 @@ mod tests {
         LinearSize { fp8: false, ..size(n_out, n_in) }
     }
 
-    fn readers(layers: &[LinearSize], join: bool, quantize_norm: bool) -> MeasuredUnit {
+    fn linears(layers: &[LinearSize], join: bool, quantize_norm: bool) -> MeasuredUnit {
         MeasuredUnit::SharedInput(SharedInputLinears { layers: layers.to_vec(), join, quantize_norm })
     }
 
@@ -177,7 +177,7 @@ mod tests {
             (llama.clone(), None, true),
             (llama, Some("k_proj"), false),
         ] {
-            let qkv = (readers(&sizes, join, adapted.is_none()), names(&QKV));
+            let qkv = (linears(&sizes, join, adapted.is_none()), names(&QKV));
             assert_eq!(units_of(settings.clone(), adapted, &[]), [of_mlp(), qkv, of_o()], "{settings} {adapted:?}");
         }
     }
@@ -185,7 +185,7 @@ mod tests {
     /// A layer that is not in FP8 is computed with the others, and a unit without FP8 is not measured.
     #[test]
     fn excluded_layers_stay_in_their_unit_without_fp8() {
-        let qkv = readers(&[size(64, 32), dense(32, 32), size(32, 32)], false, true);
+        let qkv = linears(&[size(64, 32), dense(32, 32), size(32, 32)], false, true);
         let of_qv = (qkv, names(&["self_attn.q_proj", "self_attn.v_proj"]));
         assert_eq!(units_of(json!({}), None, &["k_proj"]), [of_mlp(), of_qv, of_o()]);
         assert_eq!(units_of(json!({}), None, &["self_attn"]), [of_mlp()]);
@@ -195,7 +195,7 @@ mod tests {
     /// Gate and up of an MLP that is not fused quantize their input once.
     #[test]
     fn gate_and_up_are_one_unit_if_the_mlp_is_not_fused() {
-        let gate_up = |join| (readers(&[size(48, 32); 2], join, false), names(&MLP[..2]));
+        let gate_up = |join| (linears(&[size(48, 32); 2], join, false), names(&MLP[..2]));
         let down = (MeasuredUnit::Single(size(32, 48)), names(&MLP[2..]));
         assert_eq!(units_of(json!({}), None, &["self_attn", "down_proj"]), [gate_up(true)]);
         assert_eq!(units_of(json!({}), Some("down_proj"), &["self_attn"]), [gate_up(true), down.clone()]);

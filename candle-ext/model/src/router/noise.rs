@@ -64,7 +64,7 @@ mod tests {
         let ones = Tensor::ones((4, 8), DType::F32, &Device::Cpu).unwrap();
         let tokens = Some(Tensor::arange(0u32, 4, &Device::Cpu).unwrap());
         let NoisePosition { layer_idx, noise_key, first_token } = at;
-        let rows = RouterRows { valid: None, marks: None, sequences: None, tokens, first_token, n_sequences: 1 };
+        let rows = RouterRows { valid: None, token_mask: None, sequences: None, tokens, first_token, n_sequences: 1 };
         let context = RouterContext { settings, rows: Some(&rows), noise_key, ..RouterContext::default() };
         let noise = match settings.forced_load {
             ForcedExpertLoad::None => context.jittered(&ones, layer_idx),

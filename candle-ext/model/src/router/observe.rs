@@ -125,7 +125,7 @@ mod tests {
         let sequence_of = |row: usize| (row * n_sequences / n_rows) as u32;
         let mark = |row: usize| u32::from((first..first + n_rows).contains(&row));
         let rows = RouterRows {
-            marks: Some(Tensor::from_iter((0..logits.dim(0).unwrap()).map(mark), &Device::Cpu).unwrap()),
+            token_mask: Some(Tensor::from_iter((0..logits.dim(0).unwrap()).map(mark), &Device::Cpu).unwrap()),
             valid: Some(Tensor::arange(first as u32, (first + n_rows) as u32, &Device::Cpu).unwrap()),
             sequences: Some(Tensor::from_iter((0..n_rows).map(sequence_of), &Device::Cpu).unwrap()),
             tokens: None,

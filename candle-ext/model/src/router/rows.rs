@@ -9,7 +9,7 @@ pub struct RouterRows {
     /// Rows, u32 [n]; `None` for all.
     pub valid: Option<Tensor>,
     /// 1 for each of these rows and 0 for others, u32 [t]; `None` for all.
-    pub marks: Option<Tensor>,
+    pub token_mask: Option<Tensor>,
     /// Sequence in the micro-batch of each of these rows, u32 [n]; `None` if no loss reads it.
     pub sequences: Option<Tensor>,
     /// Token in the micro-batch of each row of this rank, u32 [t]; `None` if there is no jitter.

@@ -69,7 +69,7 @@ impl RouterContext<'_> {
             true => CountedExperts::Chosen,
             false => CountedExperts::TopScores,
         };
-        Some(RouterStatisticsSpec { token_mask: rows.marks.as_ref(), experts })
+        Some(RouterStatisticsSpec { token_mask: rows.token_mask.as_ref(), experts })
     }
 
     /// Returns the padding of a layer's `n_experts` experts. It is at least the capacity of this rank's tokens.

@@ -23,12 +23,12 @@ impl Engine {
         let sequences = needs_sequences.then(|| on_device(valid.iter().map(sequence_of).collect())).transpose()?;
         let has_padding = valid.len() < tokens.len();
         let mark = |token: &usize| u32::from(is_valid(token));
-        let marks = has_padding.then(|| on_device(tokens.iter().map(mark).collect())).transpose()?;
+        let token_mask = has_padding.then(|| on_device(tokens.iter().map(mark).collect())).transpose()?;
         let valid = has_padding.then(|| on_device(valid)).transpose()?;
         let first_token = tokens.first().map_or(0, |token| *token as u64);
         let has_jitter = self.router.input_jitter_eps > 0.0;
         let tokens = has_jitter.then(|| on_device(tokens.iter().map(|token| *token as u32).collect())).transpose()?;
-        Ok(Some(RouterRows { valid, marks, sequences, tokens, first_token, n_sequences: starts.len() - 1 }))
+        Ok(Some(RouterRows { valid, token_mask, sequences, tokens, first_token, n_sequences: starts.len() - 1 }))
     }
 
     /// Returns the token of each row of this rank's residual stream, as an index into the padded micro-batch.

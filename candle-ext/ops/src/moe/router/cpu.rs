@@ -24,14 +24,14 @@ pub(super) struct Routed {
 #[derive(Clone, Copy)]
 pub(super) struct CountedTokens<'a> {
     /// 1 for each token that counts; `None` if all do.
-    pub(super) marks: Option<&'a [u32]>,
+    pub(super) token_mask: Option<&'a [u32]>,
     pub(super) best: CountedExperts,
     pub(super) columns: Columns,
 }
 
 impl CountedTokens<'_> {
     fn count(&self, token: usize) -> bool {
-        self.marks.is_none_or(|marks| marks[token] != 0)
+        self.token_mask.is_none_or(|token_mask| token_mask[token] != 0)
     }
 }
 

@@ -67,7 +67,7 @@ pub(super) fn route(
         shared_bytes: WARPS * (e + n_groups) * logits.dtype().size_in_bytes() + of_sums,
     };
     let name = format!("route_{}", logits_suffix(logits.dtype()));
-    // SAFETY: logits are [t, e], the bias is [e] or the selection [t, e], the outputs are [t, k], marks are [t], and there are
+    // SAFETY: logits are [t, e], the bias is [e] or the selection [t, e], the outputs are [t, k], the token mask is [t], and there are
     // sums for each block. Shared memory has a value per expert and group of each warp, and with statistics their sums.
     unsafe { KERNELS.launch_blocks(on, &name, blocks, &args)? };
     let experts = experts.into_tensor((t, k));
@@ -80,7 +80,7 @@ struct StatisticsOut<'a> {
     on: Gpu<'a>,
     columns: Columns,
     n_blocks: usize,
-    marks: Option<Tensor>,
+    token_mask: Option<Tensor>,
     /// Best experts [t, k], if they are a second choice.
     best: Option<Out>,
     /// Sums of each block.
@@ -99,16 +99,16 @@ impl<'a> StatisticsOut<'a> {
             on,
             columns,
             n_blocks,
-            marks: counted.token_mask.map(Tensor::contiguous).transpose()?,
+            token_mask: counted.token_mask.map(Tensor::contiguous).transpose()?,
             best: has_best.then(|| Out::new(on, DType::U32, t * k)).transpose()?,
             partial: Out::new(on, DType::F64, n_blocks * columns.len())?,
         })
     }
 
-    /// Returns the addresses of marks, best experts and sums of blocks.
+    /// Returns the addresses of the token mask, best experts and sums of blocks.
     fn addresses(&self) -> Result<[DeviceAddress; 3]> {
-        let marks = self.marks.as_ref().map_or(Ok(0), |marks| address(OP, marks))?;
-        Ok([marks, self.best.as_ref().map_or(0, |best| best.address), self.partial.address])
+        let token_mask = self.token_mask.as_ref().map_or(Ok(0), |token_mask| address(OP, token_mask))?;
+        Ok([token_mask, self.best.as_ref().map_or(0, |best| best.address), self.partial.address])
     }
 
     /// Sums the statistics of the blocks. `experts` are the chosen ones, u32 [t, k].

@@ -170,12 +170,12 @@ fn choose_on_cpu(
         (Some(Selection::Given(_)), Some(values)) => cpu::SelectionScores::Given(values),
         (_, bias) => cpu::SelectionScores::OfLogits { bias },
     };
-    let marks = contiguous(counted.and_then(|counted| counted.token_mask))?;
-    let marks = marks.as_ref().map(|marks| host(OP, marks)).transpose()?;
-    let marks = marks.as_ref().map(|marks| marks.slice::<u32>()).transpose()?;
+    let token_mask = contiguous(counted.and_then(|counted| counted.token_mask))?;
+    let token_mask = token_mask.as_ref().map(|token_mask| host(OP, token_mask)).transpose()?;
+    let token_mask = token_mask.as_ref().map(|token_mask| token_mask.slice::<u32>()).transpose()?;
     let e = logits.dims()[1];
     let counted = counted.map(|RouterStatisticsSpec { experts: best, .. }| cpu::CountedTokens {
-        marks,
+        token_mask,
         best,
         columns: Columns::new(e, best),
     });
