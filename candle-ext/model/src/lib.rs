@@ -62,8 +62,9 @@ pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use rope::{RopeLengths, sequence_lengths};
 pub use router::{
-    ExpertCapacity, ExpertCountsOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ReplayedExperts,
-    RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals, RoutingRecord,
+    ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts,
+    ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals,
+    RoutingRecord,
 };
 pub use swiglu::swiglu_mlp;
 pub use tiled_mlp::TiledMlp;

@@ -1,6 +1,6 @@
 //! Routers during training: settings, losses, totals, and the inputs that all layers share.
 
-mod expert_counts_over_layers;
+mod expert_counts_summed_over_layers;
 mod global_counts;
 mod loss;
 mod noise;
@@ -11,7 +11,7 @@ mod select;
 mod settings;
 mod totals;
 
-pub use expert_counts_over_layers::ExpertCountsOverLayers;
+pub use expert_counts_summed_over_layers::ExpertCountsSummedOverLayers;
 pub use global_counts::GlobalExpertCounts;
 pub use loss::RouterLoss;
 pub use replay::{ReplayedExperts, RoutingRecord};
@@ -34,7 +34,7 @@ pub struct RouterContext<'a> {
     /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
     pub global_counts: Option<&'a GlobalExpertCounts>,
     /// Selections of all layers, for [`RouterLoss::TransformersLoadBalancing`].
-    pub expert_counts_over_layers: Option<&'a ExpertCountsOverLayers>,
+    pub expert_counts_summed_over_layers: Option<&'a ExpertCountsSummedOverLayers>,
     /// Record of the selections to add to.
     pub record: Option<&'a RoutingRecord>,
     /// Experts that replace the selections.
@@ -55,7 +55,7 @@ impl Default for RouterContext<'_> {
             rows: None,
             totals: None,
             global_counts: None,
-            expert_counts_over_layers: None,
+            expert_counts_summed_over_layers: None,
             record: None,
             replayed: None,
             micro_idx: 0,

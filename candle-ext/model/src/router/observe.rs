@@ -76,8 +76,9 @@ impl RoutedLayer<'_> {
             }
             RouterLoss::TransformersLoadBalancing => {
                 let counts_e = || parallel_ops.sum_over_micro_batch(&statistics.tokens_per_expert()?);
-                let summed =
-                    context.expert_counts_over_layers.expect("a step with this loss has counts summed over layers");
+                let summed = context
+                    .expert_counts_summed_over_layers
+                    .expect("a step with this loss has counts summed over layers");
                 summed.add(context.micro_idx, self.layer_idx, counts_e)?;
                 expert_score_sums(logits_ne, statistics)
             }

@@ -127,7 +127,7 @@ impl<'a> AuxiliarySums<'a> {
             let i = self.position(name)?;
             let weight = self.scale.auxiliary_weight(&self.losses[i], value.device())?;
             // A vector has the scores of each expert. Their factors are known once all layers have counted.
-            let (value, weight) = match router.expert_counts_over_layers.filter(|_| value.rank() == 1) {
+            let (value, weight) = match router.expert_counts_summed_over_layers.filter(|_| value.rank() == 1) {
                 Some(counts) => {
                     let factors = counts.factors(router.micro_idx)?;
                     ((value * &factors)?.sum_all()?, factors.broadcast_mul(&weight)?)

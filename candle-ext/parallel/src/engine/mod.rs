@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size
 
 mod expert_bias;
-mod expert_counts_over_layers;
+mod expert_counts_summed_over_layers;
 mod fp8;
 mod inference;
 mod loss;

@@ -6,14 +6,14 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{
-    ExpertCountsOverLayers, ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext,
+    ExpertCountsSummedOverLayers, ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext,
     RouterRows, RouterTotals, RoutingRecord,
 };
 use candlewick_ops::{
     LossGrad, OutputsToSave, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers,
 };
 
-use super::expert_counts_over_layers::MicroCounts;
+use super::expert_counts_summed_over_layers::MicroCounts;
 use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
@@ -70,7 +70,7 @@ struct StepRouters {
     totals: RouterTotals,
     global_counts: GlobalExpertCounts,
     /// Counts summed over layers, if a loss reads them.
-    expert_counts_over_layers: Option<ExpertCountsOverLayers>,
+    expert_counts_summed_over_layers: Option<ExpertCountsSummedOverLayers>,
     /// Record of the selections, if the step records them.
     record: Option<RoutingRecord>,
 }
@@ -85,8 +85,8 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn expert_counts_over_layers(&self) -> MicroCounts<'a> {
-        MicroCounts { counts: self.routers.expert_counts_over_layers.as_ref(), micro_idx: self.chunk_pass.micro }
+    fn expert_counts_summed_over_layers(&self) -> MicroCounts<'a> {
+        MicroCounts { counts: self.routers.expert_counts_summed_over_layers.as_ref(), micro_idx: self.chunk_pass.micro }
     }
 }
 
@@ -121,7 +121,7 @@ impl Engine {
         let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
         let mut routers = StepRouters {
             record,
-            expert_counts_over_layers: self.expert_counts_over_layers(),
+            expert_counts_summed_over_layers: self.expert_counts_summed_over_layers(),
             ..StepRouters::default()
         };
         let given: Option<&[Option<MicroExperts>]> = match routing {
@@ -256,7 +256,7 @@ impl Engine {
             false => {
                 let expected = self.hidden_states(micro.positions.len(), parallel_ops);
                 let x = self.pipeline.receive_activation(expected)?;
-                self.receive_counts_forward(pass.expert_counts_over_layers())?;
+                self.receive_counts_forward(pass.expert_counts_summed_over_layers())?;
                 (None, x)
             }
         };
@@ -273,7 +273,7 @@ impl Engine {
         }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
-            self.send_counts_forward(pass.expert_counts_over_layers())?;
+            self.send_counts_forward(pass.expert_counts_summed_over_layers())?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
         let (loss, dx) = self.loss_and_grad(&x, pass, state, loss, &context, auxiliary)?;
@@ -298,7 +298,7 @@ impl Engine {
             None => {
                 let expected = self.hidden_states(state.part.micro.positions.len(), parallel_ops);
                 let dy = self.pipeline.receive_gradient(expected)?;
-                self.receive_counts_backward(pass.expert_counts_over_layers())?;
+                self.receive_counts_backward(pass.expert_counts_summed_over_layers())?;
                 dy
             }
         };
@@ -309,7 +309,7 @@ impl Engine {
         }
         let Some(embedded) = embedded else {
             self.pipeline.send_gradient(&dx)?;
-            return self.send_counts_backward(pass.expert_counts_over_layers());
+            return self.send_counts_backward(pass.expert_counts_summed_over_layers());
         };
         self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
@@ -330,7 +330,7 @@ impl Engine {
                 rows: router_rows.as_ref(),
                 totals: None,
                 global_counts: Some(&pass.routers.global_counts),
-                expert_counts_over_layers: pass.routers.expert_counts_over_layers.as_ref(),
+                expert_counts_summed_over_layers: pass.routers.expert_counts_summed_over_layers.as_ref(),
                 record: None,
                 replayed: replayed.as_ref(),
                 micro_idx: pass.chunk_pass.micro,

@@ -4,7 +4,7 @@
 //! gradients. So they arrive before the backward of the first layer that reads them.
 
 use candle_core::{DType, Result};
-use candlewick_model::{ExpertCountsOverLayers, RouterLoss};
+use candlewick_model::{ExpertCountsSummedOverLayers, RouterLoss};
 
 use super::Engine;
 use crate::pipeline::HiddenStates;
@@ -12,16 +12,16 @@ use crate::pipeline::HiddenStates;
 /// Summed counts of a micro-batch that stages exchange; `None` if no loss reads them.
 #[derive(Clone, Copy)]
 pub(super) struct MicroCounts<'a> {
-    pub(super) counts: Option<&'a ExpertCountsOverLayers>,
+    pub(super) counts: Option<&'a ExpertCountsSummedOverLayers>,
     pub(super) micro_idx: usize,
 }
 
 impl Engine {
     /// Returns empty sums of counts, if a loss of the routers reads them.
-    pub(super) fn expert_counts_over_layers(&self) -> Option<ExpertCountsOverLayers> {
+    pub(super) fn expert_counts_summed_over_layers(&self) -> Option<ExpertCountsSummedOverLayers> {
         let moe = self.model.config().moe()?;
         let is_read = self.router.losses.contains(&RouterLoss::TransformersLoadBalancing);
-        is_read.then(|| ExpertCountsOverLayers::new(moe.n_experts, moe.router.top_k))
+        is_read.then(|| ExpertCountsSummedOverLayers::new(moe.n_experts, moe.router.top_k))
     }
 
     /// Sends the sums so far to the next model chunk.
@@ -51,6 +51,6 @@ impl Engine {
     }
 }
 
-fn message(counts: &ExpertCountsOverLayers) -> HiddenStates {
+fn message(counts: &ExpertCountsSummedOverLayers) -> HiddenStates {
     HiddenStates { dtype: DType::F32, shape: vec![counts.n_experts()] }
 }

@@ -12,7 +12,7 @@ use candlewick_ops::balance_factors;
 /// They are complete before the first backward of a micro-batch. A pipeline stage passes its sums to the next stage, and gets
 /// those of all stages with the gradient.
 #[derive(Debug)]
-pub struct ExpertCountsOverLayers {
+pub struct ExpertCountsSummedOverLayers {
     n_experts: usize,
     top_k: usize,
     /// Sum over layers, f32 [e], by micro-batch.
@@ -21,7 +21,7 @@ pub struct ExpertCountsOverLayers {
     added: RefCell<HashSet<(usize, usize)>>,
 }
 
-impl ExpertCountsOverLayers {
+impl ExpertCountsSummedOverLayers {
     /// Creates sums for routers that select `top_k` of `n_experts` experts.
     pub fn new(n_experts: usize, top_k: usize) -> Self {
         Self { n_experts, top_k, sums: RefCell::default(), added: RefCell::default() }
