@@ -54,7 +54,7 @@ pub struct KeptBatch {
 }
 
 /// A micro-batch of a kept batch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KeptMicroBatch {
     /// The token ids.
     pub ids: Vec<u32>,
@@ -119,9 +119,8 @@ impl KeptMicroBatch {
                 ids: self.ids[ends[0]..ends[1]].to_vec(),
                 targets: self.targets[ends[0]..ends[1]].to_vec(),
                 cu_seqlens: vec![0, ends[1] - ends[0]],
-                n_tokens: ends[1] - ends[0] - padding.iter().map(Range::len).sum::<usize>(),
                 padding,
-                sources: Vec::new(),
+                ..Self::default()
             };
             (part.batch(), sources)
         })

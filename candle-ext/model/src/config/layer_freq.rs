@@ -13,9 +13,9 @@ use crate::family::MoeLayers;
 
 /// Key of config.json with Megatron-LM's name.
 pub(crate) const LAYER_FREQ: &str = "moe_layer_freq";
-const FIRST_DENSE: &str = "first_k_dense_replace";
-const SPARSE_STEP: &str = "decoder_sparse_step";
-const DENSE_LAYERS: &str = "mlp_only_layers";
+pub(super) const FIRST_DENSE: &str = "first_k_dense_replace";
+pub(super) const SPARSE_STEP: &str = "decoder_sparse_step";
+pub(super) const DENSE_LAYERS: &str = "mlp_only_layers";
 
 /// Layers with experts, as in Megatron-LM's `--moe-layer-freq`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::json::{Keys, MAX_SIZE, size};
 use super::layer_freq::{LAYER_FREQ, is_unlike_family, layers};
-use super::moe_keys::{EXPERTS_KEYS, TOP_K, refuse_ambiguous_count};
+use super::moe_keys::{EXPERTS_KEYS, N_SHARED, TOP_K, refuse_ambiguous_count};
 use super::router::{RouterSizes, router};
 use crate::ModelError;
 use crate::family::{MoeFamily, SharedExpertFamily};
@@ -131,14 +131,14 @@ fn shared_expert(keys: Keys, family: &MoeFamily, expert_size: usize) -> Result<O
             let intermediate_size = size(keys, "shared_expert_intermediate_size", default, MAX_SIZE)?;
             Ok(Some(SharedExpertConfig { intermediate_size, gated: true }))
         }
-        SharedExpertFamily::Plain { default } => match keys.count("n_shared_experts")?.unwrap_or(default) {
+        SharedExpertFamily::Plain { default } => match keys.count(N_SHARED)?.unwrap_or(default) {
             0 => Ok(None),
             n => match n.checked_mul(expert_size).filter(|width| *width <= MAX_SIZE) {
                 Some(intermediate_size) => Ok(Some(SharedExpertConfig { intermediate_size, gated: false })),
                 None => {
                     let problem =
                         format!("{n} experts of {expert_size} are absurd: at most {MAX_SIZE} in all are supported");
-                    Err(keys.error("n_shared_experts", problem))
+                    Err(keys.error(N_SHARED, problem))
                 }
             },
         },

@@ -3,18 +3,15 @@
 use serde_json::{Map, Value};
 
 use super::json::Keys;
-use super::layer_freq::LAYER_FREQ;
+use super::layer_freq::{DENSE_LAYERS, FIRST_DENSE, LAYER_FREQ, SPARSE_STEP};
 use super::router::{N_GROUPS, N_SELECTED_GROUPS, NORMALIZE, PRE_SOFTMAX, SCALING, SCORE_FUNCTION};
 use crate::ModelError;
 use crate::family::{MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization};
 
 pub(super) const TOP_K: &str = "num_experts_per_tok";
-const FIRST_DENSE: &str = "first_k_dense_replace";
-const SPARSE_STEP: &str = "decoder_sparse_step";
-const DENSE_LAYERS: &str = "mlp_only_layers";
 const EXPERT_SIZE: &str = "moe_intermediate_size";
 const SHARED_SIZE: &str = "shared_expert_intermediate_size";
-const N_SHARED: &str = "n_shared_experts";
+pub(super) const N_SHARED: &str = "n_shared_experts";
 const N_LOCAL_EXPERTS: &str = "num_local_experts";
 const N_EXPERTS: &str = "num_experts";
 
@@ -73,12 +70,12 @@ pub(super) fn unread_key(family: &MoeFamily, key: &str, value: &Value) -> Option
             is(value, 0.0),
             shared_expert_key(family),
         ),
-        SPARSE_STEP => (matches!(family.layers, MoeLayers::SparseStep), is(value, 1.0), layers_keys(family)),
+        SPARSE_STEP => (matches!(family.layers, MoeLayers::SparseStep), is(value, 1.0), layers_remedy(family)),
         DENSE_LAYERS => {
             let is_empty = value.as_array().is_some_and(Vec::is_empty);
-            (matches!(family.layers, MoeLayers::SparseStep), is_empty, layers_keys(family))
+            (matches!(family.layers, MoeLayers::SparseStep), is_empty, layers_remedy(family))
         }
-        FIRST_DENSE => (matches!(family.layers, MoeLayers::FirstDense { .. }), is(value, 0.0), layers_keys(family)),
+        FIRST_DENSE => (matches!(family.layers, MoeLayers::FirstDense { .. }), is(value, 0.0), layers_remedy(family)),
         "n_group" => (family.has_groups, is(value, 1.0), Some(N_GROUPS)),
         "topk_group" => (family.has_groups, is(value, 1.0), Some(N_SELECTED_GROUPS)),
         "routed_scaling_factor" => (family.has_groups, is(value, 1.0), Some(SCALING)),
@@ -112,7 +109,8 @@ fn shared_expert_key(family: &MoeFamily) -> Option<&'static str> {
     }
 }
 
-fn layers_keys(family: &MoeFamily) -> Option<&'static str> {
+/// Returns the keys that select the layers with experts of this family, as a remedy.
+fn layers_remedy(family: &MoeFamily) -> Option<&'static str> {
     Some(match family.layers {
         MoeLayers::All => LAYER_FREQ,
         MoeLayers::SparseStep => "mlp_only_layers or moe_layer_freq",

@@ -40,11 +40,18 @@ impl<'a, T> Mat<'a, T> {
     }
 }
 
+impl<'a, T: Copy> Mat<'a, T> {
+    /// Lists the elements row by row.
+    pub(super) fn elements(self) -> impl Iterator<Item = T> + use<'a, T> {
+        let of_row = move |i: usize| (0..self.cols).map(move |j| i * self.row_stride + j * self.col_stride);
+        (0..self.rows).flat_map(of_row).map(move |at| self.data[at])
+    }
+}
+
 impl Mat<'_, bf16> {
     /// Returns the elements as f32, row by row.
     pub(super) fn widened(self) -> Vec<f32> {
-        let of_row = |i: usize| (0..self.cols).map(move |j| i * self.row_stride + j * self.col_stride);
-        (0..self.rows).flat_map(of_row).map(|at| wide_bf16(self.data[at])).collect()
+        self.elements().map(wide_bf16).collect()
     }
 }
 

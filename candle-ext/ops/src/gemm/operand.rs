@@ -13,6 +13,7 @@ use super::matrix::{Mat, MatMut, Side, Threads, check_dims};
 use super::selection::GemmKernel;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{gemm_of_packed, pack_operand};
+use crate::floats::wide_bf16;
 
 /// Element of an operand, f32 or bf16.
 #[allow(private_bounds, reason = "kernels are private to `gemm`")]
@@ -45,7 +46,7 @@ impl Dispatch for bf16 {
     }
 
     fn wide(self) -> f32 {
-        self.to_f32()
+        wide_bf16(self)
     }
 }
 
@@ -153,10 +154,8 @@ impl<T: OperandElement> KernelCall<T> for PackCall<'_, '_, T> {
     }
 
     fn by_crate(self) {
-        let Mat { data, rows, cols, row_stride, col_stride } = self.of;
-        let of_row = |i: usize| (0..cols).map(move |j| data[i * row_stride + j * col_stride].wide());
         self.to.plain.clear();
-        self.to.plain.extend((0..rows).flat_map(of_row));
+        self.to.plain.extend(self.of.elements().map(T::wide));
     }
 }
 

@@ -73,7 +73,12 @@ fn check_bf16(kernel: GemmKernel, (m, n, k): (usize, usize, usize), (a_t, b_t, p
 }
 
 /// Compares a GEMM of packed operands with one that packs them itself, to the bit.
-fn check_packed<T: OperandElement>(kernel: GemmKernel, (m, n, k): (usize, usize, usize), of: impl Fn(f32) -> T) {
+fn check_packed<T: OperandElement>(
+    kernel: GemmKernel,
+    (m, n, k): (usize, usize, usize),
+    of: impl Fn(f32) -> T,
+    gemm: impl Fn(MatMut<'_>, Accumulate, Mat<'_, T>, Mat<'_, T>),
+) {
     let values = |len, step: f32| (0..len).map(|i| of((i as f32 * step).sin())).collect::<Vec<T>>();
     let (a, b) = (values(k * (m + 3), 0.7), values(k * (n + 1), 0.3));
     // The left operand is transposed.
@@ -88,37 +93,9 @@ fn check_packed<T: OperandElement>(kernel: GemmKernel, (m, n, k): (usize, usize,
         let before: Vec<f32> = (0..m * n).map(|i| (i as f32 * 0.1).cos()).collect();
         let (mut got, mut want) = (before.clone(), before);
         multiply_by(kernel, MatMut::new(&mut got, m, n), accumulate, [&a_packed, &b_packed], 0.5);
-        T::dispatch(kernel, UnpackedGemm { out: MatMut::new(&mut want, m, n), accumulate, a, b, scale: 0.5 });
+        gemm(MatMut::new(&mut want, m, n), accumulate, a, b);
         let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{} [{m}, {n}, {k}]", kernel.name());
-    }
-}
-
-/// Matmul of operands that the kernel packs itself.
-struct UnpackedGemm<'a, T> {
-    out: MatMut<'a>,
-    accumulate: Accumulate,
-    a: Mat<'a, T>,
-    b: Mat<'a, T>,
-    scale: f32,
-}
-
-impl<T: OperandElement> KernelCall<T> for UnpackedGemm<'_, T> {
-    #[cfg(target_arch = "x86_64")]
-    fn by<K: kernel::Kernel<Operand = T>>(self, kernel: K) {
-        let Self { out, accumulate, a, b, scale } = self;
-        blocks::gemm(kernel, out.into(), accumulate, a, b, scale, Threads::One);
-    }
-
-    fn by_crate(self) {
-        let Self { out, accumulate, a, b, scale } = self;
-        let wide = |x: Mat<'_, T>| -> Vec<f32> {
-            let of_row = |i: usize| (0..x.cols).map(move |j| x.data[i * x.row_stride + j * x.col_stride].wide());
-            (0..x.rows).flat_map(of_row).collect()
-        };
-        let (a_wide, b_wide) = (wide(a), wide(b));
-        let (a, b) = (Mat::new(&a_wide, a.rows, a.cols), Mat::new(&b_wide, b.rows, b.cols));
-        by_crate(out, accumulate, a, b, scale, Threads::One);
     }
 }
 
@@ -126,8 +103,15 @@ impl<T: OperandElement> KernelCall<T> for UnpackedGemm<'_, T> {
 fn packed_operands_give_the_bits_of_unpacked_ones() {
     for kernel in GemmKernel::tested() {
         for shape in [(1, 1, 1), (3, 5, 7), (128, 128, 64), (65, 70, 130), (33, 64, 1100), (40, 33, 2700)] {
-            check_packed(kernel, shape, |x| x);
-            check_packed(kernel, shape, bf16::from_f32);
+            check_packed(
+                kernel,
+                shape,
+                |x| x,
+                |out, accumulate, a, b| kernel.run(out, accumulate, a, b, 0.5, Threads::One),
+            );
+            check_packed(kernel, shape, bf16::from_f32, |out, accumulate, a, b| {
+                kernel.run_bf16(out.into(), accumulate, a, b, 0.5, Threads::One);
+            });
         }
     }
 }
