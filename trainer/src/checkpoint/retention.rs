@@ -80,6 +80,14 @@ pub fn remove_unfinished_checkpoints(output_dir: &Path) -> Result<Vec<String>, C
             LocalDisk.remove_dir(&path).map_err(CheckpointError::io("remove", &path))?;
             done.push(format!("removed an unfinished {save}"));
         }
+        if name
+            .strip_prefix('.')
+            .and_then(|name| name.strip_suffix(".lock"))
+            .is_some_and(|name| is_checkpoint_name(&name))
+        {
+            // The lock of an export that was killed.
+            std::fs::remove_file(&path).map_err(CheckpointError::io("remove", &path))?;
+        }
         if let Some(save) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".old")).filter(is_checkpoint_name)
         {
             done.push(restore_or_remove_old(&path, &output_dir.join(save))?);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_inference::logits_check::{ExportReader, LogitsDifference, PromptLogits};
-use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder, require_empty};
+use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder};
 use candlewick_model::{FP8_SCALES, GgufExport, MergeReport, SafetensorsExport};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
@@ -63,7 +63,7 @@ impl Export<'_> {
     /// # Errors
     /// If a difference exceeds the tolerance of its format. The files are then kept in `<output>.failed`.
     pub fn run(&self) -> Result<Vec<FormatReport>> {
-        require_empty(self.output)?;
+        let staging = StagingFolder::begin_new(self.output)?;
         let model = &self.source.model;
         if self.formats.iter().any(|format| format.gguf().is_some()) {
             GgufExport::check(model)?;
@@ -75,7 +75,6 @@ impl Export<'_> {
             PromptLogits::of(model, files.tokenizer.as_ref(), device).context("failed to compute the source's logits")
         });
         let source_logits = source_logits.transpose()?;
-        let staging = StagingFolder::begin(self.output)?;
         let mut reports = Vec::new();
         for format in self.formats {
             let mut report = self.write(*format, staging.folder(), &files, vocabulary.as_ref())?;

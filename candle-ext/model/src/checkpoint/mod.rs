@@ -5,6 +5,7 @@
 
 mod durable;
 mod element;
+mod folder_lock;
 mod header;
 mod identity;
 mod index;
@@ -18,7 +19,7 @@ pub use durable::DurableFile;
 pub use element::{Element, little_endian};
 pub use header::{HeaderEntry, encode_header, read_header};
 pub use reader::Checkpoint;
-pub use staging::{StagingFolder, require_empty};
+pub use staging::StagingFolder;
 pub use unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
 pub(crate) use writer::{ShardTensor, dtype_on_disk, write_json, write_shard};

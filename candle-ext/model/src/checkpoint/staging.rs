@@ -6,25 +6,44 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::folder_lock::FolderLock;
 use super::unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 use crate::ModelError;
 
-/// A temporary folder. If it is dropped before [`StagingFolder::commit`], it is deleted and the target stays unchanged.
+/// A temporary folder. If it is dropped before [`StagingFolder::commit`], it is deleted and the target stays unchanged. It
+/// locks the target.
 #[derive(Debug)]
 pub struct StagingFolder {
     folder: PathBuf,
     target: PathBuf,
+    _lock: FolderLock,
 }
 
 impl StagingFolder {
     /// Creates the temporary folder for `target`. An existing target must be empty, or a model or adapter folder.
+    ///
+    /// # Errors
+    /// If another process writes `target`, or it has other contents.
     pub fn begin(target: &Path) -> Result<Self, ModelError> {
+        Self::create(target, refuse_foreign)
+    }
+
+    /// Creates the temporary folder for `target`, which must be empty or missing.
+    ///
+    /// # Errors
+    /// If another process writes `target`, or it has contents.
+    pub fn begin_new(target: &Path) -> Result<Self, ModelError> {
+        Self::create(target, require_empty)
+    }
+
+    fn create(target: &Path, check: fn(&Path) -> Result<(), ModelError>) -> Result<Self, ModelError> {
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_path_buf());
-        recover(&target)?;
-        refuse_foreign(&target)?;
         let parent = parent(&target);
         fs::create_dir_all(&parent).map_err(ModelError::io("create", &parent))?;
-        let staging = Self { folder: sibling(&target, "tmp"), target };
+        let lock = FolderLock::take(sibling(&target, "lock"), &target)?;
+        recover(&target)?;
+        check(&target)?;
+        let staging = Self { folder: sibling(&target, "tmp"), target, _lock: lock };
         // An unrelated folder of this name is an error now, before the weights are written.
         remove(&sibling(&staging.target, "old"))?;
         remove(&staging.folder)?;
@@ -88,7 +107,7 @@ impl Drop for StagingFolder {
 ///
 /// # Errors
 /// If the path is a file or a folder with contents.
-pub fn require_empty(folder: &Path) -> Result<(), ModelError> {
+fn require_empty(folder: &Path) -> Result<(), ModelError> {
     let refuse =
         |problem: &str| Err(ModelError::OutputPath { path: folder.to_path_buf(), problem: problem.to_owned() });
     match fs::read_dir(folder).map(|mut entries| entries.next().is_none()) {
@@ -242,6 +261,28 @@ mod tests {
         drop(StagingFolder::begin(&target).unwrap());
         assert_eq!(names(root.path()), ["out"]);
         assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
+    }
+
+    #[test]
+    fn a_folder_that_another_process_writes_is_refused_by_name() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        // The lock file of a killed process.
+        write(root.path(), ".out.lock", "");
+        let first = StagingFolder::begin_new(&target).unwrap();
+        write(first.folder(), "config.json", "first");
+        for second in [StagingFolder::begin(&target), StagingFolder::begin_new(&target)] {
+            let error = second.unwrap_err().to_string();
+            assert!(error.contains("another process is writing out; wait for it"), "{error}");
+        }
+        assert!(StagingFolder::begin(&root.path().join("other")).is_ok());
+        first.commit().unwrap();
+        assert_eq!(names(root.path()), ["out"]);
+        let error = StagingFolder::begin_new(&target).unwrap_err().to_string();
+        assert!(error.contains("the folder is not empty"), "{error}");
+        assert_eq!(names(&target), ["config.json"]);
+        drop(StagingFolder::begin(&target).unwrap());
+        assert_eq!(names(root.path()), ["out"]);
     }
 
     #[test]

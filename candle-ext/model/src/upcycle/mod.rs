@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 
-use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors, WrittenTensors, require_empty};
+use crate::checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors, StagingFolder, WrittenTensors};
 use crate::{Config, Family, Model, ModelError, ParamSpec, TensorCallback};
 pub use config::{UpcycledExperts, UpcycledRouter};
 use config::{check_experts, moe_config};
@@ -86,10 +86,10 @@ impl Upcycling {
     /// At most one matrix of the dense model is in memory, in f32. Each tensor counts twice in `on_tensor`: written and
     /// compared.
     pub fn write(&self, output: &UpcyclingOutput, on_tensor: TensorCallback) -> Result<UpcyclingReport, ModelError> {
-        require_empty(output.folder)?;
+        let staging = StagingFolder::begin_new(output.folder)?;
         let dtype = self.dtype(output.dtype);
         let export = CheckpointExport {
-            folder: output.folder,
+            folder: staging.folder(),
             config: self.model.config(),
             auxiliary_files: AuxiliaryFiles { folders: &[&self.folder], chat_template: None, files: &[] },
             dtype,
@@ -105,11 +105,10 @@ impl Upcycling {
             on_tensor(n_done, 2 * n_tensors);
             self.value(by_name[param.name.as_str()]).map_err(candle_core::Error::wrap)
         };
-        export.save(self.tensors.iter().map(|tensor| &tensor.param), value)?;
-        // The folder was empty before, so a failed upcycling can be deleted.
+        export.write(self.tensors.iter().map(|tensor| &tensor.param), value)?;
         let on_compared = |n_done| on_tensor(n_tensors + n_done, 2 * n_tensors);
-        self.verify(output.folder, dtype, &on_compared)
-            .inspect_err(|_| drop(std::fs::remove_dir_all(output.folder)))?;
+        self.verify(staging.folder(), dtype, &on_compared)?;
+        staging.commit()?;
         let config = self.model.config();
         Ok(UpcyclingReport {
             family: config.family(),
