@@ -58,10 +58,10 @@ pub struct FormatReport {
 }
 
 impl Export<'_> {
-    /// Writes all formats and compares the logits of each with those of the source. The folder appears after that.
+    /// Writes all formats and compares values and logits of each with those of the source. The folder appears after that.
     ///
     /// # Errors
-    /// If a difference exceeds the tolerance of its format. The files are then kept in `<output>.failed`.
+    /// If a difference exceeds the tolerance of its format. If it is of the logits, the files are kept in `<output>.failed`.
     pub fn run(&self) -> Result<Vec<FormatReport>> {
         let staging = StagingFolder::begin_new(self.output)?;
         let model = &self.source.model;
@@ -79,7 +79,7 @@ impl Export<'_> {
         for format in self.formats {
             let mut report = self.write(*format, staging.folder(), &files, vocabulary.as_ref())?;
             report.check = source_logits.as_ref().map(|logits| self.compare(&report, logits)).transpose()?;
-            if let Some(problem) = problem_of(&report) {
+            if let Some(problem) = problem_of(&report, self.tolerance(&report)) {
                 let failed = staging.keep_as_failed()?;
                 return Err(anyhow!(
                     "failed to export {format}: {problem}; the files are kept in {}",
@@ -146,6 +146,15 @@ impl Export<'_> {
         };
         compared.with_context(|| format!("failed to compute the logits of {}", report.path.display()))
     }
+
+    /// Returns the largest relative norm of the difference of logits; `None` for a model with experts.
+    ///
+    /// A token near a tie of its router selects another expert after rounding, and its logits show nothing about the file. The
+    /// values, which are compared, are what the reader computes with.
+    fn tolerance(&self, report: &FormatReport) -> Option<f64> {
+        let is_dense = self.source.model.config().moe().is_none();
+        is_dense.then(|| report.format.tolerance(report.merge.map(|merge| merge.dtype)))
+    }
 }
 
 /// Shows the progress of writing tensors.
@@ -154,10 +163,13 @@ pub fn progress(what: &str) -> impl Fn(usize, usize) + use<> {
     move |n_done, n_all| progress.set(n_done, n_all)
 }
 
-/// Returns the reason why a written format is not usable.
-fn problem_of(report: &FormatReport) -> Option<String> {
+/// Returns the reason why a written format is not usable. Without a tolerance, logits must be finite.
+fn problem_of(report: &FormatReport, tolerance: Option<f64>) -> Option<String> {
     let (reader, difference) = report.check?;
-    let tolerance = report.format.tolerance(report.merge.map(|merge| merge.dtype));
+    if !difference.largest.is_finite() {
+        return Some(format!("its logits, read by {reader}, are not finite"));
+    }
+    let tolerance = tolerance?;
     let is_close = difference.relative <= tolerance;
     (!is_close).then(|| {
         format!(
@@ -229,13 +241,18 @@ mod tests {
     /// Checks that a relative norm is accepted, or refused with a text that names both numbers.
     #[track_caller]
     fn check(format: ExportFormat, relative: f64, is_accepted: bool) {
-        let difference = LogitsDifference { n_positions: 9, n_same_top: 4, largest: 3.0, relative };
+        let largest = if relative.is_nan() { f64::NAN } else { 3.0 };
+        let difference = LogitsDifference { n_positions: 9, n_same_top: 4, largest, relative };
         let check = Some((ExportReader::CandleTransformers, difference));
-        let problem = problem_of(&FormatReport { format, path: PathBuf::new(), n_bytes: 0, merge: None, check });
+        let report = FormatReport { format, path: PathBuf::new(), n_bytes: 0, merge: None, check };
+        let tolerance = format.tolerance(None);
+        let problem = problem_of(&report, Some(tolerance));
         assert_eq!(problem.is_none(), is_accepted, "{problem:?}");
+        assert_eq!(problem_of(&report, None).is_none(), relative.is_finite(), "a model with experts");
         let Some(problem) = problem else { return };
-        let tolerance = format.tolerance(None).to_string();
-        for part in ["candle-transformers", "4 of 9 positions", tolerance.as_str()] {
+        let all = ["candle-transformers", "4 of 9 positions", &tolerance.to_string()];
+        let parts = if relative.is_finite() { all.as_slice() } else { &["candle-transformers", "are not finite"] };
+        for part in parts {
             assert!(problem.contains(part), "{part} is not in {problem}");
         }
     }

@@ -8,6 +8,7 @@ mod file_type;
 mod metadata;
 mod reader;
 mod tensor;
+mod verify;
 mod writer;
 
 use std::path::Path;
@@ -43,7 +44,9 @@ impl GgufExport<'_> {
         Architecture::of(model.config()).map(drop)
     }
 
-    /// Writes the file. One parameter at a time is in memory, in f32.
+    /// Writes the file, reads it back and compares every value. Two values of a parameter are in memory, in f32.
+    ///
+    /// Each tensor counts twice in `on_tensor`: written and compared.
     pub fn write(&self, model: &MergedModel, path: &Path, on_tensor: TensorCallback) -> Result<(), ModelError> {
         let config = model.config();
         let architecture = Architecture::of(config)?;
@@ -59,7 +62,7 @@ impl GgufExport<'_> {
         let mut writer = GgufWriter::create(path, &metadata, headers)?;
         let mut read: Option<(&ParamSpec, candle_core::Tensor)> = None;
         for (idx, tensor) in tensors.iter().enumerate() {
-            on_tensor(idx + 1, tensors.len());
+            on_tensor(idx + 1, 2 * tensors.len());
             let value = match &tensor.source {
                 Source::Values(values) => candle_core::Tensor::new(values.as_slice(), &candle_core::Device::Cpu)?,
                 Source::Param { param, arrangement } => {
@@ -75,6 +78,7 @@ impl GgufExport<'_> {
             };
             writer.write(&value)?;
         }
-        writer.finish()
+        writer.finish()?;
+        verify::verify(model, path, &|n_done| on_tensor(tensors.len() + n_done, 2 * tensors.len()))
     }
 }

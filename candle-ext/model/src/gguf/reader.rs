@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 
@@ -36,13 +37,24 @@ impl GgufModel {
         }
         Ok(Self { path: path.to_path_buf(), content, file: RefCell::new(file), tensors: by_param })
     }
+
+    /// Returns the type of a parameter's tensors, which have one type.
+    pub(super) fn dtype_of(&self, param: &ParamSpec) -> Result<GgmlDType, ModelError> {
+        let (name, _) = &self.parts(param)?[0];
+        let info = self.content.tensor_infos.get(name).map(|info| info.ggml_dtype);
+        info.ok_or_else(|| ModelError::mismatch(&self.path, format!("it has no tensor {name}")))
+    }
+
+    fn parts(&self, param: &ParamSpec) -> Result<&[(String, Arrangement)], ModelError> {
+        let parts = self.tensors.get(&param.name).map(Vec::as_slice);
+        parts.ok_or_else(|| ModelError::mismatch(&self.path, format!("it has no tensor of {}", param.name)))
+    }
 }
 
 impl ParamValues for GgufModel {
     fn value(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
-        let unknown = || ModelError::mismatch(&self.path, format!("it has no tensor of {}", param.name));
         let mut parts = Vec::new();
-        for (name, arrangement) in self.tensors.get(&param.name).ok_or_else(unknown)? {
+        for (name, arrangement) in self.parts(param)? {
             let tensor = self.content.tensor(&mut *self.file.borrow_mut(), name, &Device::Cpu)?;
             parts.push(arrangement.inverse(&tensor.dequantize(&Device::Cpu)?)?);
         }
