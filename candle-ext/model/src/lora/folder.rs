@@ -69,6 +69,7 @@ impl AdapterFolder {
         let staging = StagingFolder::begin(folder)?;
         let tensors: Vec<_> = model.adapter_params().map(|param| ShardTensor::of_factor(PREFIX, param)).collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
+        let config = config.with_module_names(model.config())?;
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
         auxiliary_files.copy_into(staging.folder())?;
         staging.commit()

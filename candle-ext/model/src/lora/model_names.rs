@@ -15,7 +15,7 @@ pub(crate) struct ModelNames {
     /// Routers and experts, with their names in transformers 4.
     of_experts: Vec<String>,
     /// Weights of linear layers and routers, and the 3-D parameters of experts in transformers 5.
-    pub(super) parameters: Vec<String>,
+    parameters: Vec<String>,
     /// Last components of the linear layers' names in the first layer.
     short: Vec<String>,
     /// Names in the first layer with experts, for messages.
@@ -34,6 +34,21 @@ impl ModelNames {
             short: linears(&layers[0]).map(|linear| last(&linear.module)).collect(),
             example_of_experts: layers.iter().find_map(example_of_experts),
         }
+    }
+
+    /// Returns the names of the linear layers.
+    pub(super) fn linears(&self) -> impl Iterator<Item = &String> {
+        self.linears.iter()
+    }
+
+    /// Returns the names of routers and experts.
+    pub(super) fn of_experts(&self) -> impl Iterator<Item = &String> {
+        self.of_experts.iter()
+    }
+
+    /// Returns the names of all modules and parameters.
+    pub(super) fn all(&self) -> impl Iterator<Item = &String> {
+        self.modules().chain(&self.parameters)
     }
 
     /// Returns the names of all modules.

@@ -3,6 +3,8 @@
 //! Experts are modules of their own in transformers 4 (`target_modules`), and 3-D parameters in transformers 5
 //! (`target_parameters`). Both names select the same matrices here.
 
+use std::cell::RefCell;
+use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 
 use super::expert::{ExpertAdapterFiles, ExpertAdapterSpec};
@@ -21,6 +23,8 @@ pub(crate) struct LoraTargets<'a> {
     excluded: Option<NameMatcher<'a>>,
     ranks: Vec<(NamePattern, usize)>,
     alphas: Vec<(NamePattern, f64)>,
+    /// Names of modules and parameters that got an adapter.
+    adapted: RefCell<BTreeSet<String>>,
 }
 
 /// Output columns of an expert's matrix that one module of transformers 4 holds.
@@ -44,6 +48,7 @@ impl<'a> LoraTargets<'a> {
             excluded: config.exclude_modules.as_ref().map(|names| names.matcher("exclude_modules")).transpose()?,
             ranks: patterns("rank_pattern", &config.rank_pattern)?,
             alphas: patterns("alpha_pattern", &config.alpha_pattern)?,
+            adapted: RefCell::default(),
         };
         targets.refuse_embeddings()?;
         config.refuse_unmatched(names)?;
@@ -67,6 +72,44 @@ impl<'a> LoraTargets<'a> {
             params.extend(moe.expert_matrices().flat_map(ExpertMatrixSpec::factors));
         }
         Ok(params)
+    }
+
+    /// Rejects a pattern of ranks or alphas that matches only modules without an adapter. Call it after [`Self::attach`].
+    pub(crate) fn refuse_unused_patterns(&self, names: &ModelNames) -> Result<(), ModelError> {
+        const SHOWN: usize = 3;
+        let adapted = self.adapted.borrow();
+        for pattern in self.patterns() {
+            let is_match = |name: &&String| pattern.is_match(name).unwrap_or(true);
+            if adapted.iter().any(|name| is_match(&name)) {
+                continue;
+            }
+            let matched: Vec<&str> = names.all().filter(is_match).map(String::as_str).take(SHOWN + 1).collect();
+            let more = if matched.len() > SHOWN { ", ..." } else { "" };
+            let problem = format!(
+                "`{}` matches only modules without an adapter: {}{more}; select them in target_modules, or remove the pattern",
+                pattern.text(),
+                matched[..matched.len().min(SHOWN)].join(", ")
+            );
+            return Err(ModelError::lora(pattern.key(), problem));
+        }
+        Ok(())
+    }
+
+    /// Returns the linear layers that `target_modules` selects, by the shortest ends of their names that no other module has.
+    fn module_names(&self, names: &ModelNames) -> Result<Vec<String>, ModelError> {
+        let hits =
+            names.linears().map(|module| Ok((module, self.hits(module)?))).collect::<Result<Vec<_>, ModelError>>()?;
+        let unselected = hits.iter().filter(|(_, hit)| !hit).map(|(module, _)| *module).chain(names.of_experts());
+        let unselected = unselected.map(String::as_str).chain(["lm_head", "model.embed_tokens"]);
+        let taken: HashSet<&str> = unselected.flat_map(suffixes).collect();
+        let selected = hits.iter().filter(|(_, hit)| *hit).map(|(module, _)| module.as_str());
+        let shortest = |module| suffixes(module).filter(|end| !taken.contains(end)).last().unwrap_or(module);
+        Ok(selected.map(shortest).map(str::to_owned).collect::<BTreeSet<_>>().into_iter().collect())
+    }
+
+    /// Returns the patterns of ranks and alphas.
+    fn patterns(&self) -> impl Iterator<Item = &NamePattern> {
+        self.ranks.iter().map(|(pattern, _)| pattern).chain(self.alphas.iter().map(|(pattern, _)| pattern))
     }
 
     /// Adds an adapter to a linear layer that matches. Returns its factors.
@@ -193,6 +236,7 @@ impl<'a> LoraTargets<'a> {
 
     /// Returns the adapter `module`, whose rank and alpha are those of the patterns that match `name`.
     fn adapter(&self, module: &str, name: &str) -> Result<AdapterSpec, ModelError> {
+        self.adapted.borrow_mut().insert(name.to_owned());
         let r = first_match(&self.ranks, name)?.unwrap_or(self.config.r);
         let alpha = first_match(&self.alphas, name)?.unwrap_or(self.config.lora_alpha);
         let scaling = alpha / if self.config.use_rslora { (r as f64).sqrt() } else { r as f64 };
@@ -218,9 +262,8 @@ impl<'a> LoraTargets<'a> {
             let problem = format!("there is no layer {layer}; the last one is {last}");
             return Err(ModelError::lora("layers_to_transform", problem));
         }
-        let ranks = self.ranks.iter().map(|(pattern, _)| pattern);
-        for pattern in ranks.chain(self.alphas.iter().map(|(pattern, _)| pattern)) {
-            let mut hits = names.modules().chain(&names.parameters).map(|name| pattern.is_match(name));
+        for pattern in self.patterns() {
+            let mut hits = names.all().map(|name| pattern.is_match(name));
             if !hits.any(|hit| !matches!(hit, Ok(false))) {
                 let problem = format!("`{}` matches no module; {names}", pattern.text());
                 return Err(ModelError::lora(pattern.key(), problem));
@@ -246,6 +289,17 @@ impl LoraConfig {
     /// If a name or pattern matches none of `names`.
     pub(crate) fn targets(&self, names: &ModelNames) -> Result<LoraTargets<'_>, ModelError> {
         LoraTargets::new(self, names)
+    }
+
+    /// Returns the configuration with the names of the selected modules in place of `all-linear`, as PEFT saves it. Other
+    /// programs expect names.
+    pub(super) fn with_module_names(&self, config: &Config) -> Result<Self, ModelError> {
+        if self.target_modules != Names::AllLinear {
+            return Ok(self.clone());
+        }
+        let names = self.names(config);
+        let target_modules = Names::List(self.targets(&names)?.module_names(&names)?);
+        Ok(Self { target_modules, ..self.clone() })
     }
 
     /// Returns the error of a configuration that selects nothing.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, Config, LoraConfig, Model,
+    AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, Config, LoraConfig, Model, ParamSpec,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use serde_json::{Value, json};
@@ -188,6 +188,44 @@ fn names_expressions_and_all_linear_choose_as_peft_does() {
     assert_eq!(got, [(4, 3.0), (16, 1.5)]);
 }
 
+/// Saves a new adapter, and returns `target_modules` of its folder, after a comparison of the adapters of both configs.
+#[track_caller]
+fn saved_targets(base: &str, peft_config: Value) -> Value {
+    let config = Config::read(&fixture(base)).unwrap();
+    let model = Model::new(config.clone(), Some(LoraConfig::from_json(&peft_config).unwrap())).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("adapter");
+    let zeros = |param: &ParamSpec| Tensor::zeros(param.shape.as_slice(), DType::F32, &Device::Cpu);
+    AdapterFolder::save(&target, &model, DType::F32, AuxiliaryFiles::default(), zeros).unwrap();
+    let read = Model::new(config, Some(AdapterFolder::open(&target).unwrap().config)).unwrap();
+    assert!(read.adapters().eq(model.adapters()), "{peft_config}");
+    assert_eq!(read.adapts_experts(), model.adapts_experts());
+    let text = std::fs::read_to_string(target.join("adapter_config.json")).unwrap();
+    serde_json::from_str::<Value>(&text).unwrap()["target_modules"].clone()
+}
+
+/// PEFT 0.21 saves such ends of names for models of 20 or more linear layers. Other programs do not read `all-linear`.
+#[test]
+fn an_adapter_folder_names_its_modules_as_peft_does() {
+    let all = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"];
+    assert_eq!(saved_targets("qwen2", json!({"target_modules": "all-linear"})), json!(all));
+    let excluded = json!({"target_modules": "all-linear", "exclude_modules": ["up_proj"]});
+    assert_eq!(
+        saved_targets("qwen2", excluded),
+        json!(all.iter().filter(|name| **name != "up_proj").collect::<Vec<_>>())
+    );
+    let one = json!({"target_modules": "all-linear", "exclude_modules": ["layers.0.mlp.up_proj"]});
+    let of_second = ["1.mlp.up_proj", "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "v_proj"];
+    assert_eq!(saved_targets("qwen2", one), json!(of_second));
+    let names = saved_targets("qwen2_moe", json!({"target_modules": "all-linear"}));
+    assert!(names.to_string().contains("\"shared_expert.up_proj\""), "not those of routed experts: {names}");
+    for kept in [json!(r".*\.1\.mlp\.up_proj"), json!(["q_proj", "mlp.up_proj"])] {
+        assert_eq!(saved_targets("qwen2", json!({"target_modules": kept})), kept);
+    }
+    let layers = json!({"target_modules": ["q_proj"], "layers_to_transform": [1]});
+    assert_eq!(saved_targets("qwen2", layers), json!(["q_proj"]));
+}
+
 #[track_caller]
 fn refused(peft_config: Value, parts: &[&str]) {
     let model = LoraConfig::from_json(&peft_config).and_then(|lora| Model::new(config(), Some(lora)));
@@ -203,6 +241,15 @@ fn unsupported_settings_are_refused_by_name() {
     refused(json!({"lora_dropout": -0.5}), &["lora_dropout", "-0.5"]);
     refused(json!({"lora_alpha": 0}), &["lora_alpha", "nothing would train"]);
     refused(json!({"rank_pattern": {"up_prj": 4}}), &["rank_pattern", "`up_prj` matches no module"]);
+    let idle =
+        "matches only modules without an adapter: model.layers.0.self_attn.k_proj, model.layers.1.self_attn.k_proj";
+    refused(json!({"rank_pattern": {"q_proj": 4, "k_proj": 4}}), &["rank_pattern", "`k_proj`", idle, "target_modules"]);
+    refused(
+        json!({"alpha_pattern": {"mlp.up_proj": 4}}),
+        &["alpha_pattern", "`mlp.up_proj` matches only", "or remove"],
+    );
+    let of_layer = json!({"target_modules": ["q_proj"], "layers_to_transform": 0, "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4}});
+    refused(of_layer, &["rank_pattern", "without an adapter: model.layers.1.self_attn.q_proj; select"]);
     refused(json!({"exclude_modules": ["up_prj"]}), &["exclude_modules", "`up_prj` matches no module"]);
     refused(json!({"layers_to_transform": [99]}), &["layers_to_transform", "there is no layer 99"]);
     refused(json!({"use_dora": true}), &["use_dora", "DoRA"]);
