@@ -6,7 +6,7 @@ use std::path::Path;
 use candlewick_ops::Fp8LinearScales;
 use serde_json::{Map, Value, json};
 
-use crate::{Config, ModelError, config::json::read_object};
+use crate::{Config, ModelError, config::json::read_own_object};
 
 /// File of an export with the scales of its run: for each linear layer that multiplies in FP8, the factors of input and weight
 /// before they are rounded to E4M3. Routed experts have lists with a factor for each expert. Modules that compute in the compute
@@ -58,7 +58,7 @@ pub fn read_fp8_scales(
         let matrices = inputs.into_iter().zip(weights).map(|(input, weight)| Fp8LinearScales { input, weight });
         Ok((module, matrices.collect()))
     };
-    let entries: Map<String, Value> = read_object(&path)?;
+    let entries: Map<String, Value> = read_own_object(&path)?;
     if entries.values().all(Value::is_null) {
         return Err(ModelError::malformed(&path, "it has no module, so nothing would multiply in FP8; export again"));
     }
@@ -180,6 +180,11 @@ mod tests {
             std::fs::write(folder.path().join(FP8_SCALES), Value::Object(entries).to_string()).unwrap();
             let error = read_fp8_scales(folder.path(), &config()).unwrap_err().to_string();
             assert!(error.contains(words) && error.contains(FP8_SCALES), "{error}");
+        }
+        for text in [r#"{"a": null, "a": null}"#, r#"{"a": {"input": 1, "input": 2, "weight": 1}}"#] {
+            std::fs::write(folder.path().join(FP8_SCALES), text).unwrap();
+            let error = read_fp8_scales(folder.path(), &config()).unwrap_err().to_string();
+            assert!(error.contains("appears twice at line 1") && error.contains(FP8_SCALES), "{error}");
         }
         std::fs::write(folder.path().join(FP8_SCALES), "{}").unwrap();
         assert!(read_fp8_scales(folder.path(), &config()).unwrap_err().to_string().contains("it has no module"));

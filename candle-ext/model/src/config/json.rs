@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use candlewick_text::source::parse_value;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
@@ -98,9 +99,16 @@ pub(crate) fn size(keys: Keys, key: &str, default: usize, most: usize) -> Result
 /// Maximum size of a JSON file, in bytes.
 const MOST_BYTES: u64 = 1 << 26;
 
-/// Reads the object in a JSON file. Errors name the file, line and column. Pipes and devices are rejected.
+/// Reads the object in a JSON file of another program. Errors name the file, line and column. Pipes and devices are rejected.
+///
+/// Of a key that appears twice, the last value counts, as in Python.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
     parse_object(path, &read_bytes(path)?)
+}
+
+/// Reads the object in a JSON file that this program writes, as [`read_object`] does. A key that appears twice is an error.
+pub(crate) fn read_own_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    parse_object_with(path, &read_bytes(path)?, parse_value)
 }
 
 /// Reads a small regular file.
@@ -118,11 +126,19 @@ pub(crate) fn read_bytes(path: &Path) -> Result<Vec<u8>, ModelError> {
 
 /// Parses the object in a JSON file's contents.
 pub(crate) fn parse_object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
+    parse_object_with(path, bytes, |text| serde_json::from_str(text))
+}
+
+fn parse_object_with(
+    path: &Path,
+    bytes: &[u8],
+    parse: impl FnOnce(&str) -> serde_json::Result<Value>,
+) -> Result<Map<String, Value>, ModelError> {
     let text = std::str::from_utf8(bytes).map_err(|e| {
         let line = bytes[..e.valid_up_to()].iter().filter(|&&b| b == b'\n').count() + 1;
         ModelError::malformed(path, format!("line {line}: not UTF-8 (byte {}); save it as UTF-8 text", e.valid_up_to()))
     })?;
-    match serde_json::from_str(text.trim_start_matches('\u{feff}')) {
+    match parse(text.trim_start_matches('\u{feff}')) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(other) => Err(ModelError::malformed(path, format!("expected a JSON object, found {}", shorten(&other)))),
         Err(e) => Err(ModelError::malformed(path, format!("line {}, column {}: not JSON: {e}", e.line(), e.column()))),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::{ModelError, config::json::read_object};
+use crate::{ModelError, config::json::read_own_object};
 
 /// File in an adapter folder that identifies the base weights. PEFT ignores it.
 pub const BASE_MODEL_RECORD: &str = ".candlewick_base.json";
@@ -30,7 +30,7 @@ impl BaseModelRecord {
         if !path.exists() {
             return Ok(None);
         }
-        let map = read_object(&path)?;
+        let map = read_own_object(&path)?;
         let text = |key: &str| map.get(key).and_then(|value| value.as_str()).map(str::to_owned);
         match (text("model"), text("weights")) {
             (Some(model), Some(weights)) => Ok(Some(Self { model, weights })),
