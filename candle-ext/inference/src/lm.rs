@@ -95,7 +95,8 @@ impl Lm {
         Self::load_sharing((folder, adapter), dtype, device, parallel, None)
     }
 
-    /// Loads a PEFT adapter on top of this model, or none. This model must have none. Both models share the base weights.
+    /// Loads a PEFT adapter on top of this model, or none. This model must have none. Both models share the base weights, unless
+    /// the adapter has embedding layers.
     /// Collective: all ranks of the model's groups must call it.
     pub fn with_adapter(&self, adapter: Option<&Path>) -> Result<Self> {
         let (config, groups) = &self.parallel;
@@ -116,7 +117,11 @@ impl Lm {
         let template = tokenizer.chat_template(None)?;
         let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
-        let config = Config::read(folder)?;
+        let (config, weights) = match &adapter {
+            Some(adapter) => adapter.open_base(folder)?,
+            None => (Config::read(folder)?, Checkpoint::open(folder)?),
+        };
+        let base = base.filter(|_| adapter.as_ref().is_none_or(|adapter| adapter.embedding_layers().is_empty()));
         parallel_config.check_can_split(&config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The output layer runs on few tokens, so its cost is neglected.
@@ -124,9 +129,7 @@ impl Lm {
         let zero_stage = parallel_config.zero3.then_some(ZeroStage::Three);
         let spec = EngineSpec { zero_stage, ..EngineSpec::inference(dtype, layout) };
         let engine = spec.build_sharing(model, groups, device, base)?;
-        let base = Checkpoint::open(folder)?;
-        adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
-        let base = WeightSource::Checkpoint(&base);
+        let base = WeightSource::Checkpoint(&weights);
         let notes =
             load_weights(&engine, base, adapter.as_ref().map_or(base, |a| WeightSource::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));

@@ -43,14 +43,15 @@ pub fn load_weights(engine: &Engine, base: WeightSource, adapter: WeightSource) 
     Ok(notes)
 }
 
-/// Checks that `base` has all base weights of `model`, and `adapter` its LoRA factors, with their shapes and dtypes. Reads no values.
+/// Checks that `base` has all base weights of `model`, and `adapter` its LoRA factors, with their shapes and dtypes. Reads no
+/// values but those of tied embeddings that are stored twice.
 ///
 /// Returns warnings, such as unused tensors.
 pub fn check_weights(model: &Model, base: WeightSource, adapter: WeightSource) -> Result<Vec<String>, ModelError> {
     let (random, mut notes) = base.missing_mtp_layers(model);
     notes.extend(base.check(model.base_params().filter(|spec| !random.contains(spec.name.as_str())))?);
     if model.lora().is_some() {
-        notes.extend(adapter.check(model.adapter_params())?);
+        adapter.checkpoint().map_or(Ok(()), |weights| model.check_adapter(weights))?;
         notes.extend(model.unadapted_experts_warning());
     }
     Ok(notes)

@@ -27,14 +27,17 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let ids = ids.split(',').map(str::parse).collect::<std::result::Result<Vec<u32>, _>>()?;
     let adapter = adapter.first().map(|path| AdapterFolder::open(Path::new(path))).transpose()?;
 
-    let checkpoint = Checkpoint::open(folder)?;
-    let model = Model::new(Config::read(folder)?, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
+    let (config, checkpoint) = match &adapter {
+        Some(adapter) => adapter.open_base(folder)?,
+        None => (Config::read(folder)?, Checkpoint::open(folder)?),
+    };
+    let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
     for note in checkpoint.check(model.base_params())? {
         eprintln!("{note}");
     }
     let mut values = read(&checkpoint, model.base_params())?;
     if let Some(adapter) = &adapter {
-        adapter.weights.check(model.adapter_params())?;
+        model.check_adapter(&adapter.weights)?;
         values.extend(read(&adapter.weights, model.adapter_params())?);
     }
 

@@ -24,8 +24,9 @@ impl InitialWeights {
         let model_folder = model_folder.filter(|_| plan.model.init == WeightInit::Load);
         let base = model_folder.map(Checkpoint::open).transpose()?;
         let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;
-        if let (Some(adapter), Some(base)) = (&adapter, &base) {
-            adapter.check_base(base)?;
+        if let Some(adapter) = &adapter {
+            adapter.check_trainable()?;
+            base.as_ref().map_or(Ok(()), |base| adapter.check_base(base))?;
         }
         Ok(Self { base, adapter, seed: plan.seed })
     }

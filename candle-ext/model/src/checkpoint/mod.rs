@@ -11,6 +11,7 @@ mod identity;
 mod index;
 mod reader;
 mod staging;
+mod tied;
 mod unfinished;
 mod writer;
 mod written;

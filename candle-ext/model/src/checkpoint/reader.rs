@@ -19,6 +19,7 @@ use super::{
     index,
 };
 use crate::config::json::read_bytes;
+use crate::unit::{EMBEDDING, LM_HEAD};
 use crate::{HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
 
 /// The memory-mapped safetensors files of a folder.
@@ -28,17 +29,19 @@ pub struct Checkpoint {
     files: Vec<MappedFile>,
     /// File and entry of each tensor, by name.
     tensors: BTreeMap<String, (usize, StoredTensor)>,
+    /// Index of the file whose tensors replace those of the others.
+    replacement: Option<usize>,
 }
 
 #[derive(Debug)]
-struct MappedFile {
+pub(super) struct MappedFile {
     path: PathBuf,
-    bytes: Mmap,
+    pub(super) bytes: Mmap,
 }
 
 impl MappedFile {
     /// Removes the pages of bytes that were read from the process's memory. The page cache keeps them.
-    fn release(&self, bytes: &Range<usize>) {
+    pub(super) fn release(&self, bytes: &Range<usize>) {
         #[cfg(target_os = "linux")]
         // SAFETY: the map is shared and read-only, so a later access reads the same bytes from the file again.
         let released =
@@ -95,7 +98,7 @@ impl Checkpoint {
     }
 
     fn empty(folder: &Path) -> Self {
-        Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() }
+        Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new(), replacement: None }
     }
 
     fn map(&mut self, path: PathBuf) -> Result<Vec<StoredTensor>, ModelError> {
@@ -119,6 +122,22 @@ impl Checkpoint {
         self
     }
 
+    /// Replaces tensors by those of the same names in a checkpoint of one file. `old` are removed first.
+    pub(crate) fn replace(&mut self, old: &[&str], new: &Checkpoint, names: &[&str]) -> Result<(), ModelError> {
+        let file_idx = self.files.len();
+        self.map(new.files[0].path.clone())?;
+        self.tensors.retain(|name, _| !old.contains(&name.as_str()));
+        let entry = |name: &str| new.tensors.get(name).map(|(_, entry)| (name.to_owned(), (file_idx, entry.clone())));
+        self.tensors.extend(names.iter().filter_map(|name| entry(name)));
+        self.replacement = Some(file_idx);
+        Ok(())
+    }
+
+    /// Returns the shape of a tensor.
+    pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|(_, entry)| entry.shape.as_slice())
+    }
+
     /// Returns the checkpoint's folder.
     pub fn folder(&self) -> &Path {
         &self.folder
@@ -137,12 +156,13 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Returns the dtype of the first tensor (by name) with a supported floating-point dtype.
+    /// Returns the dtype of the first tensor (by name) with a supported floating-point dtype. Replaced tensors do not count.
     pub fn float_dtype(&self) -> Option<DType> {
         let known = [DType::F32, DType::BF16, DType::F16];
         let of =
             |entry: &StoredTensor| known.into_iter().find(|dtype| element::disk_dtype(*dtype) == Some(entry.dtype));
-        self.tensors.values().find_map(|(_, entry)| of(entry))
+        let own = self.tensors.values().filter(|(file_idx, _)| Some(*file_idx) != self.replacement);
+        own.map(|(_, entry)| entry).find_map(of)
     }
 
     /// Returns the number of bytes of all tensors.
@@ -150,24 +170,59 @@ impl Checkpoint {
         self.tensors.values().map(|(_, entry)| entry.bytes.len()).sum()
     }
 
-    /// Checks that the checkpoint contains every one of `params` with its shape and a supported dtype.
+    /// Checks that the checkpoint contains every one of `params` with its shape and a supported dtype. Tied embeddings must
+    /// be equal if both are stored: only then are values read.
     ///
     /// Returns warnings about unused tensors.
     pub fn check<'a>(&self, params: impl IntoIterator<Item = &'a ParamSpec>) -> Result<Vec<String>, ModelError> {
+        let unexpected = self.unexpected(params)?;
+        if unexpected.contains(&LM_HEAD) {
+            self.check_tied()?;
+        }
+        Ok(notes(unexpected))
+    }
+
+    /// Checks that the checkpoint of an adapter contains every one of `factors` with its shape and a supported dtype, and no
+    /// other tensor except `others`.
+    pub(crate) fn check_adapter<'a>(
+        &self,
+        factors: impl IntoIterator<Item = &'a ParamSpec>,
+        others: &[&str],
+    ) -> Result<(), ModelError> {
+        let mut unexpected = self.unexpected(factors)?;
+        unexpected.retain(|name| !others.contains(name));
+        if unexpected.is_empty() {
+            return Ok(());
+        }
+        let problem = format!(
+            "{} no LoRA factor of this model: {}; without it the adapter computes another function. Merge the adapter with \
+             PEFT (`merge_and_unload`), and use the merged model",
+            count(unexpected.len(), "tensor"),
+            first(&unexpected)
+        );
+        Err(ModelError::mismatch(&self.folder, problem))
+    }
+
+    /// Returns the names of the tensors that hold none of `params`.
+    ///
+    /// # Errors
+    /// If one of `params` is missing, or has another shape or an unsupported dtype.
+    fn unexpected<'a>(&self, params: impl IntoIterator<Item = &'a ParamSpec>) -> Result<Vec<&str>, ModelError> {
         let (mut missing, mut expected) = (Vec::new(), BTreeSet::new());
         for param in params {
             for (name, shape, _) in self.sources(param) {
-                expected.insert(name);
-                match self.tensors.contains_key(name) {
-                    true => self.entry(name, &shape).map(drop)?,
-                    false => missing.push(name),
+                match (self.tensors.contains_key(name), expected.insert(name)) {
+                    (true, true) => self.entry(name, &shape).map(drop)?,
+                    (false, _) => missing.push(name),
+                    // The output layer is stored, but it is not tied.
+                    (true, false) => missing.push(EMBEDDING),
                 }
             }
         }
-        if !missing.is_empty() {
-            return Err(ModelError::mismatch(&self.folder, self.lacking(&missing)));
+        match missing.is_empty() {
+            true => Ok(self.names().filter(|name| !expected.contains(name)).collect()),
+            false => Err(ModelError::mismatch(&self.folder, self.lacking(&missing))),
         }
-        Ok(notes(self.names().filter(|name| !expected.contains(name))))
     }
 
     /// Returns true if the checkpoint contains the parameter.
@@ -186,7 +241,7 @@ impl Checkpoint {
         format!("{} missing: {}{hint}", count(missing.len(), "tensor"), first(missing))
     }
 
-    fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedFile, &StoredTensor), ModelError> {
+    pub(super) fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedFile, &StoredTensor), ModelError> {
         let Some((file_idx, entry)) = self.tensors.get(name) else {
             return Err(ModelError::mismatch(&self.folder, format!("tensor `{name}` is missing")));
         };
@@ -206,7 +261,7 @@ impl Checkpoint {
 
     /// Returns name, shape and elements of the tensors that hold a parameter: one of its own name, or those of the Hub.
     fn sources<'p>(&self, param: &'p ParamSpec) -> Vec<(&'p str, Vec<usize>, Range<usize>)> {
-        let own = |shape: &[usize]| vec![(param.name.as_str(), shape.to_vec(), 0..param.numel())];
+        let own = |shape: &[usize]| vec![(self.own_name(param), shape.to_vec(), 0..param.numel())];
         let Some(HubTensors { fused_shape, tensors, layout }) = param.hub.as_deref() else { return own(&param.shape) };
         if self.is_fused(param) {
             return own(fused_shape);
@@ -313,19 +368,15 @@ fn what_is_there(folder: &Path) -> String {
 /// layer in MTP layers.
 const UNUSED: [&str; 3] = [".rotary_emb.inv_freq", ".shared_head.head.weight", ".embed_tokens.weight"];
 
-fn notes<'a>(unexpected: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let (mut notes, mut unknown) = (Vec::new(), Vec::new());
-    for name in unexpected {
-        if name == crate::unit::LM_HEAD {
-            notes.push("lm_head.weight is not used: the output layer is the embedding (tie_word_embeddings)".into());
-        } else if !UNUSED.iter().any(|end| name.ends_with(end)) || name == crate::unit::EMBEDDING {
-            unknown.push(name);
-        }
+/// Returns a warning about unused tensors of a base model. A copy of a tied embedding is harmless.
+fn notes(unexpected: Vec<&str>) -> Vec<String> {
+    let is_harmless =
+        |name: &str| name == LM_HEAD || (name != EMBEDDING && UNUSED.iter().any(|end| name.ends_with(end)));
+    let unknown: Vec<&str> = unexpected.into_iter().filter(|name| !is_harmless(name)).collect();
+    match unknown.is_empty() {
+        true => Vec::new(),
+        false => vec![format!("{} not used: {}", count(unknown.len(), "tensor"), first(&unknown))],
     }
-    if !unknown.is_empty() {
-        notes.push(format!("{} not used: {}", count(unknown.len(), "tensor"), first(&unknown)));
-    }
-    notes
 }
 
 fn count(n: usize, what: &str) -> String {

@@ -144,6 +144,13 @@ impl Config {
         Self { n_mtp_layers, ..self }
     }
 
+    /// Sets the vocabulary size: the number of rows of embedding and output layer.
+    pub(crate) fn with_vocab_size(mut self, vocab_size: usize) -> Self {
+        self.raw.insert("vocab_size".to_owned(), Value::from(vocab_size));
+        self.typed.vocab_size = vocab_size;
+        self
+    }
+
     /// Returns the number of MTP layers.
     pub fn n_mtp_layers(&self) -> usize {
         self.n_mtp_layers

@@ -47,13 +47,13 @@ impl MergedModel {
     pub fn open(base: &Path, adapter: Option<&Path>) -> Result<Self, ModelError> {
         let folders = adapter.into_iter().chain([base]).map(Path::to_path_buf).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
-        let model = Model::new(Config::read(base)?, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
-        let base = Checkpoint::open(base)?;
+        let (config, base) = match &adapter {
+            Some(adapter) => adapter.open_base(base)?,
+            None => (Config::read(base)?, Checkpoint::open(base)?),
+        };
+        let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         base.check(model.base_params())?;
-        if let Some(adapter) = &adapter {
-            adapter.check_base(&base)?;
-            adapter.weights.check(model.adapter_params())?;
-        }
+        adapter.as_ref().map_or(Ok(()), |adapter| model.check_adapter(&adapter.weights))?;
         let adapter = adapter.map(|adapter| Box::new(adapter.weights) as Box<dyn ParamValues>);
         Ok(Self::new(model, Box::new(base), adapter, folders))
     }

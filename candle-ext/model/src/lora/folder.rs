@@ -7,20 +7,24 @@ use candle_core::{DType, Tensor};
 use super::config::exchanges_parameters;
 use super::{BASE_MODEL_RECORD, BaseModelRecord, LoraConfig};
 use crate::{
-    Model, ModelError, ParamSpec,
+    Config, Model, ModelError, ParamSpec,
     checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, write_json, write_shard},
     config::json::read_object,
+    unit::{EMBEDDING, LM_HEAD},
 };
 
 /// Prefix that PEFT puts before every parameter name.
 const PREFIX: &str = "base_model.model.";
+
+/// Tensors besides LoRA factors that PEFT saves after a change of the vocabulary, or with `save_embedding_layers`.
+const EMBEDDING_LAYERS: [&str; 2] = [EMBEDDING, LM_HEAD];
 
 /// A memory-mapped PEFT adapter folder.
 #[derive(Debug)]
 pub struct AdapterFolder {
     /// LoRA configuration.
     pub config: LoraConfig,
-    /// LoRA factors, named as by [`Model::adapter_params`].
+    /// LoRA factors, named as by [`Model::adapter_params`], and embedding layers.
     pub weights: Checkpoint,
     /// Identity of the base weights, if the folder records it.
     pub base: Option<BaseModelRecord>,
@@ -40,7 +44,7 @@ impl LoraConfig {
 }
 
 impl AdapterFolder {
-    /// Opens an adapter folder. [`Checkpoint::check`] with [`Model::adapter_params`] verifies the factors' shapes.
+    /// Opens an adapter folder. [`Model::check_adapter`] verifies the factors' shapes.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let config = LoraConfig::read(folder)?;
         let has = |name: &str| folder.join(name).is_file();
@@ -75,6 +79,72 @@ impl AdapterFolder {
         staging.commit()
     }
 
+    /// Returns the names of the embedding layers that replace those of the base model.
+    pub fn embedding_layers(&self) -> Vec<&'static str> {
+        EMBEDDING_LAYERS.into_iter().filter(|name| self.weights.shape(name).is_some()).collect()
+    }
+
+    /// Opens config and weights of the base model in a folder. Embedding layers of the adapter replace those of the base
+    /// model, and their number of rows its vocabulary size.
+    ///
+    /// # Errors
+    /// If the adapter was trained on other weights, or its embedding layers do not fit.
+    pub fn open_base(&self, folder: &Path) -> Result<(Config, Checkpoint), ModelError> {
+        let (config, mut base) = (Config::read(folder)?, Checkpoint::open(folder)?);
+        self.check_base(&base)?;
+        let names = self.embedding_layers();
+        let Some(n_rows) = self.n_embeddings(&config)? else { return Ok((config, base)) };
+        if !config.tied() && n_rows != config.vocab_size() && names.len() < EMBEDDING_LAYERS.len() {
+            let (first, n_tokens) = (names[0], config.vocab_size());
+            let problem = format!(
+                "`{first}` has {n_rows} rows and the other embedding layer is that of the base model, with {n_tokens}; save \
+                 the adapter again with both (`save_embedding_layers=True`)"
+            );
+            return Err(ModelError::mismatch(self.weights.folder(), problem));
+        }
+        // Of tied layers, the adapter may store one.
+        let replaced = if config.tied() { EMBEDDING_LAYERS.as_slice() } else { names.as_slice() };
+        base.replace(replaced, &self.weights, &names)?;
+        Ok((config.with_vocab_size(n_rows), base))
+    }
+
+    /// Returns the number of rows of the embedding layers; `None` without any.
+    fn n_embeddings(&self, config: &Config) -> Result<Option<usize>, ModelError> {
+        let (n_tokens, width) = (config.vocab_size(), config.hidden_size());
+        let mut n_rows = None;
+        for name in self.embedding_layers() {
+            let shape = self.weights.shape(name).unwrap_or_default();
+            match *shape {
+                [rows, columns] if columns == width && rows >= n_tokens && n_rows.is_none_or(|n| n == rows) => {
+                    n_rows = Some(rows);
+                }
+                _ => {
+                    let wanted = format!("[{}, {width}], or more rows", n_rows.unwrap_or(n_tokens));
+                    let problem = format!("tensor `{name}` has shape {shape:?}, but the base model has {wanted}");
+                    return Err(ModelError::mismatch(self.weights.folder(), problem));
+                }
+            }
+        }
+        Ok(n_rows)
+    }
+
+    /// Verifies that the adapter has no embedding layers, which would not be trained and saved with it.
+    ///
+    /// # Errors
+    /// If it has some.
+    pub fn check_trainable(&self) -> Result<(), ModelError> {
+        let names = self.embedding_layers();
+        if names.is_empty() {
+            return Ok(());
+        }
+        let problem = format!(
+            "the adapter has embedding layers of its own ({}), and training from it would lose them; merge it with `trainer \
+             merge`, and train a new adapter on the merged model",
+            names.join(", ")
+        );
+        Err(ModelError::mismatch(self.weights.folder(), problem))
+    }
+
     /// Verifies that `base` has the weights that the adapter was trained on, if the folder records them.
     ///
     /// # Errors
@@ -93,6 +163,16 @@ impl AdapterFolder {
             folder.join(BASE_MODEL_RECORD).display(),
         );
         Err(ModelError::mismatch(folder, problem))
+    }
+}
+
+impl Model {
+    /// Checks that the weights of an adapter folder have all LoRA factors, and no other tensor except embedding layers.
+    ///
+    /// # Errors
+    /// If a factor is missing or has another shape, or another tensor would be ignored.
+    pub fn check_adapter(&self, weights: &Checkpoint) -> Result<(), ModelError> {
+        weights.check_adapter(self.adapter_params(), &EMBEDDING_LAYERS)
     }
 }
 

@@ -378,9 +378,7 @@ fn unused_tensors_are_reported_except_harmless_ones() {
     ];
     write(folder.path(), "model.safetensors", tensors);
     let notes = Checkpoint::open(folder.path()).unwrap().check(&specs()).unwrap();
-    assert_eq!(notes.len(), 2, "{notes:?}");
-    assert!(notes[0].contains("lm_head.weight") && notes[0].contains("tie_word_embeddings"));
-    assert!(notes[1].contains("1 tensor is not used: model.extra"), "{}", notes[1]);
+    assert_eq!(notes, ["1 tensor is not used: model.extra"]);
 }
 
 #[test]

@@ -283,7 +283,7 @@ fn factors_with_inputs_and_outputs_exchanged_are_refused_by_name_and_shapes() {
     exchanged(folder.path(), "0.18.1");
     let adapter = AdapterFolder::open(folder.path()).unwrap();
     let model = Model::new(config("olmoe"), Some(adapter.config)).unwrap();
-    let message = adapter.weights.check(model.adapter_params()).unwrap_err().to_string();
+    let message = model.check_adapter(&adapter.weights).unwrap_err().to_string();
     for part in ["model.layers.0.mlp.experts.lora_A.weight", "[18, 40]", "[18, 16]", "PEFT before 0.19.1"] {
         assert!(message.contains(part), "`{message}` lacks `{part}`");
     }
@@ -301,7 +301,7 @@ fn factors_of_another_rank_have_no_hint_about_old_versions_of_peft() {
     std::fs::write(folder.path().join("adapter_config.json"), peft_config.to_string()).unwrap();
     let adapter = AdapterFolder::open(folder.path()).unwrap();
     let model = Model::new(config("olmoe"), Some(adapter.config)).unwrap();
-    let message = adapter.weights.check(model.adapter_params()).unwrap_err().to_string();
+    let message = model.check_adapter(&adapter.weights).unwrap_err().to_string();
     assert!(message.contains("adapter_config.json makes it") && !message.contains("PEFT before"), "{message}");
 }
 

@@ -28,7 +28,7 @@ impl ParamValues for Named {
         let whole = vec![HubTensor { name: param.name.clone(), rows: 0..param.shape[0] }];
         let tensors = param.hub.as_ref().map_or(&whole, |hub| &hub.tensors);
         let values: Vec<f32> =
-            tensors.iter().flat_map(|tensor| (0..tensor.rows.len() * width).map(|i| value(&tensor.name, i))).collect();
+            tensors.iter().flat_map(|tensor| values(&tensor.name, tensor.rows.len() * width)).collect();
         Ok(Tensor::from_vec(values, param.shape.as_slice(), &Device::Cpu)?)
     }
 
@@ -37,13 +37,15 @@ impl ParamValues for Named {
     }
 }
 
-/// Returns a number from -0.5 to 0.5, exact in f32.
-fn value(name: &str, index: usize) -> f32 {
+/// Returns numbers from -0.5 to 0.5, exact in f32.
+fn values(name: &str, n: usize) -> impl Iterator<Item = f32> {
     let key = name
         .bytes()
         .fold(0xcbf2_9ce4_8422_2325_u64, |key, byte| (key ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-    let bits = (index as u64 + (key & 0xffff_ffff)).wrapping_mul(2_654_435_761) as u32 >> 16;
-    (f64::from(bits) / 65536.0 - 0.5) as f32
+    (0..n as u64).map(move |index| {
+        let bits = (index + (key & 0xffff_ffff)).wrapping_mul(2_654_435_761) as u32 >> 16;
+        (f64::from(bits) / 65536.0 - 0.5) as f32
+    })
 }
 
 fn recorded() -> Value {

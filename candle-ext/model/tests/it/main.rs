@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod adapter_embeddings;
 mod adapters;
 mod candle_transformers;
 mod checkpoints;

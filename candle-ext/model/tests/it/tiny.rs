@@ -54,7 +54,7 @@ impl Tiny {
         let checkpoint = Checkpoint::open(&fixture(name)).unwrap();
         let adapter = AdapterFolder::open(adapter).unwrap();
         let model = Model::new(Config::read(&fixture(name)).unwrap(), Some(config)).unwrap();
-        assert!(adapter.weights.check(model.adapter_params()).unwrap().is_empty());
+        model.check_adapter(&adapter.weights).unwrap();
         let factors: Vec<String> = model.adapter_params().map(|param| param.name.clone()).collect();
         Self::with_weights(model, |param| match factors.contains(&param.name) {
             true => read(&adapter.weights, param),

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 use candlewick_inference::lm::Lm;
+use candlewick_model::checkpoint::{AuxiliaryFiles, DEFAULT_SHARD_BYTES, ExpertTensors};
 use serde_json::{Value, json};
 
 use super::{COMPLETIONS, Server, complete, greedy, received};
@@ -84,6 +85,48 @@ fn a_request_chooses_an_adapter_by_its_name() {
     assert_eq!((status, &error["error"]["code"]), (404, &json!("model_not_found")));
     let names = "this server has \"tiny\", \"first\", \"second\"";
     assert!(error["error"]["message"].as_str().unwrap().contains(names), "{error}");
+}
+
+/// Adds embeddings of more rows to an adapter.
+fn add_embeddings(adapter: &Path, base: &Path) {
+    let name = "model.embed_tokens.weight";
+    let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let table = &load(base.join("model.safetensors"))[name];
+    let rows = (table.narrow(0, 0, 3).unwrap() * -1.0).unwrap();
+    let table = candle_core::Tensor::cat(&[&(table * 1.5).unwrap(), &rows], 0).unwrap();
+    let mut tensors = load(adapter.join("adapter_model.safetensors"));
+    tensors.insert(format!("base_model.model.{name}"), table);
+    candle_core::safetensors::save(&tensors, adapter.join("adapter_model.safetensors")).unwrap();
+}
+
+#[test]
+fn an_adapter_with_embeddings_computes_as_its_merged_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = support::export(folder.path(), 1);
+    let [path, _] = two_adapters(folder.path());
+    let base = Lm::load(&model, None, DType::F32, Device::Cpu).unwrap();
+    let score = |lm: &Lm| format!("{:?}", lm.score("Say wolf 4 times.").unwrap());
+    let [before, without] = [score(&base), score(&base.with_adapter(Some(&path)).unwrap())];
+    add_embeddings(&path, &model);
+    let own = Lm::load(&model, Some(&path), DType::F32, Device::Cpu).unwrap();
+    let on_base = base.with_adapter(Some(&path)).unwrap();
+    assert_eq!(score(&own), score(&on_base));
+    assert!(![&before, &without].contains(&&score(&own)), "the embeddings change the scores");
+    assert_eq!(score(&base), before, "the base model keeps its embeddings");
+    let n_tokens = |lm: &Lm| lm.engine().model().config().vocab_size();
+    assert_eq!(n_tokens(&own), n_tokens(&base) + 3);
+    let merged = folder.path().join("merged");
+    fs::create_dir(&merged).unwrap();
+    let source = candlewick_model::MergedModel::open(&model, Some(&path)).unwrap();
+    let folders: Vec<&Path> = source.folders().iter().map(PathBuf::as_path).collect();
+    let auxiliary_files = AuxiliaryFiles { folders: &folders, ..AuxiliaryFiles::default() };
+    let (dtype, shard_bytes, expert_tensors) = (Some(DType::F32), DEFAULT_SHARD_BYTES, ExpertTensors::default());
+    let export = candlewick_model::SafetensorsExport { auxiliary_files, dtype, shard_bytes, expert_tensors };
+    export.write(&source, &merged, &|_, _| ()).unwrap();
+    let merged = Lm::load(&merged, None, DType::F32, Device::Cpu).unwrap();
+    let values = |lm: &Lm| lm.score("Say wolf 4 times.").unwrap();
+    let (a, b) = (format!("{:.4?}", values(&own)), format!("{:.4?}", values(&merged)));
+    assert_eq!(a, b);
 }
 
 #[test]
