@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candlewick_model::RouterLoss;
 use candlewick_ops::{
     AdamW, CuSeqlens, DeviceTimestamp, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload,
@@ -19,7 +19,7 @@ use crate::metrics::{ExpertLoad, WallClockTimes};
 use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
 use crate::routing::RoutingFiles;
 
-use super::nonfinite::{NonFinite, NonFinitePart, locate, nonfinite_rows};
+use super::nonfinite::{NonFinite, NonFinitePart, locate, nonfinite_rows, overflow_remedy};
 use super::rank_info::RankInfo;
 use super::step_experts::{StepExperts, record_experts};
 
@@ -59,10 +59,13 @@ pub(super) struct StepOutcome {
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to train: all {n_steps} steps were skipped, because the loss or the gradient was not finite, or the loss was \
-     above the limit of loss_watchdog; nothing was exported. Check the weights and the data, or lower the learning rate"
+     above the limit of loss_watchdog; nothing was exported. {}Check the weights and the data, or lower the learning rate",
+    overflow_remedy(*.dtype)
 )]
 pub struct AllStepsSkipped {
     pub(super) n_steps: usize,
+    /// The dtype of the model's computation.
+    pub(super) dtype: DType,
 }
 
 /// A loss spike that ends the run.
@@ -115,6 +118,8 @@ pub(super) struct PendingStep {
     /// The number of data-parallel ranks.
     data_world: usize,
     number: usize,
+    /// The dtype of the model's computation.
+    dtype: DType,
     lr: f64,
     max_loss: f64,
     started: DeviceTimestamp,
@@ -168,6 +173,7 @@ pub(super) fn start(
         own,
         data_world,
         number,
+        dtype: engine.store().compute_dtype(),
         lr,
         max_loss,
         started,
@@ -221,6 +227,7 @@ impl PendingStep {
             own,
             data_world,
             number,
+            dtype,
             lr,
             max_loss,
             started,
@@ -246,7 +253,7 @@ impl PendingStep {
         let nonfinite = (decision.outcome == UpdateOutcome::NonFinite).then(|| {
             let part = NonFinitePart::of(loss, &weighted, &auxiliary);
             let rows = locate(stream, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
-            NonFinite { step: number, part, rows }
+            NonFinite { step: number, part, rows, dtype }
         });
         let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
         let outcome = StepOutcome {

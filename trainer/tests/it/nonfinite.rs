@@ -47,6 +47,7 @@ fn a_nonfinite_loss_ends_the_run_and_names_its_row() {
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(i32::from(trainer::exit::ExitCode::NonFinite as u8)), "{said}");
     assert!(said.contains("the loss is not finite") && said.contains("train.jsonl:81"), "{said}");
+    assert!(!said.contains("f16"), "{said}");
     assert!(run.losses().iter().all(|loss| loss.is_finite()), "{:?}", run.losses());
     let replayed = run.replay(&["--rows", "1"]);
     let text = String::from_utf8_lossy(&replayed.stdout).into_owned();
@@ -54,6 +55,25 @@ fn a_nonfinite_loss_ends_the_run_and_names_its_row() {
     for words in ["the loss or a gradient is not finite", "loss not finite", "train.jsonl:81", "What is in §?"] {
         assert!(text.contains(words), "no {words:?} in:\n{text}");
     }
+}
+
+/// Of large weights the activations exceed the range of f16, but not that of bf16.
+#[test]
+fn an_overflow_in_f16_names_the_dtype() {
+    let remedy = "Values above 65504 overflow in f16: set model.dtype to bf16 or f32.";
+    let train = |dtype: &str, more: &[&str]| {
+        let dtype = format!("model.dtype={dtype}");
+        let arguments = [&dtype, "model.config.initializer_range=10", "train_iters=1"];
+        let output = Run::new().train(&[&arguments, more].concat());
+        (output.status.code(), stderr(&output))
+    };
+    let nonfinite = Some(i32::from(trainer::exit::ExitCode::NonFinite as u8));
+    for more in [vec![], vec!["on_nonfinite=skip"]] {
+        let (code, said) = train("f16", &more);
+        assert!(code == nonfinite && said.contains(remedy) && said.contains("ower the learning rate"), "{said}");
+    }
+    let (code, said) = train("bf16", &[]);
+    assert_eq!(code, Some(0), "{said}");
 }
 
 /// Large logits and a coefficient that is finite in f32 make gradients that are not.

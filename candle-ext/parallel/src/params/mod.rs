@@ -148,7 +148,7 @@ impl ParamStore {
     }
 
     /// Returns the compute dtype.
-    pub(crate) fn compute_dtype(&self) -> DType {
+    pub fn compute_dtype(&self) -> DType {
         self.options.dtypes.compute
     }
 

@@ -70,7 +70,8 @@ impl Session<'_> {
     /// Fails if every step so far was skipped, because the weights are the initial ones.
     fn refuse_untrained(&mut self) -> Result<()> {
         let n_steps = self.stream.cursor().step;
-        if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps }.into()) }
+        let dtype = self.run.engine.store().compute_dtype();
+        if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps, dtype }.into()) }
     }
 
     pub(in crate::run) fn moment(&self) -> Moment {
