@@ -151,7 +151,7 @@ fn assert_near(got: f64, want: f64, request: &Request) {
 #[test]
 fn answers_are_those_to_each_request_by_itself() {
     let (_folder, lm) = model(1);
-    let encoder = RequestEncoder::new(lm.tokenizer(), None).unwrap();
+    let encoder = RequestEncoder::new(lm.tokenizer(), None);
     let requests = requests();
     let mut n_greedy = 0;
     for (request, RequestOutput { response, n_truncated, .. }) in

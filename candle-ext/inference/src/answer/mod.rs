@@ -41,7 +41,7 @@ use score::{ScoringPlan, SequenceScore};
 pub use settings::BackendSettings;
 
 /// Version of the response cache. Increment it with every change that alters responses.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
 
 /// A source of responses to requests, as lm-eval's `LM`.
 pub trait LmBackend {
@@ -105,7 +105,7 @@ impl<'a> EngineBackend<'a> {
         };
         Ok(Self {
             handle,
-            encoder: RequestEncoder::new(tokenizer, settings.add_bos)?,
+            encoder: RequestEncoder::new(tokenizer, settings.add_bos),
             defaults: generation_config.map(SamplingDefaults::read).transpose()?.unwrap_or_default(),
             settings: BackendSettings { cache_folder: None, ..settings },
             limits,
