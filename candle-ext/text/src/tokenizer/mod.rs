@@ -53,7 +53,7 @@ pub struct Tokenizer {
 /// of tokenizer_config.json have no effect: they configure tokenizers without a tokenizer.json.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
-    /// Encoding adds special tokens, such as BOS; decoding keeps them.
+    /// Encoding adds special tokens, such as BOS, unless the text begins with BOS; decoding keeps them.
     Include,
     /// Encoding adds none; decoding drops special tokens.
     Exclude,
@@ -206,19 +206,16 @@ impl Tokenizer {
     }
 
     fn encode_uncaught(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, TokenizerError> {
-        let mut ids = match specials {
-            SpecialTokens::Include => self.added.before.clone(),
-            SpecialTokens::Exclude => Vec::new(),
-        };
+        let is_begun = self.bos.as_ref().is_some_and(|bos| text.starts_with(&bos.text));
+        let added = Some(&self.added).filter(|_| specials == SpecialTokens::Include && !is_begun);
+        let mut ids = added.map_or_else(Vec::new, |added| added.before.clone());
         let n_before = ids.len();
         let words = self.words.as_ref();
         if words.and_then(|words| words.encode(&self.inner, text, |id, _, _| ids.push(id))).is_none() {
             ids.truncate(n_before);
             ids.extend(self.encode_with_tokenizers_crate(text)?);
         }
-        if specials == SpecialTokens::Include {
-            ids.extend(&self.added.after);
-        }
+        ids.extend(added.into_iter().flat_map(|added| &added.after));
         Ok(ids)
     }
 
