@@ -216,7 +216,8 @@ impl EngineBackend<'_> {
     fn compute(&mut self, plan: &RequestPlan, known: &HashMap<usize, Response>) -> Result<Vec<IndexedResponse>> {
         let LmHandle { engine, tokenizer, .. } = self.handle;
         let TokenizedRequests { scored, owners, prompts, prompt_owners } = &plan.work;
-        let (scoring, generation) = (ScoringPlan::new(scored), GenerationPlan::new(prompts));
+        let model = engine.model();
+        let (scoring, generation) = (ScoringPlan::new(scored, model), GenerationPlan::new(prompts, model));
         let open = |question: &usize| !known.contains_key(question);
         let own_scored = assign_to_rank(&*self.group.data_parallel, scoring.order(), &scoring.costs(), owners, open);
         let own_prompts =
