@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{D, Tensor};
+use candlewick_model::{LengthClass, Model};
 use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, KvCache};
 use serde::{Deserialize, Serialize};
@@ -96,12 +97,13 @@ pub fn generate(
     let at_most = if n_max < options.max_new_tokens { FinishReason::Context } else { FinishReason::Length };
     let mut sampler = TokenSampler::new(options.sampling, seed_of(options.seed, 0));
     sampler.observe(prompt);
+    let class = length_class(engine.model(), prompt.len(), n_max);
     let cache = KvCache::new(engine.model().n_blocks(), prompt.len() + n_max);
     let (mut tokens, mut fresh, mut finish_reason) = (Vec::new(), prompt.to_vec(), at_most);
     let began = Instant::now();
     let mut prompt_time = None;
     while tokens.len() < n_max {
-        let logits = engine.next_logits(&fresh, cache.n_tokens(), &cache).context("failed to compute logits")?;
+        let logits = engine.next_logits(&fresh, cache.n_tokens(), class, &cache).context("failed to compute logits")?;
         check_finite(&logits)?;
         let token = next_token(&mut sampler, &logits).context("failed to choose the next token")?;
         prompt_time.get_or_insert_with(|| began.elapsed().as_secs_f64());
@@ -118,6 +120,11 @@ pub fn generate(
     }
     let timings = timings(prompt.len(), tokens.len(), prompt_time.unwrap_or(0.0), began);
     Ok(GeneratedTokens { tokens, finish_reason, timings })
+}
+
+/// Returns the RoPE frequencies of a generation of up to `n_max` tokens. The model reads all of them but the last.
+pub(crate) fn length_class(model: &Model, n_prompt: usize, n_max: usize) -> LengthClass {
+    model.length_class(n_prompt + n_max.saturating_sub(1))
 }
 
 fn next_token(sampler: &mut TokenSampler, logits_v: &Tensor) -> Result<u32> {

@@ -207,9 +207,9 @@ fn engine(
 
 impl LogitsReader for Engine {
     fn prompt_logits(&mut self, prompt: &[u32]) -> Result<Vec<Vec<f32>>> {
-        let n_tokens = prompt.len() as u32;
-        let rows: Vec<u32> = (0..n_tokens).collect();
-        let tokens = PackedTokens { ids: prompt.to_vec(), positions: rows.clone() };
+        let rows: Vec<u32> = (0..prompt.len() as u32).collect();
+        let mut tokens = PackedTokens::default();
+        tokens.extend(prompt, 0, self.model().length_class(prompt.len()));
         let cache = KvCache::new(self.model().n_blocks(), prompt.len());
         Ok(to_host(&self.logits(&tokens, &rows, &cache)?)?.to_vec2()?)
     }

@@ -12,8 +12,7 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, Model, ParamSpec, RopeLengths, RouterContext, SingleDevice, TiledMlp,
-    UnitWeights,
+    AdapterFolder, Config, ForwardContext, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp, UnitWeights,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};
@@ -79,7 +78,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         |unit| UnitWeights::new(unit, values.iter().map(|(name, v)| (name.clone(), Weight::frozen(v.clone()))));
     let units = model.units().iter().map(weights).collect::<Result<Vec<_>>>()?;
     let positions: Vec<u32> = (0..ids.len() as u32).collect();
-    let (cos, sin) = model.rope(&positions, RopeLengths::OfContext, &Device::Cpu)?;
+    let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), &Device::Cpu)?;
     let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
     let context = ForwardContext {
         cos: &cos,

@@ -60,7 +60,7 @@ pub use model::Model;
 pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
-pub use rope::{RopeLengths, sequence_lengths};
+pub use rope::LengthClass;
 pub use router::{
     ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts,
     ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals,

@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{self as ops, Fp8Module, Weight, WeightStorage};
 
 use crate::{
-    AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LoraConfig, ModelError, ParallelOps,
-    ParamSpec, RopeLengths, UnitWeights, rope::Rope, unit,
+    AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LengthClass, LoraConfig, ModelError,
+    ParallelOps, ParamSpec, UnitWeights, rope::Rope, unit,
 };
 
 /// A decoder-only model with an optional LoRA adapter.
@@ -149,14 +149,20 @@ impl Model {
         of_linears.chain(of_experts.flat_map(|matrix| &matrix.adapters).map(|adapter| &adapter.adapter))
     }
 
-    /// Returns the RoPE cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.
-    pub fn rope(&self, positions: &[u32], lengths: RopeLengths<'_>, device: &Device) -> Result<(Tensor, Tensor)> {
-        self.rope.at(positions, lengths, device)
+    /// Returns the RoPE cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head. `classes` are those
+    /// of the tokens' sequences.
+    pub fn rope(&self, positions: &[u32], classes: &[LengthClass], device: &Device) -> Result<(Tensor, Tensor)> {
+        self.rope.at(positions, classes, device)
     }
 
-    /// Returns true if RoPE depends on the length of a sequence (`dynamic` and `longrope`).
-    pub fn rope_depends_on_length(&self) -> bool {
-        self.rope.depends_on_length()
+    /// Returns the RoPE frequencies of a sequence of `n_tokens`. They depend on the length with `dynamic` and `longrope` only.
+    pub fn length_class(&self, n_tokens: usize) -> LengthClass {
+        self.rope.class(n_tokens.try_into().unwrap_or(u32::MAX))
+    }
+
+    /// Returns the RoPE frequencies of each token of packed sequences, whose positions begin at 0.
+    pub fn length_classes(&self, positions: &[u32]) -> Vec<LengthClass> {
+        self.rope.classes(positions)
     }
 
     /// Looks up embeddings: u32 token ids [t] -> [t, d], in the dtype of the residual stream. The padding token's row gets no

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
-use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_model::{AttentionCall, LengthClass, ParallelOps};
 use candlewick_ops::{CuSeqlens, attention, kv_cache_dtype, set_rows};
 
 use crate::engine::PackedTokens;
@@ -27,6 +27,8 @@ pub struct AppendTokens {
     pub n_seen: usize,
     /// New tokens, at least one.
     pub ids: Vec<u32>,
+    /// RoPE frequencies of the sequence; those of its cached tokens.
+    pub class: LengthClass,
 }
 
 /// Attention of one forward that appends tokens to cached sequences.
@@ -70,7 +72,7 @@ impl KvCachePool {
         }
         // A GEMM of one row takes another kernel and rounds differently, so a padding token is added.
         if layout.tokens.ids.len() == 1 {
-            layout.add(&AppendTokens { start: self.n_rows, n_seen: 0, ids: vec![0] });
+            layout.add(&AppendTokens { start: self.n_rows, n_seen: 0, ids: vec![0], class: LengthClass::default() });
         }
         let BatchLayout { tokens, last_rows, rows, ends_q, ends_k, .. } = layout;
         let used = used..used + ends_k[ends_k.len() - 1];
@@ -103,14 +105,13 @@ impl BatchLayout {
         Self { first, tokens: PackedTokens::default(), last_rows: Vec::new(), rows: Vec::new(), ends_q, ends_k }
     }
 
-    fn add(&mut self, AppendTokens { start, n_seen, ids }: &AppendTokens) {
+    fn add(&mut self, AppendTokens { start, n_seen, ids, class }: &AppendTokens) {
         let (n_keys, end) = (n_seen + ids.len(), self.first + self.ends_k[self.ends_k.len() - 1]);
         if *start > end {
             self.ends_q.push(self.tokens.ids.len());
             self.ends_k.push(start - self.first);
         }
-        self.tokens.ids.extend(ids);
-        self.tokens.positions.extend((*n_seen..n_keys).map(|position| position as u32));
+        self.tokens.extend(ids, *n_seen, *class);
         self.rows.extend((start + n_seen..start + n_keys).map(|row| row as u32));
         self.ends_q.push(self.tokens.ids.len());
         self.ends_k.push(start + n_keys - self.first);

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use candle_core::{Device, Result, Tensor, bail};
-use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_model::{AttentionCall, LengthClass, ParallelOps};
 use candlewick_ops::{CuSeqlens, Weight, attention, embedding};
 
 use crate::engine::PackedTokens;
@@ -29,6 +29,8 @@ pub struct TokenRun<'a> {
     pub prefix: Prefix,
     /// The tokens, at least one.
     pub ids: &'a [u32],
+    /// RoPE frequencies of the sequences; those of the prefix.
+    pub class: LengthClass,
 }
 
 /// KV cache of one path through a prefix tree, kept from batch to batch.
@@ -66,7 +68,7 @@ impl PrefixKvCache {
         let kept = layout.rows(kept)?;
         // A GEMM of one row takes another kernel and rounds differently, so a padding token is added.
         if layout.tokens.ids.len() == 1 {
-            layout.add(&TokenRun { prefix: Prefix::Cached(0), ids: &[0] })?;
+            layout.add(&TokenRun { prefix: Prefix::Cached(0), ids: &[0], class: LengthClass::default() })?;
         }
         let n_kept = kept.iter().map(Range::len).sum();
         let keys = match runs.iter().all(|run| run.prefix == Prefix::Cached(0)) {
@@ -108,8 +110,7 @@ impl BatchLayout {
         let n_before: usize = path.iter().map(Range::len).sum();
         let first = self.n_cached + self.tokens.ids.len();
         path.push(first..first + run.ids.len());
-        self.tokens.ids.extend(run.ids);
-        self.tokens.positions.extend((n_before..n_before + run.ids.len()).map(|position| position as u32));
+        self.tokens.extend(run.ids, n_before, run.class);
         self.ends_q.push(self.tokens.ids.len());
         self.ends_k.push(self.ends_k[self.ends_k.len() - 1] + n_before + run.ids.len());
         self.paths.push(path);

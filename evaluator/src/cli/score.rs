@@ -223,7 +223,16 @@ impl DatasetArgs {
     fn sample(&self, lm: &Lm, source: &dyn RowSource, format: &RowFormat, row_idx: usize) -> Result<Sample> {
         let document = format.read(source, row_idx).map_err(with_options)?;
         let options = self.render_options(&document);
-        Ok(render_row(lm.tokenizer(), lm.template(), format, document, options)?)
+        let sample = render_row(lm.tokenizer(), lm.template(), format, document, options)?;
+        ensure!(
+            !sample.has_doubled_bos(lm.tokenizer()),
+            anyhow!(
+                "it begins with BOS twice; for plain text use --add-bos-token false, else remove BOS from the row or from \
+                 the chat template"
+            )
+            .context(ExitCode::Data)
+        );
+        Ok(sample)
     }
 
     /// Returns the sequences of one row: several only if it is split at `max_length`.

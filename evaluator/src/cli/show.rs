@@ -115,7 +115,7 @@ impl<'t> RequestTokenizer<'t> {
         let folder = tokenizer.directory();
         let has_config = folder.join("config.json").is_file();
         let max_length = if has_config { Some(Config::read(folder)?.max_positions()) } else { None };
-        Ok(Self { encoder: RequestEncoder::new(tokenizer, add_bos)?, max_length })
+        Ok(Self { encoder: RequestEncoder::new(tokenizer, add_bos), max_length })
     }
 
     /// Returns the input tokens of a request, its scored tokens, and the number of tokens truncated from the left.

@@ -99,10 +99,11 @@ fn responses(answered: &[RequestOutput]) -> Vec<Response> {
     answered.iter().map(|answered| answered.response.clone()).collect()
 }
 
-/// Returns the logits after some tokens, from a forward pass of these tokens alone.
-fn logits(lm: &Lm, ids: &[u32]) -> Vec<f64> {
+/// Returns the logits after some tokens of a sequence of `n_tokens`, from a forward pass of these tokens alone.
+fn logits(lm: &Lm, ids: &[u32], n_tokens: usize) -> Vec<f64> {
     let cache = KvCache::new(lm.engine().model().n_blocks(), ids.len());
-    let logits = lm.engine().next_logits(ids, 0, &cache).unwrap();
+    let class = lm.engine().model().length_class(n_tokens);
+    let logits = lm.engine().next_logits(ids, 0, class, &cache).unwrap();
     logits.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
 }
 
@@ -114,7 +115,7 @@ fn likeliest(logits: &[f64]) -> usize {
 fn score_alone(lm: &Lm, scored: &ScoredSequence) -> (f64, bool) {
     let (mut sum, mut is_greedy) = (0.0, true);
     for (i, target) in scored.targets().iter().enumerate() {
-        let logits = logits(lm, &scored.ids[..=scored.first_row() + i]);
+        let logits = logits(lm, &scored.ids[..=scored.first_row() + i], scored.seen().len());
         let log_sum = logits.iter().map(|logit| logit.exp()).sum::<f64>().ln();
         sum += logits[*target as usize] - log_sum;
         is_greedy &= likeliest(&logits) == *target as usize;
@@ -130,7 +131,7 @@ fn generate_alone(lm: &Lm, context: &str, settings: &GenerationSettings) -> Stri
     let n_prompt = ids.len();
     let mut text = String::new();
     while ids.len() < n_prompt + n_max {
-        let token = likeliest(&logits(lm, &ids)) as u32;
+        let token = likeliest(&logits(lm, &ids, n_prompt + n_max - 1)) as u32;
         if lm.tokenizer().eos_ids().contains(&token) {
             break;
         }
@@ -150,17 +151,26 @@ fn assert_near(got: f64, want: f64, request: &Request) {
 
 #[test]
 fn answers_are_those_to_each_request_by_itself() {
-    let (_folder, lm) = model(1);
-    let encoder = RequestEncoder::new(lm.tokenizer(), None).unwrap();
+    check_answers(&model(1).1);
+}
+
+/// Requests within and beyond the original context begin with the same tokens.
+#[test]
+fn answers_with_longrope_are_those_to_each_request_by_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    check_answers(&lm(&crate::support::export_long_rope(folder.path(), 1, 40)));
+}
+
+fn check_answers(lm: &Lm) {
+    let encoder = RequestEncoder::new(lm.tokenizer(), None);
     let requests = requests();
     let mut n_greedy = 0;
-    for (request, RequestOutput { response, n_truncated, .. }) in
-        requests.iter().zip(answer(&lm, settings(), &requests))
+    for (request, RequestOutput { response, n_truncated, .. }) in requests.iter().zip(answer(lm, settings(), &requests))
     {
         match (request, response) {
             (Request::Loglikelihood { context, continuation }, Response::Loglikelihood { logprob, is_greedy }) => {
                 let alone = ScoredSequence::new(encoder.pair(context, continuation).unwrap(), CONTEXT);
-                let want = score_alone(&lm, &alone);
+                let want = score_alone(lm, &alone);
                 assert_near(logprob, want.0, request);
                 assert_eq!((is_greedy, n_truncated), (want.1, alone.n_truncated), "{request:?}");
                 n_greedy += usize::from(is_greedy);
@@ -168,24 +178,24 @@ fn answers_are_those_to_each_request_by_itself() {
             (Request::LoglikelihoodRolling { text }, Response::LoglikelihoodRolling(logprob)) => {
                 let windows =
                     rolling_windows(&encoder.text(text).unwrap(), encoder.prefix_token_id().unwrap(), CONTEXT);
-                let want = windows.iter().map(|window| score_alone(&lm, window).0).sum::<f64>();
+                let want = windows.iter().map(|window| score_alone(lm, window).0).sum::<f64>();
                 assert_near(logprob, want + 0.0, request);
             }
             (Request::GenerateUntil { context, settings }, Response::Text(text)) => {
-                assert_eq!(text, generate_alone(&lm, context, settings), "{request:?}");
+                assert_eq!(text, generate_alone(lm, context, settings), "{request:?}");
             }
             (request, response) => panic!("{response:?} is no answer to {request:?}"),
         }
     }
     // The model's own generation is greedy, if its text is tokenized to the same tokens.
     for prompt in ["Say wolf 4 times.", "Say", "Spell the word cloud.", "W", "The quick fox", "a b c"] {
-        let said = generate_alone(&lm, prompt, &greedy(&[], 1));
+        let said = generate_alone(lm, prompt, &greedy(&[], 1));
         if said.is_empty() {
             continue;
         }
-        let again = answer(&lm, settings(), &[scored(prompt, &said)]);
+        let again = answer(lm, settings(), &[scored(prompt, &said)]);
         let Response::Loglikelihood { is_greedy, .. } = again[0].response else { panic!("{again:?}") };
-        assert_eq!(is_greedy, score_alone(&lm, &ScoredSequence::new(encoder.pair(prompt, &said).unwrap(), CONTEXT)).1);
+        assert_eq!(is_greedy, score_alone(lm, &ScoredSequence::new(encoder.pair(prompt, &said).unwrap(), CONTEXT)).1);
         n_greedy += usize::from(is_greedy);
     }
     assert!(n_greedy > 0, "no request has a greedy answer");

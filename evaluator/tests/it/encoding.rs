@@ -4,6 +4,7 @@ use candlewick_inference::answer::encode::RequestEncoder;
 use candlewick_inference::answer::rolling::{ScoredSequence, rolling_windows};
 use candlewick_text::tokenizer::Tokenizer;
 use serde::Deserialize;
+use serde_json::{Value, json};
 
 #[derive(Deserialize)]
 struct Case {
@@ -39,7 +40,7 @@ fn cases() -> Vec<(Tokenizer, Case)> {
 fn pairs_are_cut_and_divided_as_by_the_harness() {
     let mut n_alike = 0;
     for (tokenizer, case) in cases() {
-        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token);
         for (context, continuation, want) in &case.pairs {
             let pair = encoder.pair(context, continuation);
             let Some(want) = want else {
@@ -61,7 +62,7 @@ fn pairs_are_cut_and_divided_as_by_the_harness() {
 #[test]
 fn long_texts_roll_as_in_the_harness() {
     for (tokenizer, case) in cases() {
-        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token);
         for (text, want) in &case.rolling {
             let got =
                 rolling_windows(&encoder.text(text).unwrap(), encoder.prefix_token_id().unwrap(), case.max_length);
@@ -78,11 +79,47 @@ fn long_texts_roll_as_in_the_harness() {
 #[test]
 fn prompts_are_cut_as_by_the_harness() {
     for (tokenizer, case) in cases() {
-        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token).unwrap();
+        let encoder = RequestEncoder::new(&tokenizer, case.add_bos_token);
         for (text, max_gen_toks, want) in &case.prompts {
             let ids = encoder.prompt(text).unwrap();
             let n_truncated = ids.len().saturating_sub(case.max_length - max_gen_toks);
             assert_eq!(ids[n_truncated..], *want, "{} {text:?}", case.tokenizer);
+        }
+    }
+}
+
+/// Case of tests/reference/add_bos_eos.py.
+#[derive(Deserialize)]
+struct AddBosEos {
+    tokenizer: String,
+    add_bos_token: Option<bool>,
+    add_eos_token: Option<bool>,
+    ids: Vec<u32>,
+    ids_if_given_false: Vec<u32>,
+    ids_if_given_true: Vec<u32>,
+}
+
+#[test]
+fn the_model_argument_add_bos_token_decides_and_the_tokenizers_config_does_not() {
+    let fixtures = crate::support::root().join("candle-ext/text/tests/fixtures/chat");
+    let cases: Vec<AddBosEos> =
+        serde_json::from_slice(&std::fs::read(fixtures.join("add_bos_eos.json")).unwrap()).unwrap();
+    for case in cases {
+        let of = fixtures.join(&case.tokenizer);
+        let copy = tempfile::tempdir().unwrap();
+        std::fs::copy(of.join("tokenizer.json"), copy.path().join("tokenizer.json")).unwrap();
+        let mut config: Value =
+            serde_json::from_slice(&std::fs::read(of.join("tokenizer_config.json")).unwrap()).unwrap();
+        config["add_bos_token"] = json!(case.add_bos_token);
+        config["add_eos_token"] = json!(case.add_eos_token);
+        std::fs::write(copy.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        let tokenizer = Tokenizer::from_directory(copy.path()).unwrap();
+        for (add_bos, want) in
+            [(None, &case.ids), (Some(false), &case.ids_if_given_false), (Some(true), &case.ids_if_given_true)]
+        {
+            let encoder = RequestEncoder::new(&tokenizer, add_bos);
+            assert_eq!(encoder.prompt("Yes.").unwrap(), *want, "{} {config} {add_bos:?}", case.tokenizer);
+            assert_eq!(encoder.text("Yes.").unwrap(), *want, "{} {config} {add_bos:?}", case.tokenizer);
         }
     }
 }

@@ -97,6 +97,16 @@ impl DatasetCheck<'_> {
             total: self.dataset.n_samples(),
             token: self.tokenizer.bos().map_or_else(String::new, |bos| bos.text.clone()),
             place: self.dataset.locate(first),
+            fix: match self.plan.kind {
+                DataKind::Causal => {
+                    "The rows have one, and the tokenizer adds another; set data.add_bos_token: false, or remove it from \
+                     the rows"
+                }
+                DataKind::Sft => {
+                    "The chat template adds one, and so do the rows; remove it from the rows or from the template. For \
+                     rows without a chat template, set data.add_bos_token: false"
+                }
+            },
         })
     }
 

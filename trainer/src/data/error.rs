@@ -119,9 +119,7 @@ pub enum DataError {
         fix: &'static str,
     },
     /// Samples begin with two begin-of-sequence tokens.
-    #[error(
-        "accept {n_samples} of {total} samples: they begin with {token} twice, the first at {place}. The chat template adds one, and so do the data or the tokenizer; remove it from the rows or from the template"
-    )]
+    #[error("accept {n_samples} of {total} samples: they begin with {token} twice, the first at {place}. {fix}")]
     DoubledStart {
         /// The number of these samples.
         n_samples: usize,
@@ -131,6 +129,8 @@ pub enum DataError {
         token: String,
         /// The first row.
         place: String,
+        /// The remedy.
+        fix: &'static str,
     },
     /// The data or their order changed since the run started.
     #[error(

@@ -282,6 +282,19 @@ fn a_duplicated_bos_token_is_refused() {
     bench.template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}";
     let message = bench.refusal(&[chat("fine", "yes"), chat("<s>twice", "no")]);
     assert!(message.contains("accept 1 of 2 samples") && message.contains(":2"), "{message}");
+    assert!(message.contains("The chat template adds one"), "{message}");
+
+    let texts = ["fine", "<s>twice"].map(|text| json!({"text": text}).to_string());
+    let bench = Bench::new();
+    let causal = |add_bos_token| DataPlan {
+        kind: DataKind::Causal,
+        add_bos_token: Some(add_bos_token),
+        ..bench.plan(bench.write("texts.jsonl", &texts))
+    };
+    let message = bench.prepare(&causal(true)).unwrap_err().to_string();
+    assert!(message.contains("accept 1 of 2 samples") && !message.contains("template"), "{message}");
+    assert!(message.contains("set data.add_bos_token: false"), "{message}");
+    assert!(bench.prepare(&causal(false)).is_ok());
 }
 
 #[test]

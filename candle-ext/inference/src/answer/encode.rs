@@ -1,16 +1,12 @@
 //! Tokenization of requests as in lm-eval: special tokens, and whitespace between context and continuation.
 
-use std::path::Path;
-
 use anyhow::{Context, Result};
-use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
-use candlewick_text::tokenizer::{SpecialToken, SpecialTokens, Tokenizer};
-use serde_json::{Map, Value};
+use candlewick_text::tokenizer::{PostProcessorTokens, SpecialToken, SpecialTokens, Tokenizer};
 
 /// Tokenizer of requests.
 pub struct RequestEncoder<'t> {
     tokenizer: &'t Tokenizer,
-    added: SpecialTokensAdded,
+    added: PostProcessorTokens,
     prefix: Option<SpecialToken>,
 }
 
@@ -43,35 +39,16 @@ pub struct UnscorableRequests {
     pub why: EmptyContinuation,
 }
 
-/// Special tokens added to a text.
-#[derive(Clone, Debug)]
-enum SpecialTokensAdded {
-    /// No special tokens.
-    Nothing,
-    /// The post-processor of tokenizer.json.
-    OfTokenizer,
-    /// `add_bos_token` and `add_eos_token` of tokenizer_config.json.
-    Tokens { before: Option<u32>, after: Option<u32> },
-}
-
 impl<'t> RequestEncoder<'t> {
-    /// Creates an encoder from the tokenizer's special-token settings. `add_bos` overrides its BOS setting.
-    pub fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Result<Self> {
-        let config = tokenizer_config(tokenizer.directory())?;
-        let of_config = |key: &str| config.get(key).and_then(Value::as_bool);
-        let (of_bos, of_eos) = (of_config("add_bos_token"), of_config("add_eos_token"));
-        let id = |token: Option<&SpecialToken>, is_added: Option<bool>| {
-            token.filter(|_| is_added == Some(true)).map(|token| token.id)
-        };
+    /// Creates an encoder that adds the tokenizer's special tokens. `add_bos` replaces them by BOS alone, or by none.
+    pub fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Self {
+        let bos = tokenizer.bos().map(|bos| bos.id);
         let added = match add_bos {
-            Some(false) => SpecialTokensAdded::Nothing,
-            None if of_bos.is_none() && of_eos.is_none() => SpecialTokensAdded::OfTokenizer,
-            _ => {
-                let (bos, eos) = (tokenizer.bos(), tokenizer.eos());
-                SpecialTokensAdded::Tokens { before: id(bos, add_bos.or(of_bos)), after: id(eos, of_eos) }
-            }
+            None => tokenizer.post_processor_tokens().clone(),
+            Some(false) => PostProcessorTokens::default(),
+            Some(true) => PostProcessorTokens { before: bos.into_iter().collect(), after: Vec::new() },
         };
-        Ok(Self { tokenizer, added, prefix: tokenizer.bos().or(tokenizer.eos()).cloned() })
+        Self { tokenizer, added, prefix: tokenizer.bos().or(tokenizer.eos()).cloned() }
     }
 
     /// Returns the tokenizer.
@@ -88,13 +65,13 @@ impl<'t> RequestEncoder<'t> {
     /// Tokenizes a text. No special tokens are added if it begins with the BOS (or EOS) token's text.
     pub fn text(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.prefix.as_ref().is_some_and(|prefix| text.starts_with(&prefix.text));
-        self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })
+        if is_begun { self.plain(text) } else { self.surrounded(text) }
     }
 
     /// Tokenizes a prompt. No special tokens are added if it begins with BOS.
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let is_begun = self.tokenizer.bos().is_some_and(|bos| text.starts_with(&bos.text));
-        let ids = self.encode(text, if is_begun { &SpecialTokensAdded::Nothing } else { &self.added })?;
+        let ids = if is_begun { self.plain(text)? } else { self.surrounded(text)? };
         if ids.is_empty() { Ok(vec![self.prefix_token_id()?]) } else { Ok(ids) }
     }
 
@@ -102,7 +79,7 @@ impl<'t> RequestEncoder<'t> {
     /// continuation.
     pub fn pair(&self, context: &str, continuation: &str) -> Result<EncodedPair> {
         let pair = if context.is_empty() {
-            self.without_context(self.encode(continuation, &SpecialTokensAdded::Nothing)?)?
+            self.without_context(self.plain(continuation)?)?
         } else {
             let whole = self.text(&[context, continuation].concat())?;
             let before = self.text(context.trim_end_matches(is_blank))?;
@@ -130,29 +107,17 @@ impl<'t> RequestEncoder<'t> {
         }
     }
 
-    fn encode(&self, text: &str, added: &SpecialTokensAdded) -> Result<Vec<u32>> {
-        Ok(match added {
-            SpecialTokensAdded::Nothing => self.tokenizer.encode(text, SpecialTokens::Exclude)?,
-            SpecialTokensAdded::OfTokenizer => self.tokenizer.encode(text, SpecialTokens::Include)?,
-            SpecialTokensAdded::Tokens { before, after } => {
-                let ids = self.tokenizer.encode(text, SpecialTokens::Exclude)?;
-                before.iter().copied().chain(ids).chain(*after).collect()
-            }
-        })
+    fn plain(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.tokenizer.encode(text, SpecialTokens::Exclude)?)
+    }
+
+    fn surrounded(&self, text: &str) -> Result<Vec<u32>> {
+        let PostProcessorTokens { before, after } = &self.added;
+        Ok([before.as_slice(), &self.plain(text)?, after].concat())
     }
 }
 
 /// Returns true for characters that Python's `str.rstrip` strips.
 fn is_blank(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
-}
-
-fn tokenizer_config(folder: &Path) -> Result<Map<String, Value>> {
-    let path = folder.join("tokenizer_config.json");
-    if !path.exists() {
-        return Ok(Map::new());
-    }
-    let read =
-        || -> Result<_> { Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_CONFIG_FILE_BYTES)?))?) };
-    read().with_context(|| format!("failed to read {}", path.display()))
 }

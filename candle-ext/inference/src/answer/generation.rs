@@ -5,6 +5,7 @@ use std::mem::take;
 
 use anyhow::{Context, Result};
 use candle_core::{D, Tensor};
+use candlewick_model::{LengthClass, Model};
 use candlewick_ops::to_host;
 use candlewick_parallel::{AppendTokens, Engine, KvCachePool, RowAllocator};
 use candlewick_text::tokenizer::Tokenizer;
@@ -12,7 +13,7 @@ use candlewick_text::tokenizer::Tokenizer;
 use super::batch::BatchLimits;
 use super::prefix_tree::{PrefixNode, PrefixTree};
 use super::stop::StopCriteria;
-use crate::generate::check_finite;
+use crate::generate::{check_finite, length_class};
 use crate::sampler::TokenSampler;
 
 /// A generation request as tokens.
@@ -30,6 +31,7 @@ pub struct GenerationRequest {
 /// Plan of a set of generation requests, of which this rank runs some.
 pub struct GenerationPlan<'p> {
     prompts: &'p [GenerationRequest],
+    classes: Vec<LengthClass>,
     /// Prefix tree of all prompts without their last tokens, so that each prompt computes at least one token.
     tree: PrefixTree,
     /// True for each tree node that several prompts share.
@@ -37,13 +39,15 @@ pub struct GenerationPlan<'p> {
 }
 
 impl<'p> GenerationPlan<'p> {
-    /// Plans all prompts.
-    pub fn new(prompts: &'p [GenerationRequest]) -> Self {
+    /// Plans all prompts for `model`.
+    pub fn new(prompts: &'p [GenerationRequest], model: &Model) -> Self {
         let beginnings: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt.ids[..prompt.ids.len() - 1]).collect();
-        let tree = PrefixTree::new(&beginnings);
+        let class = |prompt: &GenerationRequest| length_class(model, prompt.ids.len(), prompt.n_max);
+        let classes: Vec<LengthClass> = prompts.iter().map(class).collect();
+        let tree = PrefixTree::new(&beginnings, &classes);
         let mut n_users = vec![0; tree.nodes.len()];
         (0..prompts.len()).flat_map(|prompt| tree.path(prompt)).for_each(|node| n_users[node] += 1);
-        Self { prompts, tree, is_shared: n_users.into_iter().map(|n| n > 1).collect() }
+        Self { prompts, classes, tree, is_shared: n_users.into_iter().map(|n| n > 1).collect() }
     }
 
     /// Returns the order in which prompts are generated.
@@ -181,7 +185,8 @@ impl State<'_, '_> {
             let PrefixNode { start: n_seen, end, .. } = self.plan.tree.nodes[node];
             if let Some(start) = self.place(end, n_seen)? {
                 self.beginnings.push(Beginning { node, start });
-                self.new_beginning = Some(AppendTokens { start, n_seen, ids: ids[n_seen..end].to_vec() });
+                let (ids, class) = (ids[n_seen..end].to_vec(), self.plan.classes[prompt]);
+                self.new_beginning = Some(AppendTokens { start, n_seen, ids, class });
             }
             return Ok(false);
         }
@@ -208,8 +213,11 @@ impl State<'_, '_> {
 
     /// Runs one decode step, together with the prefix that is being computed.
     fn step(&mut self) -> Result<()> {
-        let grow =
-            |text: &mut Text| AppendTokens { start: text.start, n_seen: text.n_seen, ids: take(&mut text.fresh) };
+        let classes = &self.plan.classes;
+        let grow = |text: &mut Text| {
+            let (ids, class) = (take(&mut text.fresh), classes[text.prompt]);
+            AppendTokens { start: text.start, n_seen: text.n_seen, ids, class }
+        };
         let mut sequences: Vec<AppendTokens> = self.texts.iter_mut().map(grow).collect();
         sequences.extend(self.new_beginning.take());
         let append = self.pool.append(&sequences)?;

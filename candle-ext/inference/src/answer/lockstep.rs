@@ -6,7 +6,7 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candlewick_comm::{Collective, Reduce};
-use candlewick_model::SingleDevice;
+use candlewick_model::{LengthClass, SingleDevice};
 use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, PackedTokens};
 
@@ -55,7 +55,8 @@ impl<'g> Lockstep<'g> {
         let Some(ranks) = &self.group.lockstep else { return Ok(()) };
         while self.agree(&**ranks, Intention::Idle)? {
             self.group.step();
-            let filler = PackedTokens { ids: vec![0, 0], positions: vec![0, 1] };
+            let mut filler = PackedTokens::default();
+            filler.extend(&[0, 0], 0, LengthClass::default());
             engine.logits(&filler, &[0], &SingleDevice)?;
         }
         Ok(())

@@ -41,7 +41,7 @@ use score::{ScoringPlan, SequenceScore};
 pub use settings::BackendSettings;
 
 /// Version of the response cache. Increment it with every change that alters responses.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
 
 /// A source of responses to requests, as lm-eval's `LM`.
 pub trait LmBackend {
@@ -105,7 +105,7 @@ impl<'a> EngineBackend<'a> {
         };
         Ok(Self {
             handle,
-            encoder: RequestEncoder::new(tokenizer, settings.add_bos)?,
+            encoder: RequestEncoder::new(tokenizer, settings.add_bos),
             defaults: generation_config.map(SamplingDefaults::read).transpose()?.unwrap_or_default(),
             settings: BackendSettings { cache_folder: None, ..settings },
             limits,
@@ -216,7 +216,8 @@ impl EngineBackend<'_> {
     fn compute(&mut self, plan: &RequestPlan, known: &HashMap<usize, Response>) -> Result<Vec<IndexedResponse>> {
         let LmHandle { engine, tokenizer, .. } = self.handle;
         let TokenizedRequests { scored, owners, prompts, prompt_owners } = &plan.work;
-        let (scoring, generation) = (ScoringPlan::new(scored), GenerationPlan::new(prompts));
+        let model = engine.model();
+        let (scoring, generation) = (ScoringPlan::new(scored, model), GenerationPlan::new(prompts, model));
         let open = |question: &usize| !known.contains_key(question);
         let own_scored = assign_to_rank(&*self.group.data_parallel, scoring.order(), &scoring.costs(), owners, open);
         let own_prompts =

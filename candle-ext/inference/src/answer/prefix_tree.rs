@@ -1,5 +1,7 @@
 //! Prefix tree of token sequences, whose nodes are computed once.
 
+use candlewick_model::LengthClass;
+
 /// Prefix tree of a set of sequences. Its shape depends on the set alone.
 pub struct PrefixTree {
     /// Nodes in depth-first order.
@@ -34,13 +36,19 @@ struct Group {
 }
 
 impl PrefixTree {
-    /// Builds the tree. Equal sequences end at one node.
-    pub fn new(sequences: &[&[u32]]) -> Self {
+    /// Builds the tree. Sequences of one class share nodes; equal ones end at one node.
+    pub fn new(sequences: &[&[u32]], classes: &[LengthClass]) -> Self {
         let mut order: Vec<usize> = (0..sequences.len()).collect();
-        order.sort_by_key(|i| sequences[*i]);
-        let n_empty = order.partition_point(|i| sequences[*i].is_empty());
+        order.sort_by_key(|i| (!sequences[*i].is_empty(), classes[*i], sequences[*i]));
+        let mut end = order.partition_point(|i| sequences[*i].is_empty());
+        let of_one_class = order[end..].chunk_by(|a, b| classes[*a] == classes[*b]);
+        let group = |members: &[usize]| {
+            end += members.len();
+            Group { sequences: end - members.len()..end, parent: None, start: 0 }
+        };
+        let mut groups: Vec<Group> = of_one_class.map(group).collect();
+        groups.reverse();
         let mut tree = Self { nodes: Vec::new(), ends: vec![None; sequences.len()], order };
-        let mut groups = vec![Group { sequences: n_empty..sequences.len(), parent: None, start: 0 }];
         while let Some(group) = groups.pop() {
             if !group.sequences.is_empty() {
                 groups.extend(tree.split(group, sequences).into_iter().rev());
@@ -97,7 +105,11 @@ mod tests {
 
     /// Prints the nodes of a tree: tokens of the parents, then of the node.
     fn shown(sequences: &[&[u32]]) -> Vec<String> {
-        let tree = PrefixTree::new(sequences);
+        shown_with(sequences, &vec![LengthClass::Short; sequences.len()])
+    }
+
+    fn shown_with(sequences: &[&[u32]], classes: &[LengthClass]) -> Vec<String> {
+        let tree = PrefixTree::new(sequences, classes);
         let piece = |node: &usize| {
             let PrefixNode { sequence, start, end, .. } = tree.nodes[*node];
             format!("{:?}", &sequences[sequence][start..end])
@@ -125,8 +137,18 @@ mod tests {
     }
 
     #[test]
+    fn sequences_of_different_classes_share_no_node() {
+        let (a, b) = (after(&LONG, &[20, 21]), after(&LONG, &[10]));
+        let [short, long] = [LengthClass::Short, LengthClass::Long];
+        assert_eq!(
+            shown_with(&[&a, &b, &[]], &[short, long, long]),
+            ["[1, 2, 3, 4, 5, 6, 7, 8, 20, 21]", "[1, 2, 3, 4, 5, 6, 7, 8, 10]"]
+        );
+    }
+
+    #[test]
     fn an_empty_sequence_has_no_nodes() {
-        let tree = PrefixTree::new(&[&LONG, &[], &[]]);
+        let tree = PrefixTree::new(&[&LONG, &[], &[]], &[LengthClass::Short; 3]);
         assert_eq!((tree.path(0), tree.path(1), tree.order), (vec![0], vec![], vec![1, 2, 0]));
     }
 
@@ -134,7 +156,7 @@ mod tests {
     fn equal_sequences_and_beginnings_of_others_end_within() {
         let (a, b) = (after(&LONG, &[9]), after(&LONG, &[9, 10]));
         let sequences: [&[u32]; 6] = [&b, &LONG, &a, &b, &LONG[..2], &LONG];
-        let tree = PrefixTree::new(&sequences);
+        let tree = PrefixTree::new(&sequences, &[LengthClass::Short; 6]);
         for (i, sequence) in sequences.iter().enumerate() {
             let path = tree.path(i);
             let tokens: Vec<u32> = path
@@ -177,7 +199,9 @@ mod tests {
         for seed in 0..200 {
             let sequences = random(1 + seed as usize % 40, seed);
             let sequences: Vec<&[u32]> = sequences.iter().map(Vec::as_slice).collect();
-            let tree = PrefixTree::new(&sequences);
+            let class = |i: usize| if i % 3 == 0 { LengthClass::Long } else { LengthClass::Short };
+            let classes: Vec<LengthClass> = (0..sequences.len()).map(class).collect();
+            let tree = PrefixTree::new(&sequences, &classes);
             for (i, node) in tree.nodes.iter().enumerate() {
                 assert!(node.start < node.end && node.parent.is_none_or(|parent| parent < i), "{seed}");
                 assert_eq!(node.start, node.parent.map_or(0, |parent| tree.nodes[parent].end), "{seed}");
@@ -191,7 +215,7 @@ mod tests {
                 assert_eq!(path.last().map(|node| tree.nodes[*node].end), Some(sequence.len()), "{seed}");
                 assert!(path.iter().all(|node| {
                     let PrefixNode { sequence: other, start, end, .. } = tree.nodes[*node];
-                    sequences[other][start..end] == sequence[start..end]
+                    classes[other] == classes[i] && sequences[other][start..end] == sequence[start..end]
                 }));
             }
             assert!(tree.order.windows(2).all(|pair| tree.ends[pair[0]] <= tree.ends[pair[1]]), "{seed}");

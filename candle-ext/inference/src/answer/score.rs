@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
+use candlewick_model::{LengthClass, Model};
 use candlewick_parallel::{Engine, Prefix, PrefixKvCache, ScoreQuery, TokenRun};
 
 use super::batch::BatchLimits;
@@ -25,6 +26,7 @@ pub struct SequenceScore {
 /// responses.
 pub struct ScoringPlan<'s> {
     scored: &'s [ScoredSequence],
+    classes: Vec<LengthClass>,
     tree: PrefixTree,
 }
 
@@ -36,10 +38,12 @@ struct TargetQuery {
 }
 
 impl<'s> ScoringPlan<'s> {
-    /// Plans the scoring of all sequences.
-    pub fn new(scored: &'s [ScoredSequence]) -> Self {
+    /// Plans the scoring of all sequences with `model`.
+    pub fn new(scored: &'s [ScoredSequence], model: &Model) -> Self {
         let seen: Vec<&[u32]> = scored.iter().map(ScoredSequence::seen).collect();
-        Self { scored, tree: PrefixTree::new(&seen) }
+        let classes: Vec<LengthClass> = seen.iter().map(|seen| model.length_class(seen.len())).collect();
+        let tree = PrefixTree::new(&seen, &classes);
+        Self { scored, classes, tree }
     }
 
     /// Returns the order in which sequences are scored.
@@ -162,7 +166,8 @@ impl<'s> ScoringPlan<'s> {
         };
         let run = |node: &usize| {
             let PrefixNode { sequence, start, end, .. } = self.tree.nodes[*node];
-            TokenRun { prefix: after(*node), ids: &self.scored[sequence].ids[start..end] }
+            let ids = &self.scored[sequence].ids[start..end];
+            TokenRun { prefix: after(*node), ids, class: self.classes[sequence] }
         };
         let runs: Vec<TokenRun> = batch.iter().map(run).collect();
         let mut questions = Vec::new();

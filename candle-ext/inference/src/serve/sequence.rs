@@ -10,6 +10,8 @@ use candlewick_parallel::AppendTokens;
 use super::api_error::ApiError;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob, LogprobOptions, TokenLogprobs};
 use super::logprobs::{token_logprobs, token_text};
+use super::prefix_rows::PrefixKey;
+use crate::generate::length_class;
 use crate::lm::Lm;
 use crate::sampler::TokenSampler;
 use crate::text_stream::StoppableText;
@@ -17,6 +19,8 @@ use crate::text_stream::StoppableText;
 /// A running job.
 pub(super) struct Sequence<'m> {
     pub(super) job: GenerationJob,
+    /// Key of its cached tokens.
+    pub(super) key: PrefixKey,
     /// Tokens of prompt and completion.
     pub(super) ids: Vec<u32>,
     /// First row in the pool.
@@ -75,8 +79,10 @@ impl<'m> Sequence<'m> {
         sampler.observe(&job.prompt);
         let text = StoppableText::new(lm.tokenizer(), &job.stop);
         let ids = job.prompt.to_vec();
+        let key = job.prefix_key(lm);
         Self {
             job,
+            key,
             ids,
             start: rows.start,
             n_rows: rows.len(),
@@ -119,7 +125,7 @@ impl<'m> Sequence<'m> {
 
     pub(super) fn append(&self, part: &SequencePart) -> AppendTokens {
         let ids = self.ids[self.n_seen..self.n_seen + part.n_tokens].to_vec();
-        AppendTokens { start: self.start, n_seen: self.n_seen, ids }
+        AppendTokens { start: self.start, n_seen: self.n_seen, ids, class: self.key.class }
     }
 
     /// Takes the results of a forward. The logits of its part begin at row `first`.
@@ -210,6 +216,12 @@ impl<'m> Sequence<'m> {
 }
 
 impl GenerationJob {
+    /// Returns the key of the job's cached tokens on `lm`, its model.
+    pub(super) fn prefix_key(&self, lm: &Lm) -> PrefixKey {
+        let class = length_class(lm.engine().model(), self.prompt.len(), self.n_max);
+        PrefixKey { model: self.model, class }
+    }
+
     /// Sends an event. A closed receiver cancels the job before the next forward.
     pub(super) fn send(&self, event: GenerationEvent) {
         let _ = self.events.send((self.choice, event));

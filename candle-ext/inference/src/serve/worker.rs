@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 
 use super::api_error::ApiError;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob};
-use super::prefix_rows::{PrefixRows, n_common};
+use super::prefix_rows::{PrefixKey, PrefixRows, n_common};
 use super::sequence::{Logits, MIN_GROWTH, Sequence, SequencePart};
 use crate::lm::Lm;
 
@@ -114,12 +114,13 @@ impl<'m> Worker<'m> {
         }
         // At least the last token is computed, for its logits.
         let reusable = if scores_prompt { &[][..] } else { &job.prompt[..job.prompt.len() - 1] };
-        if self.n_uncomputed(job.model, reusable) >= MIN_SHARED {
+        let key = job.prefix_key(&self.models[job.model]);
+        if self.n_uncomputed(key, reusable) >= MIN_SHARED {
             return Some(job);
         }
         let n_rows = job.prompt.len() + job.n_max.min(MIN_GROWTH);
         let Some(start) = self.rows.allocate(n_rows) else { return Some(job) };
-        let n_seen = match self.copy_prefix(job.model, reusable, start) {
+        let n_seen = match self.copy_prefix(key, reusable, start) {
             Ok(n_seen) => n_seen,
             Err(error) => {
                 job.send(GenerationEvent::Failed(ApiError::internal(&error)));
@@ -139,7 +140,7 @@ impl<'m> Worker<'m> {
         let Some(start) = self.rows.allocate(n_rows) else { return Some(sequence) };
         (sequence.start, sequence.n_rows) = (start, n_rows);
         let reusable = if sequence.scores_prompt() { &[][..] } else { &sequence.ids[..sequence.ids.len() - 1] };
-        match self.copy_prefix(sequence.job.model, reusable, start) {
+        match self.copy_prefix(sequence.key, reusable, start) {
             Ok(n_seen) => {
                 sequence.n_seen = n_seen;
                 self.sequences.push(sequence);
@@ -183,23 +184,23 @@ impl<'m> Worker<'m> {
 
     /// Takes the rows of a sequence. Its computed tokens stay cached until their rows are needed.
     fn preempt(&mut self, mut sequence: Sequence<'m>) {
-        self.rows.keep(sequence.job.model, sequence.start, sequence.ids[..sequence.n_seen].to_vec());
+        self.rows.keep(sequence.key, sequence.start, sequence.ids[..sequence.n_seen].to_vec());
         sequence.n_seen = 0;
         sequence.prompt_logprobs.clear();
         self.preempted.push(sequence);
     }
 
-    /// Returns the number of tokens of the prefix that a running sequence of the model shares and has not computed yet.
-    fn n_uncomputed(&self, model: usize, ids: &[u32]) -> usize {
+    /// Returns the number of tokens of the prefix that a running sequence of this key shares and has not computed yet.
+    fn n_uncomputed(&self, key: PrefixKey, ids: &[u32]) -> usize {
         let n = |sequence: &Sequence| n_common(&sequence.ids, ids).saturating_sub(sequence.n_seen);
-        self.sequences.iter().filter(|sequence| sequence.job.model == model).map(n).max().unwrap_or(0)
+        self.sequences.iter().filter(|sequence| sequence.key == key).map(n).max().unwrap_or(0)
     }
 
-    /// Copies the longest prefix of `ids` that the model has computed to the rows that begin at `start`, and returns its length.
-    fn copy_prefix(&mut self, model: usize, ids: &[u32], start: usize) -> Result<usize> {
+    /// Copies the longest computed prefix of `ids` with this key to the rows that begin at `start`, and returns its length.
+    fn copy_prefix(&mut self, key: PrefixKey, ids: &[u32], start: usize) -> Result<usize> {
         let running = |sequence: &Sequence| (sequence.start, n_common(&sequence.ids[..sequence.n_seen], ids));
-        let candidates = self.sequences.iter().filter(|sequence| sequence.job.model == model).map(running);
-        let candidates = candidates.chain(self.rows.longest_prefix(model, ids));
+        let candidates = self.sequences.iter().filter(|sequence| sequence.key == key).map(running);
+        let candidates = candidates.chain(self.rows.longest_prefix(key, ids));
         match candidates.max_by_key(|(_, n)| *n) {
             Some((from, n)) if n >= MIN_SHARED => {
                 self.pool.copy(from..from + n, start)?;
@@ -279,9 +280,9 @@ impl<'m> Worker<'m> {
         let (ended, running) = std::mem::take(&mut self.sequences).into_iter().partition(ends);
         self.sequences = running;
         let ended: Vec<Sequence> = ended;
-        for Sequence { job, start, mut ids, n_seen, .. } in ended {
+        for Sequence { key, start, mut ids, n_seen, .. } in ended {
             ids.truncate(n_seen);
-            self.rows.keep(job.model, start, ids);
+            self.rows.keep(key, start, ids);
         }
     }
 }

@@ -11,10 +11,11 @@ pub(crate) struct Rotation {
     pub(super) attention_factor: f32,
 }
 
-/// Frequencies that a sequence of some length has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LengthClass {
+/// Frequencies that a sequence of some length has. Cached keys serve sequences of their own class only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LengthClass {
     /// Every length; or the lengths up to the original context.
+    #[default]
     Short,
     /// Lengths above LongRoPE's original context.
     Long,

@@ -1,6 +1,6 @@
 //! RoPE tables: cosines and sines in f32, bit-identical to torch's.
 //!
-//! `dynamic` and `longrope` choose frequencies by the length of a sequence ([`RopeLengths`]).
+//! `dynamic` and `longrope` choose frequencies by the length of a sequence ([`LengthClass`]).
 
 mod frequencies;
 
@@ -13,32 +13,9 @@ use crate::{
     Config,
     config::{RopeKind, Typed},
 };
-use frequencies::{LengthClass, Rotation, rotation};
+use frequencies::{Rotation, rotation};
 
-/// Lengths of sequences, for scalings of RoPE that depend on them: `dynamic` and `longrope`.
-#[derive(Clone, Copy, Debug)]
-pub enum RopeLengths<'l> {
-    /// Length of each token's sequence, t of them. Results are those of transformers for each sequence alone, whatever else
-    /// is in the row.
-    OfSequences(&'l [u32]),
-    /// The model's context length, `max_position_embeddings`, for every sequence. A KV cache needs it: cached keys keep their
-    /// rotation while the sequence grows.
-    OfContext,
-}
-
-/// Returns the length of each token's sequence, from positions that begin at 0 in each sequence.
-pub fn sequence_lengths(positions: &[u32]) -> Vec<u32> {
-    let mut lengths = vec![0; positions.len()];
-    let mut n_tokens = 0;
-    for (i, position) in positions.iter().enumerate().rev() {
-        n_tokens = n_tokens.max(position + 1);
-        lengths[i] = n_tokens;
-        if *position == 0 {
-            n_tokens = 0;
-        }
-    }
-    lengths
-}
+pub use frequencies::LengthClass;
 
 /// Returns the factors that divide the inverse frequencies, [r/2], for Llama 3.1's scaling; `None` for other kinds.
 pub(crate) fn frequency_factors(config: &Config) -> Option<Vec<f32>> {
@@ -79,40 +56,22 @@ impl Rope {
         Self { typed: Arc::new(typed.clone()), short: cached(LengthClass::Short), long: cached(LengthClass::Long) }
     }
 
-    /// Returns true if the frequencies depend on the length of a sequence.
-    pub(crate) fn depends_on_length(&self) -> bool {
-        matches!(self.typed.rope, RopeKind::LongRope(_) | RopeKind::Dynamic { .. })
+    /// Returns the frequencies of a sequence of `n_tokens`.
+    pub(crate) fn class(&self, n_tokens: u32) -> LengthClass {
+        LengthClass::of(&self.typed.rope, n_tokens)
     }
 
-    /// Returns the cosines and sines at `positions`, f32 [t, r/2] each for r rotated elements of a head.
-    pub(crate) fn at(&self, positions: &[u32], lengths: RopeLengths<'_>, device: &Device) -> Result<(Tensor, Tensor)> {
-        let context = self.typed.max_positions as u32;
-        match lengths {
-            RopeLengths::OfContext => {
-                self.refuse_beyond_context(positions, context)?;
-                self.of_class(LengthClass::of(&self.typed.rope, context), positions, device)
-            }
-            RopeLengths::OfSequences(lengths) if self.depends_on_length() => self.by_length(positions, lengths, device),
-            RopeLengths::OfSequences(_) => self.short.at(positions, device),
-        }
+    /// Returns the frequencies of each token of packed sequences.
+    pub(crate) fn classes(&self, positions: &[u32]) -> Vec<LengthClass> {
+        sequence_lengths(positions).into_iter().map(|n_tokens| self.class(n_tokens)).collect()
     }
 
-    fn refuse_beyond_context(&self, positions: &[u32], context: u32) -> Result<()> {
-        match (&self.typed.rope, positions.iter().max()) {
-            (RopeKind::Dynamic { .. }, Some(last)) if *last >= context => bail!(
-                "rope: position {last} with dynamic scaling and a KV cache: cached keys cannot follow a growing sequence \
-                 beyond max_position_embeddings ({context}); use rope_type yarn"
-            ),
-            _ => Ok(()),
+    /// Returns the cosines and sines at `positions` of sequences with these classes, f32 [t, r/2] each for r rotated elements
+    /// of a head.
+    pub(crate) fn at(&self, positions: &[u32], classes: &[LengthClass], device: &Device) -> Result<(Tensor, Tensor)> {
+        if classes.len() != positions.len() {
+            bail!("rope: {} classes of lengths for {} positions", classes.len(), positions.len())
         }
-    }
-
-    /// Returns cosines and sines of tokens whose sequences differ in length. Tokens of a sequence are contiguous.
-    fn by_length(&self, positions: &[u32], lengths: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        if lengths.len() != positions.len() {
-            bail!("rope: {} lengths of sequences for {} positions", lengths.len(), positions.len())
-        }
-        let classes: Vec<LengthClass> = lengths.iter().map(|n| LengthClass::of(&self.typed.rope, *n)).collect();
         let mut start = 0;
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
         for run in classes.chunk_by(|a, b| a == b) {
@@ -162,6 +121,20 @@ impl CachedTables {
         *known = Some(tables.clone());
         Ok(tables)
     }
+}
+
+/// Returns the length of each token's sequence, from positions that begin at 0 in each sequence.
+fn sequence_lengths(positions: &[u32]) -> Vec<u32> {
+    let mut lengths = vec![0; positions.len()];
+    let mut n_tokens = 0;
+    for (i, position) in positions.iter().enumerate().rev() {
+        n_tokens = n_tokens.max(position + 1);
+        lengths[i] = n_tokens;
+        if *position == 0 {
+            n_tokens = 0;
+        }
+    }
+    lengths
 }
 
 fn compute(rotation: &Rotation, positions: impl Iterator<Item = u32> + Clone, device: &Device) -> Result<Tables> {

@@ -1,7 +1,7 @@
 //! Scalings of RoPE compared with transformers. tests/reference/rope.py writes the fixtures.
 
 use candle_core::{Device, Tensor};
-use candlewick_model::{Config, Model, RopeLengths, checkpoint::Checkpoint, sequence_lengths};
+use candlewick_model::{Config, LengthClass, Model, checkpoint::Checkpoint};
 use serde_json::{Map, Value, json};
 
 use crate::tiny::{Reference, Tiny, assert_close, fixture, relative_error};
@@ -42,33 +42,39 @@ fn packed_sequences_have_the_logits_and_gradients_of_transformers_with_every_sca
     }
 }
 
-fn cosines(model: &Model, positions: &[u32], lengths: RopeLengths<'_>) -> candle_core::Result<Vec<Vec<f32>>> {
-    model.rope(positions, lengths, &Device::Cpu)?.0.to_vec2()
+fn cosines(model: &Model, positions: &[u32], classes: &[LengthClass]) -> Vec<Vec<f32>> {
+    model.rope(positions, classes, &Device::Cpu).unwrap().0.to_vec2().unwrap()
 }
 
 /// Context parallel ranks have a part of a sequence each, and the length of the whole.
 #[test]
 fn a_part_of_a_row_rotates_as_in_the_whole_row() {
     let positions: Vec<u32> = (0..40).chain(0..12).collect();
-    let lengths = sequence_lengths(&positions);
     for overrides in overrides().values() {
         let model = tiny(overrides).model;
-        let whole = cosines(&model, &positions, RopeLengths::OfSequences(&lengths)).unwrap();
-        let part = cosines(&model, &positions[5..45], RopeLengths::OfSequences(&lengths[5..45])).unwrap();
-        assert_eq!(part, whole[5..45]);
+        let classes = model.length_classes(&positions);
+        let whole = cosines(&model, &positions, &classes);
+        assert_eq!(cosines(&model, &positions[5..45], &classes[5..45]), whole[5..45]);
     }
 }
 
 #[test]
-fn a_kv_cache_has_the_frequencies_of_the_models_context() {
-    let overrides = overrides();
-    let of = |name: &str, positions: &[u32], lengths| cosines(&tiny(&overrides[name]).model, positions, lengths);
-    let long = of("longrope", &[0, 3], RopeLengths::OfSequences(&[17, 17])).unwrap();
-    assert_eq!(of("longrope", &[0, 3], RopeLengths::OfContext).unwrap(), long);
-    assert_ne!(of("longrope", &[0, 3], RopeLengths::OfSequences(&[16, 16])).unwrap(), long);
-    assert!(of("dynamic", &[0, 15], RopeLengths::OfContext).is_ok());
-    let message = of("dynamic", &[16], RopeLengths::OfContext).unwrap_err().to_string();
-    assert!(message.contains("position 16") && message.contains("yarn"), "{message}");
+fn the_length_of_a_sequence_chooses_the_frequencies_of_longrope_and_dynamic() {
+    for (name, overrides) in &overrides() {
+        let model = tiny(overrides).model;
+        let [short, long, longer] = [16, 17, 64].map(|n_tokens| model.length_class(n_tokens));
+        let is_equal = [short == long, long == longer];
+        let want = match &**name {
+            "longrope" => [false, true],
+            "dynamic" => [false, false],
+            _ => [true, true],
+        };
+        assert_eq!(is_equal, want, "{name}");
+        let rows = cosines(&model, &[3, 3], &[short, long]);
+        assert_eq!(rows[0] == rows[1], want[0], "{name}");
+    }
+    let model = tiny(&overrides()["longrope"]).model;
+    assert!(model.rope(&[0, 1], &[LengthClass::Short], &Device::Cpu).is_err());
 }
 
 #[test]

@@ -7,9 +7,8 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RopeLengths,
-    RouterContext, RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
-    sequence_lengths,
+    AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RouterContext,
+    RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
@@ -118,8 +117,7 @@ impl Tiny {
         let mut cu = vec![0];
         lengths.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
-        let of_sequences = sequence_lengths(&positions);
-        let (cos, sin) = self.model.rope(&positions, RopeLengths::OfSequences(&of_sequences), &Device::Cpu)?;
+        let (cos, sin) = self.model.rope(&positions, &self.model.length_classes(&positions), &Device::Cpu)?;
         let seqs = CuSeqlens::packed(cu)?;
         let context = ForwardContext {
             cos: &cos,

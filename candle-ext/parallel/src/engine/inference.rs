@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size, n queried rows
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::{ParallelOps, RopeLengths};
+use candlewick_model::{LengthClass, ParallelOps};
 use candlewick_ops::{
     CuSeqlens, LossGrad, Reduction, RowRanges, TokenScores, span, spin_workers, to_host, token_scores,
 };
@@ -20,6 +20,17 @@ pub struct PackedTokens {
     pub ids: Vec<u32>,
     /// Position of each token in its sequence.
     pub positions: Vec<u32>,
+    /// RoPE frequencies of each token's sequence.
+    pub classes: Vec<LengthClass>,
+}
+
+impl PackedTokens {
+    /// Appends tokens of a sequence from `position` on.
+    pub fn extend(&mut self, ids: &[u32], position: usize, class: LengthClass) {
+        self.ids.extend(ids);
+        self.positions.extend((position..position + ids.len()).map(|position| position as u32));
+        self.classes.resize(self.ids.len(), class);
+    }
 }
 
 /// A query for the log-probability of token `id` after row `row`.
@@ -76,9 +87,17 @@ impl Engine {
 
     /// Returns the f32 logits `[v]` after the last token of a sequence, whose earlier tokens `parallel_ops` caches.
     /// Collective: all ranks of the model replica must call it, and all get the result.
-    pub fn next_logits(&self, ids: &[u32], first_position: usize, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
-        let positions = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
-        let tokens = PackedTokens { ids: ids.to_vec(), positions };
+    ///
+    /// `class` is that of the length that the sequence may reach, in all calls with one cache.
+    pub fn next_logits(
+        &self,
+        ids: &[u32],
+        first_position: usize,
+        class: LengthClass,
+        parallel_ops: &dyn ParallelOps,
+    ) -> Result<Tensor> {
+        let mut tokens = PackedTokens::default();
+        tokens.extend(ids, first_position, class);
         self.logits_of(&tokens, &[ids.len() as u32 - 1], parallel_ops)?.squeeze(0)
     }
 
@@ -193,7 +212,7 @@ impl Engine {
         parallel_ops: &dyn ParallelOps,
     ) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
-        let PackedTokens { ids, positions } = tokens;
+        let PackedTokens { ids, positions, classes } = tokens;
         let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
         // A few rows cannot be split over the sequence parallel ranks.
         let tensor = self
@@ -206,7 +225,7 @@ impl Engine {
         let routed = self.experts.as_ref().filter(|experts| experts.exchanges_tokens());
         let routed = routed.map(|experts| ExpertParallelOps { experts, inner });
         let parallel_ops = routed.as_ref().map_or(inner, |routed| routed);
-        let rope = self.model.rope(positions, RopeLengths::OfContext, &self.device)?;
+        let rope = self.model.rope(positions, classes, &self.device)?;
         let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, &rope, &seqs, parallel_ops)?;
         x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
     }

@@ -21,8 +21,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{
-    ForwardContext, Model, ParallelOps, RopeLengths, RouterContext, RouterSettings, SingleDevice, TiledMlp,
-    UnitWeights, sequence_lengths,
+    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, RowRanges, Weight,
@@ -238,12 +237,8 @@ impl Engine {
 
     /// Returns the RoPE cosines and sines of this rank's tokens. Sequences have the length of all ranks' tokens.
     fn rope_of(&self, micro: &Micro, part: &TokenShard<'_>) -> Result<(Tensor, Tensor)> {
-        let positions = &part.micro.positions;
-        if !self.model.rope_depends_on_length() {
-            return self.model.rope(positions, RopeLengths::OfContext, &self.device);
-        }
-        let lengths = part.rows.select(&sequence_lengths(&micro.positions));
-        self.model.rope(positions, RopeLengths::OfSequences(&lengths), &self.device)
+        let classes = part.rows.select(&self.model.length_classes(&micro.positions));
+        self.model.rope(&part.micro.positions, &classes, &self.device)
     }
 
     /// All-gathers a value per token, [t], from the context parallel ranks. Collective.

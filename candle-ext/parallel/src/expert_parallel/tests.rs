@@ -7,8 +7,7 @@ use std::sync::Mutex;
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Pending, Recv, Result as CommResult, threads};
 use candlewick_model::{
-    Config, ForwardContext, Model, ParamGroupKind, ParamSpec, RopeLengths, RouterContext, RouterSettings, TiledMlp,
-    UnitWeights, sequence_lengths,
+    Config, ForwardContext, Model, ParamGroupKind, ParamSpec, RouterContext, RouterSettings, TiledMlp, UnitWeights,
 };
 use candlewick_ops::{self as ops, AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Tape, record};
 use serde_json::json;
@@ -269,7 +268,7 @@ fn timelines_of_layer(
     let rank = experts.ep.rank();
     let (model, weights) = layer(rank);
     let positions: Vec<u32> = (0..6).collect();
-    let (cos, sin) = model.rope(&positions, RopeLengths::OfSequences(&sequence_lengths(&positions)), &Device::Cpu)?;
+    let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), &Device::Cpu)?;
     let inner = NotesSublayers(Arc::clone(&events));
     let context = ForwardContext {
         cos: &cos,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RopeLengths, RouterContext, SingleDevice, TiledMlp};
+use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RouterContext, SingleDevice, TiledMlp};
 use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, GroupedGemmImpl, LossGrad, LossScaling,
     Reduction, RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
@@ -216,7 +216,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
 
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, ActivationCheckpointing::None);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
-        let (cos, sin) = model.rope(&micro.positions, RopeLengths::OfContext, &Device::Cpu).unwrap();
+        let (cos, sin) = model.rope(&micro.positions, &model.length_classes(&micro.positions), &Device::Cpu).unwrap();
         let context = ForwardContext {
             cos: &cos,
             sin: &sin,
@@ -444,15 +444,16 @@ fn a_cache_gives_the_logits_of_the_whole_sequence() {
     let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, ActivationCheckpointing::None);
     let ids: Vec<u32> = (0..11).map(|i| (i * 7) % VOCAB).collect();
     let cache = KvCache::new(engine.model().n_blocks(), ids.len());
-    let mut cached = engine.next_logits(&ids[..4], 0, &cache).unwrap();
+    let class = engine.model().length_class(ids.len());
+    let mut cached = engine.next_logits(&ids[..4], 0, class, &cache).unwrap();
     for (i, id) in ids.iter().enumerate().skip(4) {
-        cached = engine.next_logits(&[*id], i, &cache).unwrap();
+        cached = engine.next_logits(&[*id], i, class, &cache).unwrap();
     }
     assert_eq!(cache.n_tokens(), ids.len());
-    let whole = engine.next_logits(&ids, 0, &SingleDevice).unwrap();
+    let whole = engine.next_logits(&ids, 0, class, &SingleDevice).unwrap();
     let (cached, whole) = (flat(&cached), flat(&whole));
     for (a, b) in cached.iter().zip(&whole) {
         assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{a} {b}");
     }
-    assert!(engine.next_logits(&[1], ids.len(), &cache).is_err(), "the cache is full");
+    assert!(engine.next_logits(&[1], ids.len(), class, &cache).is_err(), "the cache is full");
 }

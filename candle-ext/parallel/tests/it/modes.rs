@@ -195,8 +195,9 @@ fn generation_gives_the_same_logits_with_tiles() {
     let logits = |tiled_mlp| {
         let engine = engine(&cases()[0], all(ActivationCheckpointing::None), tiled_mlp);
         let cache = KvCache::new(N_BLOCKS, ids.len());
-        let prompt = engine.next_logits(&ids[..69], 0, &cache).unwrap().to_vec1::<f32>().unwrap();
-        (prompt, engine.next_logits(&ids[69..], 69, &cache).unwrap().to_vec1::<f32>().unwrap())
+        let class = engine.model().length_class(ids.len());
+        let prompt = engine.next_logits(&ids[..69], 0, class, &cache).unwrap().to_vec1::<f32>().unwrap();
+        (prompt, engine.next_logits(&ids[69..], 69, class, &cache).unwrap().to_vec1::<f32>().unwrap())
     };
     assert!(logits(TiledMlp::Off) == logits(TiledMlp::On));
 }

@@ -49,11 +49,11 @@ pub struct Tokenizer {
 
 /// Treatment of special tokens: `add_special_tokens` in encoding, the inverse of `skip_special_tokens` in decoding.
 ///
-/// Encoding adds the tokens of the post-processor in tokenizer.json. `add_bos_token` and `add_eos_token` of
-/// tokenizer_config.json override them.
+/// Encoding adds the tokens of the post-processor in tokenizer.json. As in transformers, `add_bos_token` and `add_eos_token`
+/// of tokenizer_config.json have no effect: they configure tokenizers without a tokenizer.json.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
-    /// Encoding adds special tokens, such as BOS; decoding keeps them.
+    /// Encoding adds special tokens, such as BOS, unless the text begins with BOS; decoding keeps them.
     Include,
     /// Encoding adds none; decoding drops special tokens.
     Exclude,
@@ -103,17 +103,13 @@ impl Tokenizer {
         let pad = find("pad_token")?.or_else(|| eos.clone());
 
         let around = catch_panic(|| PostProcessorTokens::of(&inner, bos.as_ref()).map_err(|error| error.to_string()));
-        let mut around = around.and_then(|around| around).map_err(|message| TokenizerError::InvalidFile {
+        let around = around.and_then(|around| around).map_err(|message| TokenizerError::InvalidFile {
             path: directory.join("tokenizer.json"),
             message: format!("it cannot encode a text: {message}"),
         })?;
-        let ids =
-            |token: &Option<SpecialToken>, is_added: bool| token.iter().filter(|_| is_added).map(|it| it.id).collect();
         around
             .check(&inner)
             .map_err(|message| TokenizerError::InvalidFile { path: directory.join("tokenizer.json"), message })?;
-        around.before = named.add_bos.map_or(around.before, |is_added| ids(&bos, is_added));
-        around.after = named.add_eos.map_or(around.after, |is_added| ids(&eos, is_added));
 
         let mut eos_ids = special::eos_ids(directory)?;
         eos_ids.extend(eos.as_ref().map(|eos| eos.id));
@@ -124,7 +120,7 @@ impl Tokenizer {
             templates: files::chat_templates(directory, &config)?,
             directory: directory.to_owned(),
             added: around,
-            named: named.tokens,
+            named: named.0,
             words: ByteLevelBpe::of(&inner),
             inner,
             bos,
@@ -210,19 +206,16 @@ impl Tokenizer {
     }
 
     fn encode_uncaught(&self, text: &str, specials: SpecialTokens) -> Result<Vec<u32>, TokenizerError> {
-        let mut ids = match specials {
-            SpecialTokens::Include => self.added.before.clone(),
-            SpecialTokens::Exclude => Vec::new(),
-        };
+        let is_begun = self.bos.as_ref().is_some_and(|bos| text.starts_with(&bos.text));
+        let added = Some(&self.added).filter(|_| specials == SpecialTokens::Include && !is_begun);
+        let mut ids = added.map_or_else(Vec::new, |added| added.before.clone());
         let n_before = ids.len();
         let words = self.words.as_ref();
         if words.and_then(|words| words.encode(&self.inner, text, |id, _, _| ids.push(id))).is_none() {
             ids.truncate(n_before);
             ids.extend(self.encode_with_tokenizers_crate(text)?);
         }
-        if specials == SpecialTokens::Include {
-            ids.extend(&self.added.after);
-        }
+        ids.extend(added.into_iter().flat_map(|added| &added.after));
         Ok(ids)
     }
 

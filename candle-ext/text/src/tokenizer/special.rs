@@ -50,13 +50,8 @@ impl PostProcessorTokens {
     }
 }
 
-/// Special token settings of the folder's files, without ids.
-pub(super) struct SpecialTokenConfig {
-    /// Every `*_token` key with its text, in file order. Templates receive all of them.
-    pub(super) tokens: Vec<(String, String)>,
-    pub(super) add_bos: Option<bool>,
-    pub(super) add_eos: Option<bool>,
-}
+/// Every `*_token` key of the folder's files with its text, in file order. Templates receive all of them.
+pub(super) struct SpecialTokenConfig(pub(super) Vec<(String, String)>);
 
 impl SpecialTokenConfig {
     /// Reads `tokenizer_config.json` and, for missing keys, `special_tokens_map.json`.
@@ -73,12 +68,11 @@ impl SpecialTokenConfig {
                 tokens.push((key.clone(), text.to_owned()));
             }
         }
-        let flag = |key: &str| config.get(key).and_then(Json::as_bool);
-        Self { tokens, add_bos: flag("add_bos_token"), add_eos: flag("add_eos_token") }
+        Self(tokens)
     }
 
     pub(super) fn text(&self, key: &str) -> Option<&str> {
-        let mut found = self.tokens.iter().filter(|(name, _)| name == key);
+        let mut found = self.0.iter().filter(|(name, _)| name == key);
         found.next().map(|(_, text)| text.as_str())
     }
 }

@@ -3,8 +3,10 @@
 use std::path::Path;
 
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::render::{TextSpecialTokens, render_text};
 use candlewick_text::template::AddGenerationPrompt;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
+use serde::Deserialize;
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
@@ -106,21 +108,52 @@ fn ids_come_with_and_without_specials_and_back() {
     assert_eq!(tokenizer.id_to_token(9), None);
 }
 
+/// Case of `tests/reference/add_bos_eos.py`.
+#[derive(Deserialize)]
+struct AddBosEos {
+    tokenizer: String,
+    add_bos_token: Option<bool>,
+    add_eos_token: Option<bool>,
+    ids: Vec<u32>,
+    ids_if_given_false: Vec<u32>,
+}
+
+impl AddBosEos {
+    /// Loads a copy of the tokenizer with the keys in tokenizer_config.json.
+    fn load(&self) -> Tokenizer {
+        let of = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat").join(&self.tokenizer);
+        let copy = tempfile::tempdir().unwrap();
+        std::fs::copy(of.join("tokenizer.json"), copy.path().join("tokenizer.json")).unwrap();
+        let mut config: Json =
+            serde_json::from_slice(&std::fs::read(of.join("tokenizer_config.json")).unwrap()).unwrap();
+        config["add_bos_token"] = json!(self.add_bos_token);
+        config["add_eos_token"] = json!(self.add_eos_token);
+        write(copy.path(), "tokenizer_config.json", &config.to_string());
+        Tokenizer::from_directory(copy.path()).unwrap()
+    }
+}
+
 #[test]
-fn the_config_decides_on_bos_and_eos_before_the_post_processor_does() {
-    for (config, want) in [
-        (json!({}), vec![0, 3]),
-        (json!({"add_bos_token": true}), vec![0, 3]),
-        (json!({"add_bos_token": false}), vec![3]),
-        (json!({"add_eos_token": true}), vec![0, 3, 1]),
-        (json!({"add_bos_token": false, "add_eos_token": true}), vec![3, 1]),
-    ] {
-        let mut config = config;
-        config["bos_token"] = json!("<s>");
-        config["eos_token"] = json!("</s>");
-        let tokenizer = load(&[("tokenizer_config.json", config.clone())]);
-        assert_eq!(tokenizer.encode("hello", SpecialTokens::Include).unwrap(), want, "{config}");
-        assert_eq!(tokenizer.encode("hello", SpecialTokens::Exclude).unwrap(), [3], "{config}");
+fn add_bos_token_and_add_eos_token_of_the_config_change_nothing_as_in_transformers() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat/add_bos_eos.json");
+    let cases: Vec<AddBosEos> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(cases.len(), 45);
+    for case in cases {
+        let tokenizer = case.load();
+        let name = format!("{} {:?} {:?}", case.tokenizer, case.add_bos_token, case.add_eos_token);
+        assert_eq!(tokenizer.encode("Yes.", SpecialTokens::Include).unwrap(), case.ids, "{name}");
+        assert_eq!(tokenizer.encode("Yes.", SpecialTokens::Exclude).unwrap(), case.ids_if_given_false, "{name}");
+        let trained = |add_eos_token| {
+            let specials = TextSpecialTokens { add_eos_token, ..TextSpecialTokens::default() };
+            render_text(&tokenizer, "Yes.", specials).unwrap().ids
+        };
+        assert_eq!(trained(false), case.ids, "{name}");
+        assert_eq!(trained(true), [case.ids.clone(), vec![tokenizer.eos().unwrap().id]].concat(), "{name}");
+        if case.add_eos_token == Some(true) {
+            let gguf = tokenizer.gguf_vocabulary(tokenizer.min_embedding_rows() as usize).unwrap();
+            let adds_bos = case.ids != case.ids_if_given_false;
+            assert_eq!((gguf.adds_bos, gguf.adds_eos), (adds_bos, false), "{name}");
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use candlewick_text::tokenizer::SpecialTokens;
 use serde_json::{Value, json};
 
 use super::{CHAT, COMPLETIONS, Server, complete, greedy, joined, received, user, with};
-use crate::support::CONTEXT;
+use crate::support::{CONTEXT, export_long_rope};
 
 #[test]
 fn a_chat_has_the_reply_of_the_library_whole_and_streamed() {
@@ -42,7 +42,18 @@ fn a_chat_has_the_reply_of_the_library_whole_and_streamed() {
 /// Tokens of the prompt are scored in the same forward as those of the library, up to the rounding of f32.
 #[test]
 fn echoed_prompts_have_the_log_probabilities_of_the_library() {
-    let server = Server::start(&[]);
+    check_echoed(&Server::start(&[]));
+}
+
+/// Prompts within and beyond the original context begin with the same tokens.
+#[test]
+fn echoed_prompts_of_a_model_with_longrope_have_the_log_probabilities_of_the_library() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = export_long_rope(folder.path(), 1, 11);
+    check_echoed(&Server::start_model(&[], folder, model));
+}
+
+fn check_echoed(server: &Server) {
     let lm = server.lm();
     let texts = ["Say wolf 4 times.", "Spell the word cloud.", "Say wolf 5 times, or 6."];
     let ids = texts.map(|text| lm.tokenizer().encode(text, SpecialTokens::Include).unwrap());
@@ -99,6 +110,22 @@ fn completions_do_not_depend_on_concurrent_requests() {
     // The longest common prefix of an earlier request is reused.
     let again = server.ok(COMPLETIONS, &body(&prompts[5]));
     assert_eq!(&again["choices"][0]["text"], &want[5]);
+}
+
+/// With LongRoPE the keys of a prompt depend on the limit of new tokens.
+#[test]
+fn requests_with_longrope_share_prefixes_of_their_own_length_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = export_long_rope(folder.path(), 1, 20);
+    let server = Server::start_model(&[], folder, model);
+    let lm = server.lm();
+    let prompt = "Say wolf 5 times, or 6.";
+    let [short, long] = [8, 9].map(|max_tokens| complete(&lm, prompt, &greedy(max_tokens)).text);
+    assert!(!long.starts_with(&short), "the last token is beyond the original context: {short:?} {long:?}");
+    for (max_tokens, want) in [(8, &short), (9, &long), (8, &short), (9, &long)] {
+        let body = json!({"prompt": prompt, "max_tokens": max_tokens, "temperature": 0});
+        assert_eq!(server.ok(COMPLETIONS, &body)["choices"][0]["text"], *want, "{max_tokens}");
+    }
 }
 
 #[test]

@@ -28,6 +28,15 @@ pub fn export_experts(folder: &Path, seed: u64) -> PathBuf {
     export_with(folder, seed, keys)
 }
 
+/// Writes a model with LongRoPE, whose original context is `original` tokens.
+pub fn export_long_rope(folder: &Path, seed: u64, original: usize) -> PathBuf {
+    let scaling = json!({
+        "rope_type": "longrope", "original_max_position_embeddings": original,
+        "short_factor": [1.0, 1.1], "long_factor": [2.0, 7.0],
+    });
+    export_with(folder, seed, json!({"model_type": "llama", "rope_scaling": scaling}))
+}
+
 fn export_with(folder: &Path, seed: u64, keys: Value) -> PathBuf {
     let random = |spec: &ParamSpec| {
         let mut values = vec![0.0; spec.numel()];
