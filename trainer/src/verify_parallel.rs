@@ -262,7 +262,10 @@ fn update_differences(
     parallel: &BTreeMap<String, Vec<f32>>,
     single: &BTreeMap<String, Vec<f32>>,
 ) -> Result<impl Iterator<Item = Difference>> {
-    ensure!(parallel.keys().eq(single.keys()), "failed to compare: the ranks have other parameters than one rank");
+    let sizes = |updates: &BTreeMap<String, Vec<f32>>| -> Vec<(String, usize)> {
+        updates.iter().map(|(name, values)| (name.clone(), values.len())).collect()
+    };
+    ensure!(sizes(parallel) == sizes(single), "failed to compare: the ranks have other parameters than one rank");
     let mut largest: BTreeMap<&'static str, Difference> = BTreeMap::new();
     for ((name, a), b) in parallel.iter().zip(single.values()) {
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();

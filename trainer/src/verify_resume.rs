@@ -1,5 +1,6 @@
 //! Compares a run that stops and resumes from its checkpoint with an uninterrupted run of the same recipe.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -168,8 +169,11 @@ fn compare(n_ranks: usize, check: ResumeCheck) -> Result<ResumeReport> {
         check.steps,
         steps.len().min(other_steps.len())
     );
+    ensure!(
+        steps.iter().map(|(step, _)| step).eq(other_steps.iter().map(|(step, _)| step)),
+        "failed to compare: the two runs recorded different steps"
+    );
     let pairs = steps.into_iter().zip(other_steps);
-    let different = files.iter().filter(|file| !other_files.contains(file)).map(|file| file.name.clone());
     Ok(ResumeReport {
         n_ranks,
         stopped_after: check.stop_after,
@@ -178,8 +182,16 @@ fn compare(n_ranks: usize, check: ResumeCheck) -> Result<ResumeReport> {
             .map(|((step, uninterrupted), (_, resumed))| StepComparison { step, uninterrupted, resumed })
             .collect(),
         n_files: files.len(),
-        different_files: different.collect(),
+        different_files: different_files(&files, &other_files),
     })
+}
+
+/// Returns the names of the files that are in one run only, or have other contents in the other.
+fn different_files(files: &[FileEntry], other_files: &[FileEntry]) -> Vec<String> {
+    let missing = |from: &[FileEntry], others: &[FileEntry]| -> BTreeSet<String> {
+        from.iter().filter(|file| !others.contains(file)).map(|file| file.name.clone()).collect()
+    };
+    (&missing(files, other_files) | &missing(other_files, files)).into_iter().collect()
 }
 
 /// Returns the recorded steps of a run, by number.
@@ -287,6 +299,17 @@ mod tests {
             n_files: 3,
             different_files: files.iter().map(|file| (*file).to_owned()).collect(),
         }
+    }
+
+    #[test]
+    fn a_file_of_one_run_only_is_a_difference() {
+        let file =
+            |name: &str, hash: &str| FileEntry { name: name.into(), size: 1, blake3: Some(hash.into()), sha256: None };
+        let (one, two) = ([file("a", "1")], [file("a", "1"), file("b", "1")]);
+        assert_eq!(different_files(&one, &two), ["b"]);
+        assert_eq!(different_files(&two, &one), ["b"]);
+        assert_eq!(different_files(&one, &[file("a", "2")]), ["a"]);
+        assert_eq!(different_files(&two, &two), [""; 0]);
     }
 
     #[test]

@@ -16,11 +16,11 @@ pub(super) struct CompareArgs {
     a: PathBuf,
     /// Second run
     b: PathBuf,
-    /// Fail with exit code 1 if a metric improves by less than CHANGE, such as acc=-0.01. Unpaired samples fail too.
-    /// For a metric where lower is better, a decrease is an improvement
+    /// Fail with exit code 1 if a metric improves by less than CHANGE, such as acc=-0.01. Samples, filters and tasks of
+    /// one run only fail too. For a metric where lower is better, a decrease is an improvement
     #[arg(long, alias = "fail_below", value_name = "[TASK:]METRIC=CHANGE")]
     fail_below: Vec<MinChange>,
-    /// Apply --fail-below to the paired samples, even if one run has further samples
+    /// Apply --fail-below to the paired samples, even if one run has further samples, filters or tasks
     #[arg(long, alias = "allow_unpaired", requires = "fail_below")]
     allow_unpaired: bool,
     /// Maximum number of flipped samples listed for each metric
@@ -44,9 +44,7 @@ struct MinChange {
 
 pub(super) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(&args.a, &args.b)?;
-    if let Some(unknown) =
-        args.fail_below.iter().find(|bound| !comparison.differences.iter().any(|d| bound.is_about(d)))
-    {
+    if let Some(unknown) = args.fail_below.iter().find(|bound| !bound.applies(&comparison, args)) {
         let problem = format!("failed to compare: no task in both runs has the metric of --fail-below {unknown}");
         return Err(anyhow!(problem).context(ExitCode::Usage));
     }
@@ -59,27 +57,44 @@ pub(super) fn run(args: &CompareArgs) -> Result<()> {
         true => serde_json::to_string_pretty(&comparison)?,
         false => text(&comparison, args.flips),
     })?;
-    let bounded = comparison.differences.iter().filter(|d| args.fail_below.iter().any(|bound| bound.is_about(d)));
-    for difference in bounded {
-        check(difference, args)?;
+    let problems = [
+        comparison.differences.iter().filter_map(|d| problem(d, args)).collect::<Vec<_>>(),
+        comparison.left_out.iter().filter_map(|skipped| skipped_problem(skipped, args)).collect(),
+    ]
+    .concat();
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(anyhow!(problems.join("\n")).context(ExitCode::Failed)),
     }
-    Ok(())
 }
 
-/// Returns an error if a metric improved by less than its bound, or if it has unpaired samples.
-fn check(difference: &MetricDifference, args: &CompareArgs) -> Result<()> {
+/// Returns the problem of a metric that improved by less than its bound, or that has unpaired samples.
+fn problem(difference: &MetricDifference, args: &CompareArgs) -> Option<String> {
     let MetricDifference { task, metric, filter, n, n_unpaired, .. } = difference;
-    let problem = if *n_unpaired > 0 && !args.allow_unpaired {
-        format!(
+    let mut bounds = args.fail_below.iter().filter(|bound| bound.is_about(task, metric)).peekable();
+    bounds.peek()?;
+    if *n_unpaired > 0 && !args.allow_unpaired {
+        return Some(format!(
             "{task}: {n_unpaired} samples of {metric},{filter} are in one run only, {n} in both; compare runs over the same \
              documents, or add --allow-unpaired"
-        )
-    } else if args.fail_below.iter().any(|bound| bound.is_crossed(difference)) {
+        ));
+    }
+    // A NaN improvement is below any bound.
+    let is_crossed = bounds.any(|bound| difference.gain().is_nan() || difference.gain() < bound.change);
+    is_crossed.then(|| {
         format!("{task}: {metric},{filter} changed by {:+.4}, which is below the bound", difference.difference)
-    } else {
-        return Ok(());
+    })
+}
+
+/// Returns the problem of a metric with a bound that could not be compared.
+fn skipped_problem(skipped: &SkippedMetric, args: &CompareArgs) -> Option<String> {
+    let SkippedMetric { task, metric, filter, why, in_one_run } = skipped;
+    let has_bound = args.fail_below.iter().any(|bound| bound.is_about(task, metric));
+    let remedy = match in_one_run {
+        true => "compare runs of the same tasks, or add --allow-unpaired",
+        false => "name the tasks to compare: --fail-below TASK:METRIC=CHANGE",
     };
-    Err(anyhow!(problem).context(ExitCode::Failed))
+    (has_bound && !args.accepts(skipped)).then(|| format!("{task}: {metric},{filter} is not compared: {why}; {remedy}"))
 }
 
 fn text(comparison: &Comparison, most_flips: usize) -> String {
@@ -106,7 +121,7 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
             }
         }
     }
-    for SkippedMetric { task, metric, filter, why } in &comparison.left_out {
+    for SkippedMetric { task, metric, filter, why, .. } in &comparison.left_out {
         lines.push(format!("{task} {metric},{filter}: not compared: {why}"));
     }
     if !comparison.unpaired.is_empty() {
@@ -115,15 +130,23 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
     lines.join("\n")
 }
 
+impl CompareArgs {
+    /// Returns true if a metric may be left out: only one run has it, and `--allow-unpaired` is given.
+    fn accepts(&self, skipped: &SkippedMetric) -> bool {
+        self.allow_unpaired && skipped.in_one_run
+    }
+}
+
 impl MinChange {
-    fn is_about(&self, difference: &MetricDifference) -> bool {
-        self.metric == difference.metric && self.task.as_ref().is_none_or(|task| *task == difference.task)
+    fn is_about(&self, task: &str, metric: &str) -> bool {
+        self.metric == metric && self.task.as_ref().is_none_or(|name| name == task)
     }
 
-    fn is_crossed(&self, difference: &MetricDifference) -> bool {
-        // A NaN improvement is below any bound.
-        let is_enough = difference.gain() >= self.change;
-        self.is_about(difference) && !is_enough
+    /// Returns true if a metric of the comparison passes or fails by this bound.
+    fn applies(&self, comparison: &Comparison, args: &CompareArgs) -> bool {
+        let mut skipped = comparison.left_out.iter().filter(|skipped| !args.accepts(skipped));
+        comparison.differences.iter().any(|d| self.is_about(&d.task, &d.metric))
+            || skipped.any(|skipped| self.is_about(&skipped.task, &skipped.metric))
     }
 }
 

@@ -44,6 +44,8 @@ pub struct SkippedMetric {
     pub filter: String,
     /// Reason why the metric cannot be compared.
     pub why: String,
+    /// True if only one run has the metric.
+    pub in_one_run: bool,
 }
 
 /// Difference of one metric between two runs.
@@ -109,16 +111,25 @@ pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     for file in &a {
         match counterpart(file) {
             Some(other) => compare_task(file, other, &mut comparison)?,
-            None => comparison.unpaired.push(file.task.clone()),
+            None => comparison.leave_out_task(file, "only the first run has the task")?,
         }
     }
-    let alone = b.iter().filter(|file| !is_pair && !a.iter().any(|other| other.task == file.task));
-    comparison.unpaired.extend(alone.map(|file| file.task.clone()));
-    ensure!(
-        !comparison.differences.is_empty() || !comparison.left_out.is_empty(),
-        "failed to compare: the two runs have no task in common"
-    );
+    for file in b.iter().filter(|file| !is_pair && !a.iter().any(|other| other.task == file.task)) {
+        comparison.leave_out_task(file, "only the second run has the task")?;
+    }
+    ensure!(comparison.unpaired.len() < a.len() + b.len(), "failed to compare: the two runs have no task in common");
     Ok(comparison)
+}
+
+impl Comparison {
+    /// Adds a task that only one run has.
+    fn leave_out_task(&mut self, file: &SampleFile, why: &str) -> Result<()> {
+        for (filter, records) in &records(&file.path)? {
+            self.left_out.extend(of_one_run(&file.task, filter, records, why));
+        }
+        self.unpaired.push(file.task.clone());
+        Ok(())
+    }
 }
 
 /// Returns the newest sample file of each task in a folder, or the file itself.
@@ -178,8 +189,9 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
             match difference(names, &metrics_of_task, &pairs, n_unpaired) {
                 Ok(difference) => comparison.differences.push(difference),
                 Err(why) => {
+                    let in_one_run = has_values(ours, &metric) != has_values(theirs, &metric);
                     let [task, metric, filter] = names.map(String::clone);
-                    comparison.left_out.push(SkippedMetric { task, metric, filter, why });
+                    comparison.left_out.push(SkippedMetric { task, metric, filter, why, in_one_run });
                 }
             }
         }
@@ -192,9 +204,19 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
 
 /// Returns one entry for each metric of a filter that only one run has.
 fn of_one_run(task: &str, filter: &str, records: &[Record], why: &str) -> impl Iterator<Item = SkippedMetric> {
-    let left_out =
-        |metric| SkippedMetric { task: task.to_owned(), metric, filter: filter.to_owned(), why: why.to_owned() };
+    let left_out = |metric| SkippedMetric {
+        task: task.to_owned(),
+        metric,
+        filter: filter.to_owned(),
+        why: why.to_owned(),
+        in_one_run: true,
+    };
     metric_names(records).into_iter().map(left_out)
+}
+
+/// Returns true if a record has a value of the metric.
+fn has_values(records: &[Record], metric: &str) -> bool {
+    records.iter().any(|record| record.values.get(metric).is_some_and(|value| *value != MetricValue::None))
 }
 
 /// Returns the metric names in the records.

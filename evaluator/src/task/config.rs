@@ -10,6 +10,7 @@ use super::function::{PythonFunction, as_function};
 use super::keys::{YamlMap, type_error};
 use super::metric::{Metric, MetricConfig, metric_list};
 use super::output_type::OutputType;
+use super::unsafe_code::UnsafeCodePolicy;
 use super::yaml::{TaskNode, TaskValue};
 
 /// Value of `doc_to_text` and similar keys: a column or Jinja template, a constant, or a function with a built-in
@@ -203,13 +204,31 @@ impl TaskConfig {
         Ok(config)
     }
 
-    /// Returns an error for a task that runs model-written code, unless it is `confirmed`.
-    pub fn check_unsafe_code(&self, confirmed: bool) -> Result<(), TaskError> {
-        if confirmed || !self.unsafe_code {
-            return Ok(());
+    /// Returns an error for a task that runs model-written code, unless `policy` allows it.
+    pub fn check_unsafe_code(&self, policy: UnsafeCodePolicy) -> Result<(), TaskError> {
+        match policy {
+            UnsafeCodePolicy::Refuse if self.unsafe_code || self.runs_programs() => {
+                Err(self.refused(UnsafeCodePolicy::REFUSED.to_owned()))
+            }
+            _ => Ok(()),
         }
-        let problem = "it runs model-written code; allow it with --confirm-run-unsafe-code".into();
-        Err(TaskError::Refused { task: self.task.clone(), problem })
+    }
+
+    /// Returns an error for a task that runs model-written code, unless it can run on this machine as `policy` demands.
+    /// Starts Python.
+    pub fn check_sandbox(&self, policy: UnsafeCodePolicy) -> Result<(), TaskError> {
+        match self.runs_programs() {
+            true => super::builtin::check_sandbox(policy).map_err(|problem| self.refused(problem)),
+            false => Ok(()),
+        }
+    }
+
+    fn refused(&self, problem: String) -> TaskError {
+        TaskError::Refused { task: self.task.clone(), problem }
+    }
+
+    fn runs_programs(&self) -> bool {
+        self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
 
     /// Returns the name of the evaluated split.
@@ -239,7 +258,7 @@ impl TaskConfig {
 
     /// Returns true if the metric names are known only after scoring, because a function computes the metrics.
     pub fn has_dynamic_metric_names(&self) -> bool {
-        self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
+        self.process_results.is_some() || self.runs_programs()
     }
 
     /// Returns the delimiter between few-shot examples.

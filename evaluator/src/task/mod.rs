@@ -29,6 +29,7 @@ mod registry;
 mod response_value;
 mod sample;
 mod score;
+mod unsafe_code;
 mod yaml;
 
 pub use builtin::allow_modified_python;
@@ -47,6 +48,7 @@ pub use prompt::{ChatFormatter, PromptOptions};
 pub use registry::{TaskListing, TaskRegistry, TaskSelection};
 pub use sample::{ChoiceTargets, SampleRecord, task_hash};
 pub use score::{DocCounts, MetricScore, TaskScores};
+pub use unsafe_code::{UnsafeCodeOptions, UnsafeCodePolicy};
 
 pub(crate) use metric::{Aggregation, default_aggregation, pooled_stderr, unweighted_stderr};
 pub(crate) use python::literal::literal_eval;

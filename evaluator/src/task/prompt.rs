@@ -5,6 +5,7 @@ use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, TemplateError
 use serde_json::{Map, Value as Json};
 
 use super::python::text::{ends_with_space, rstrip, starts_with_space, strip};
+use super::unsafe_code::UnsafeCodePolicy;
 
 /// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
@@ -45,8 +46,8 @@ pub struct PromptOptions<'a> {
     pub samples: Option<Vec<usize>>,
     /// Overrides of the task's `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
-    /// True to allow running model-written code.
-    pub confirm_run_unsafe_code: bool,
+    /// Permission to run model-written code.
+    pub unsafe_code: UnsafeCodePolicy,
 }
 
 /// Chat turn, with the delimiter that follows it in plain text.

@@ -15,6 +15,7 @@ use super::prompt::PromptOptions;
 use super::python::{repr, text};
 use super::response_value::ResponseValue;
 use super::sample::{ChoiceTargets, SampleRecord};
+use super::unsafe_code::UnsafeCodePolicy;
 use candlewick_inference::request::Response;
 
 /// Scores of one task.
@@ -77,7 +78,7 @@ impl Task {
         responses: &[Response],
         n_resamples: usize,
     ) -> Result<TaskScores, TaskError> {
-        self.config.check_unsafe_code(options.confirm_run_unsafe_code)?;
+        self.config.check_unsafe_code(options.unsafe_code)?;
         if instances.len() != responses.len() {
             let problem = format!("there are {} responses to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
@@ -92,7 +93,7 @@ impl Task {
                 let document_error = |problem| self.document_error(*doc_id, problem);
                 let apply = |request: &InstanceResponses| filter.apply(request.answers.clone(), doc);
                 let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(document_error)?;
-                let scored = self.process(*doc_id, &filtered).map_err(document_error)?;
+                let scored = self.process(*doc_id, &filtered, options.unsafe_code).map_err(document_error)?;
                 let target = self.target(*doc_id)?;
                 let (name, choices) = (&filter.name, self.correct_choices(*doc_id)?);
                 samples.push(SampleRecord::new(
@@ -145,7 +146,7 @@ impl Task {
         own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::BuiltIn(_))))
     }
 
-    fn process(&self, doc_id: usize, answers: &[ResponseValue]) -> Result<Scored, String> {
+    fn process(&self, doc_id: usize, answers: &[ResponseValue], policy: UnsafeCodePolicy) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         if let Some(process) = self.process_results {
             return process(doc, answers);
@@ -170,7 +171,7 @@ impl Task {
                 }))
             }
             (OutputType::MultipleChoice, answers) => self.choose(doc_id, answers),
-            (OutputType::GenerateUntil, [answer]) => self.compare(doc_id, answer),
+            (OutputType::GenerateUntil, [answer]) => self.compare(doc_id, answer, policy),
             _ => Err("the filters' results do not match the output type; end each filter with take_first".into()),
         }
     }
@@ -243,7 +244,7 @@ impl Task {
     }
 
     /// Scores a generated text against the target.
-    fn compare(&self, doc_id: usize, answer: &ResponseValue) -> Result<Scored, String> {
+    fn compare(&self, doc_id: usize, answer: &ResponseValue, policy: UnsafeCodePolicy) -> Result<Scored, String> {
         let doc = &self.docs()[doc_id];
         let target = self.doc_to_target.target(doc, self.doc_to_choice.is_some())?;
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?;
@@ -257,7 +258,7 @@ impl Task {
             let one = |score| vec![(metric.name.clone(), score)];
             scored.extend(match (&metric.kind, answer) {
                 (Metric::Bypass, _) => one(MetricValue::None),
-                (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer)?,
+                (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer, policy)?,
                 (_, ResponseValue::Many(_)) => {
                     return Err("a filter returns several responses; end it with take_first".into());
                 }

@@ -6,7 +6,9 @@ use std::process::Command;
 
 use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
-use evaluator::task::{DataOverrides, DocCounts, Instance, PromptOptions, Task, TaskError, TaskRegistry};
+use evaluator::task::{
+    DataOverrides, DocCounts, Instance, PromptOptions, Task, TaskError, TaskRegistry, UnsafeCodePolicy,
+};
 use serde_json::json;
 
 /// Opens a built-in task with the given rows as its data.
@@ -51,7 +53,7 @@ fn programs_run_only_when_that_is_allowed() {
     let refused = task.score(&options, &instances, &answers, 0).unwrap_err();
     assert!(matches!(refused, TaskError::Refused { .. }), "{refused}");
     assert!(refused.to_string().contains("--confirm-run-unsafe-code"), "{refused}");
-    let options = PromptOptions { confirm_run_unsafe_code: true, ..options };
+    let options = PromptOptions { unsafe_code: UnsafeCodePolicy::RunConfined, ..options };
     answers[1] = Response::Text("    return x\n".into());
     let scores = task.score(&options, &instances, &answers, 0).unwrap();
     assert_eq!((scores.metrics[0].metric.as_str(), scores.metrics[0].value), ("pass@1", 0.5));

@@ -307,6 +307,66 @@ fn a_bound_fails_if_samples_are_in_one_run_only() {
     said(&["compare", a, b]);
 }
 
+/// `--fail-below` must not pass on a subset of the tasks, filters and metrics either.
+#[test]
+fn a_bound_fails_if_a_task_a_filter_or_a_metric_is_in_one_run_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |name: &str, scores: &[(&str, &str, &str)]| {
+        let run = folder.path().join(name);
+        fs::create_dir_all(&run).unwrap();
+        for (task, ..) in scores {
+            let record = |(_, filter, metric): &(&str, &str, &str)| {
+                json!({"doc_id": 0, "doc_hash": "h", "filter": filter, "metrics": [metric], *metric: 1.0}).to_string()
+            };
+            let lines: Vec<String> = scores.iter().filter(|score| score.0 == *task).map(record).collect();
+            fs::write(run.join(format!("samples_{task}_2026.jsonl")), lines.join("\n")).unwrap();
+        }
+        run.to_str().unwrap().to_owned()
+    };
+    let one = run("one", &[("x", "none", "acc")]);
+    let both = [("x", "none", "acc"), ("y", "none", "f1")];
+    for (name, scores, bound, want) in [
+        (
+            "task",
+            &[("x", "none", "acc"), ("tz", "none", "acc")][..],
+            "acc=-1",
+            "tz: acc,none is not compared: only the",
+        ),
+        (
+            "filter",
+            &[("x", "none", "acc"), ("x", "strict", "acc")],
+            "acc=-1",
+            "x: acc,strict is not compared: only the",
+        ),
+        ("metric", &[("x", "none", "f1"), ("tz", "none", "acc")], "acc=-1", "x: acc,none is not compared: no document"),
+        ("bounded", &[("x", "none", "acc"), ("tz", "none", "acc")], "tz:acc=-1", "tz: acc,none is not compared: only"),
+    ] {
+        let other = run(name, scores);
+        for (a, b) in [(&one, &other), (&other, &one)] {
+            refused(&["compare", a, b, "--fail-below", bound], 1, &[want, "--allow-unpaired"]);
+            said(&["compare", a, b]);
+        }
+    }
+    let (more, both) = (folder.path().join("task"), run("both", &both));
+    said(&["compare", &one, more.to_str().unwrap(), "--fail-below", "acc=-1", "--allow-unpaired"]);
+    let only_unpaired = ["compare", &one, more.to_str().unwrap(), "--fail-below", "tz:acc=-1", "--allow-unpaired"];
+    refused(&only_unpaired, 2, &["no task in both runs has the metric"]);
+    said(&["compare", &one, &both, "--fail-below", "acc=-1"]);
+}
+
+#[test]
+fn a_bound_fails_if_its_metric_cannot_be_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = json!({"doc_id": 0, "doc_hash": "h", "metrics": ["acc", "odd"], "acc": 1, "odd": ["a", 1]});
+    let run = file(&folder, "run.jsonl", &record.to_string());
+    refused(
+        &["compare", &run, &run, "--fail-below", "odd=-1"],
+        1,
+        &["odd,none is not compared: its values", "TASK:METRIC"],
+    );
+    said(&["compare", &run, &run, "--fail-below", "acc=-1"]);
+}
+
 /// A run compared with itself reproduces every metric of lm-eval's results file.
 #[test]
 fn metrics_are_put_together_as_the_results_have_them() {

@@ -303,5 +303,8 @@ fn missing_files_are_reported_before_training_starts() {
     refused(&["eval.data={chose: /nope}"], &unmatched);
     refused(&["metric_for_best_model=chose/acc"], &["eval.tasks has no task `chose`"]);
     refused(&["metric_for_best_model=choose/f1"], &["choose has no metric `f1`", "acc, brier_score"]);
-    refused(&["eval.tasks=[humaneval]"], &["humaneval runs code", "eval.confirm_run_unsafe_code: true"]);
+    refused(
+        &["eval.tasks=[humaneval]"],
+        &["run task humaneval: it runs model-written code", "eval.confirm_run_unsafe_code: true"],
+    );
 }

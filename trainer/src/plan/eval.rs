@@ -56,6 +56,8 @@ pub struct TasksPlan {
     pub bootstrap_iters: usize,
     /// True if tasks may run code that the model generated.
     pub confirm_run_unsafe_code: bool,
+    /// True if this code may run although the machine cannot confine its writes.
+    pub allow_unconfined_code: bool,
 }
 
 /// The metric of the best checkpoint, which is never deleted, or of early stopping.

@@ -181,6 +181,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
     let run_id = RunId::agree(&ranks.process, checkpointer::run_id(plan, run_json.run_id()))?;
     run_json.update(|report| report.run_id = Some(run_id.run)).context("failed to write run.json")?;
     let selection = ranks.process.all_ok(tasks::select(plan))?;
+    ranks.process.on_first_rank(|| tasks::check_sandbox(plan, selection.as_ref()))?;
     let scores = ranks.process.all_ok(tasks::scores(plan, selection.as_ref()))?;
     let early_stopping = ranks.process.all_ok(tasks::early_stopping(plan, selection.as_ref()))?;
     let (assets, prepared) = match prepare_on_all_ranks(plan, hub, ranks, (run_id, &stop))? {

@@ -11,7 +11,10 @@ use candlewick_runtime::progress::WorkProgress;
 use candlewick_text::hub::Hub;
 use evaluator::chat::ChatTemplateFormatter;
 use evaluator::evaluation::Evaluation;
-use evaluator::task::{ChatFormatter, DataOverrides, PromptOptions, Task, TaskConfig, TaskRegistry, TaskSelection};
+use evaluator::task::{
+    ChatFormatter, DataOverrides, PromptOptions, Task, TaskConfig, TaskRegistry, TaskSelection, UnsafeCodeOptions,
+    UnsafeCodePolicy,
+};
 
 use super::RankContext;
 use super::assets::Assets;
@@ -46,14 +49,19 @@ pub(super) fn select(plan: &Plan) -> Result<Option<TaskSelection>> {
     let Some(tasks) = &plan.tasks else { return Ok(None) };
     let selection = TaskRegistry::load(&tasks.include_path)?.select(&tasks.tasks.join(","))?;
     data_paths(tasks, &selection)?;
-    let runs_code = selection.tasks.iter().find(|task| task.unsafe_code).filter(|_| !tasks.confirm_run_unsafe_code);
-    match runs_code {
-        None => Ok(Some(selection)),
-        Some(task) => {
-            let problem = "runs code that the model writes; allow it with eval.confirm_run_unsafe_code: true";
-            Err(anyhow!("failed to start: {} {problem}", task.task).context(ExitCode::Usage))
-        }
-    }
+    selection.tasks.iter().try_for_each(|task| task.check_unsafe_code(unsafe_code_policy(tasks)))?;
+    Ok(Some(selection))
+}
+
+/// Returns an error if this machine cannot run the programs of a task.
+pub(super) fn check_sandbox(plan: &Plan, selection: Option<&TaskSelection>) -> Result<()> {
+    let (Some(tasks), Some(selection)) = (&plan.tasks, selection) else { return Ok(()) };
+    Ok(selection.tasks.iter().try_for_each(|task| task.check_sandbox(unsafe_code_policy(tasks)))?)
+}
+
+fn unsafe_code_policy(tasks: &TasksPlan) -> UnsafeCodePolicy {
+    let TasksPlan { confirm_run_unsafe_code, allow_unconfined_code, .. } = *tasks;
+    UnsafeCodeOptions { confirm_run_unsafe_code, allow_unconfined_code }.into()
 }
 
 fn data_paths(plan: &TasksPlan, selection: &TaskSelection) -> Result<DataOverrides> {
@@ -153,7 +161,7 @@ impl<'a> Tasks<'a> {
             fewshot_as_multiturn: plan.fewshot_as_multiturn,
             limit: plan.limit,
             gen_kwargs: plan.gen_kwargs.clone(),
-            confirm_run_unsafe_code: plan.confirm_run_unsafe_code,
+            unsafe_code: unsafe_code_policy(plan),
             ..PromptOptions::default()
         };
         let tasks = open_all(plan, &selection, &options, hub)?;

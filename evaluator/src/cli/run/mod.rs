@@ -21,7 +21,9 @@ use crate::chat::ChatTemplateFormatter;
 use crate::evaluation::Evaluation;
 use crate::output::{ResultsFolder, sanitize_task_name};
 use crate::results::TaskRun;
-use crate::task::{ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection};
+use crate::task::{
+    ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection, UnsafeCodeOptions, UnsafeCodePolicy,
+};
 use candlewick_inference::answer::EngineBackend;
 use candlewick_inference::command::{ModelOptions, ParallelArgs};
 use candlewick_inference::lm::Lm;
@@ -62,6 +64,9 @@ pub(super) struct RunArgs {
     /// Allow tasks that run model-written code
     #[arg(long, alias = "confirm_run_unsafe_code")]
     confirm_run_unsafe_code: bool,
+    /// Run model-written code even if this machine cannot confine its writes to its own folder
+    #[arg(long, alias = "allow_unconfined_code", requires = "confirm_run_unsafe_code")]
+    allow_unconfined_code: bool,
     /// Output folder of results_*.json, the HTML report, samples and the response cache. An interrupted command
     /// continues from it
     #[arg(long, short, alias = "output_path", value_name = "FOLDER")]
@@ -128,6 +133,7 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
         if args.predict_only {
             tasks = tasks.into_iter().map(Task::predict_only).collect();
         }
+        ranks.process.on_first_rank(|| args.check_sandbox(&tasks))?;
         let lm = args.model.load_on(hub, ranks, device)?;
         let chat = args.chat(&lm, id)?;
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatFormatter), &tasks, id)?;
@@ -211,17 +217,21 @@ impl RunArgs {
         Ok(())
     }
 
+    fn unsafe_code_policy(&self) -> UnsafeCodePolicy {
+        let Self { confirm_run_unsafe_code, allow_unconfined_code, .. } = *self;
+        UnsafeCodeOptions { confirm_run_unsafe_code, allow_unconfined_code }.into()
+    }
+
+    /// Returns an error if this machine cannot run the programs of a task.
+    fn check_sandbox(&self, tasks: &[Task]) -> Result<()> {
+        Ok(tasks.iter().try_for_each(|task| task.config().check_sandbox(self.unsafe_code_policy()))?)
+    }
+
     fn select(&self) -> Result<TaskSelection> {
         let selection = self.source.registry()?.select(&self.tasks.join(","))?;
-        let runs_code = selection.tasks.iter().find(|task| task.unsafe_code);
-        ensure!(
-            self.confirm_run_unsafe_code || runs_code.is_none(),
-            anyhow!(
-                "failed to start: {} runs model-written code; allow it with --confirm-run-unsafe-code",
-                runs_code.map_or("", |task| &task.task)
-            )
-            .context(ExitCode::Usage)
-        );
+        for task in &selection.tasks {
+            task.check_unsafe_code(self.unsafe_code_policy())?;
+        }
         refuse_equal_file_names(&selection)?;
         Ok(selection)
     }
@@ -259,9 +269,9 @@ impl RunArgs {
     ) -> Result<Vec<PromptOptions<'a>>> {
         let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
         let fewshot_seed = self.seeds().resolve(id.run).1;
-        let confirm_run_unsafe_code = self.confirm_run_unsafe_code;
+        let unsafe_code = self.unsafe_code_policy();
         let limit = self.limit.map(Limit::value);
-        let all = PromptOptions { fewshot_seed, limit, confirm_run_unsafe_code, ..self.prompts.options(chat)? };
+        let all = PromptOptions { fewshot_seed, limit, unsafe_code, ..self.prompts.options(chat)? };
         let of_task = |task: &Task| PromptOptions { samples: samples.remove(&task.config().task), ..all.clone() };
         let options = tasks.iter().map(of_task).collect();
         match samples.keys().next() {

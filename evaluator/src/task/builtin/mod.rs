@@ -34,6 +34,7 @@ pub(crate) use implementation::{Doc, FieldFunction, ProcessDocs, ProcessResults}
 pub(crate) use pass_at_k::GenerationMetric;
 pub use python_file::allow_modified_python;
 pub(crate) use python_file::hex;
+pub(crate) use sandbox::check as check_sandbox;
 pub(crate) use wikitext::count_words;
 
 /// All built-in implementations, one list for each module.

@@ -5,6 +5,7 @@ use crate::task::error::ConfigError;
 use crate::task::keys::{YamlMap, type_error};
 use crate::task::metric::MetricValue;
 use crate::task::response_value::ResponseValue;
+use crate::task::unsafe_code::UnsafeCodePolicy;
 use crate::task::yaml::TaskValue;
 
 /// Metric pass@k: the probability that at least one of k programs passes, estimated from n ≥ k programs.
@@ -27,13 +28,18 @@ impl GenerationMetric {
     }
 
     /// Returns `pass@k` of one document for each k.
-    pub(crate) fn score(&self, tests: &str, programs: &ResponseValue) -> Result<Vec<(String, MetricValue)>, String> {
+    pub(crate) fn score(
+        &self,
+        tests: &str,
+        programs: &ResponseValue,
+        policy: UnsafeCodePolicy,
+    ) -> Result<Vec<(String, MetricValue)>, String> {
         let ResponseValue::Many(programs) = programs else {
             return Err("pass_at_k needs all responses to a problem; remove take_first".into());
         };
         let mut n_passed = 0;
         for program in programs {
-            n_passed += usize::from(sandbox::program_succeeds(&format!("{}\n{tests}", program.text()))?);
+            n_passed += usize::from(sandbox::program_succeeds(&format!("{}\n{tests}", program.text()), policy)?);
         }
         let enough = self.ks.iter().filter(|k| **k <= programs.len());
         Ok(enough.map(|k| (format!("pass@{k}"), MetricValue::Number(pass_at(*k, n_passed, programs.len())))).collect())

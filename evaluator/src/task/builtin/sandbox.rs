@@ -1,7 +1,9 @@
-//! Runs a model-written Python program in a child process without network access where the kernel allows it.
+//! Runs a model-written Python program in a child process that can write only to its own folder.
 //!
 //! The child has only `PATH` in its environment, and an empty working folder. Time, memory, file sizes and the number of
-//! processes are limited. The child can read every file that the user can.
+//! processes are limited. Namespaces take the network away, and mount other folders read-only; Landlock forbids writes
+//! outside of the folder. One of the last two is required, unless the user waives it. The child can read every file that
+//! the user can.
 //!
 //! `sandbox.py` starts the program, ends its remaining processes and reports success. A program that inspects its own
 //! process can fake that report.
@@ -12,6 +14,8 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use super::super::unsafe_code::UnsafeCodePolicy;
 
 /// Time limit in seconds and memory limit in bytes, as in the package evaluate.
 const SECONDS: u64 = 3;
@@ -25,15 +29,33 @@ const GRACE: Duration = Duration::from_secs(5);
 const SUPERVISOR: &str = include_str!("sandbox.py");
 /// Exit code of the supervisor for a failed program.
 const FAILED: i32 = 10;
+/// Exit code of the supervisor if the kernel cannot confine a program.
+const UNCONFINED: i32 = 11;
 
-/// Runs a program and returns true if it ends without an exception. An error means that the sandbox itself failed.
-pub(super) fn program_succeeds(program: &str) -> Result<bool, String> {
+/// Returns an error if `policy` does not allow to run programs on this machine.
+pub(crate) fn check(policy: UnsafeCodePolicy) -> Result<(), String> {
+    program_succeeds("", policy).map(drop)
+}
+
+/// Runs a program and returns true if it ends without an exception. An error means that `policy` does not allow the
+/// program, or that the sandbox itself failed.
+pub(super) fn program_succeeds(program: &str, policy: UnsafeCodePolicy) -> Result<bool, String> {
+    supervise(SUPERVISOR, program, policy)
+}
+
+fn supervise(supervisor: &str, program: &str, policy: UnsafeCodePolicy) -> Result<bool, String> {
+    let confinement = match policy {
+        UnsafeCodePolicy::Refuse => return Err(UnsafeCodePolicy::REFUSED.to_owned()),
+        UnsafeCodePolicy::RunConfined => "confined",
+        UnsafeCodePolicy::RunUnconfined => "any",
+    };
     let folder = tempfile::tempdir()
         .map_err(|error| format!("failed to create a folder for a model-written program: {error}"))?;
     let word = format!("passed-{:016x}", nonce());
     let mut child = Command::new("python3")
-        .args(["-I", "-c", SUPERVISOR])
+        .args(["-I", "-c", supervisor])
         .args([SECONDS, BYTES, PROCESSES].map(|limit| limit.to_string()))
+        .arg(confinement)
         .current_dir(folder.path())
         .env_clear()
         .env("PATH", std::env::var_os("PATH").unwrap_or_default())
@@ -52,6 +74,7 @@ pub(super) fn program_succeeds(program: &str) -> Result<bool, String> {
         Some(0) => Ok(child.stdout.take().is_some_and(|stdout| read(stdout) == word.as_bytes())),
         // The supervisor or the program ended by a signal.
         Some(FAILED) | None => Ok(false),
+        Some(UNCONFINED) => Err(UnsafeCodePolicy::UNCONFINED.to_owned()),
         Some(code) => Err(format!(
             "failed to prepare a process for a program of the model (exit code {code} of python3); the limits of this shell \
              (ulimit -a) may be too low"
@@ -95,17 +118,36 @@ fn nonce() -> u64 {
 mod tests {
     use super::*;
 
+    fn succeeds(program: &str) -> Result<bool, String> {
+        program_succeeds(program, UnsafeCodePolicy::RunConfined)
+    }
+
+    /// Returns the supervisor for a kernel without one of the two mechanisms.
+    fn without(what: &str) -> String {
+        let namespaces = ["if enter_namespaces()", "if False"];
+        let landlock = ["LANDLOCK_VERSION) < 3", "LANDLOCK_VERSION) < 1000"];
+        let replaced = |text: String, [from, to]: [&str; 2]| {
+            assert!(text.contains(from));
+            text.replace(from, to)
+        };
+        match what {
+            "namespaces" => replaced(SUPERVISOR.to_owned(), namespaces),
+            "landlock" => replaced(SUPERVISOR.to_owned(), landlock),
+            _ => replaced(replaced(SUPERVISOR.to_owned(), namespaces), landlock),
+        }
+    }
+
     #[test]
     fn only_programs_that_finish_pass() {
         if Command::new("python3").arg("-V").output().is_err() {
             return;
         }
-        assert!(program_succeeds("x = 1\nassert x == 1").unwrap());
-        assert!(!program_succeeds("assert False").unwrap());
-        assert!(!program_succeeds("import sys\nsys.exit(0)").unwrap());
-        assert!(!program_succeeds("import os\nos._exit(0)").unwrap());
-        assert!(!program_succeeds("def f(:").unwrap());
-        assert!(!program_succeeds("print('passed')\nraise SystemExit").unwrap());
+        assert!(succeeds("x = 1\nassert x == 1").unwrap());
+        assert!(!succeeds("assert False").unwrap());
+        assert!(!succeeds("import sys\nsys.exit(0)").unwrap());
+        assert!(!succeeds("import os\nos._exit(0)").unwrap());
+        assert!(!succeeds("def f(:").unwrap());
+        assert!(!succeeds("print('passed')\nraise SystemExit").unwrap());
     }
 
     #[test]
@@ -114,11 +156,11 @@ mod tests {
             return;
         }
         let began = Instant::now();
-        assert!(!program_succeeds("while True: pass").unwrap());
-        assert!(!program_succeeds("x = bytearray(8 << 30)").unwrap());
-        assert!(!program_succeeds("import time\ntime.sleep(60)").unwrap());
-        assert!(program_succeeds("import os\nassert 'HOME' not in os.environ").unwrap());
-        assert!(program_succeeds("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
+        assert!(!succeeds("while True: pass").unwrap());
+        assert!(!succeeds("x = bytearray(8 << 30)").unwrap());
+        assert!(!succeeds("import time\ntime.sleep(60)").unwrap());
+        assert!(succeeds("import os\nassert 'HOME' not in os.environ").unwrap());
+        assert!(succeeds("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
         assert!(began.elapsed() < Duration::from_secs(30));
     }
 
@@ -128,8 +170,8 @@ mod tests {
             return;
         }
         let forged = "import __main__, os\nos.write(__main__.answer, __main__.word.encode())\nos._exit(0)";
-        assert!(!program_succeeds(forged).unwrap());
-        assert!(!program_succeeds("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
+        assert!(!succeeds(forged).unwrap());
+        assert!(!succeeds("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
     }
 
     /// A process in a session of its own is not in the process group.
@@ -147,10 +189,94 @@ mod tests {
              os.wait()\ntime.sleep(0.5)"
         );
         let began = Instant::now();
-        assert!(program_succeeds(&escape).unwrap());
+        assert!(succeeds(&escape).unwrap());
         assert!(began.elapsed() < Duration::from_secs(SECONDS) + 2 * GRACE);
         let (mut left_behind, _) = listener.accept().unwrap();
         left_behind.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         assert_eq!(left_behind.read(&mut [0]).unwrap(), 0);
+    }
+
+    /// Each operation on FILE outside of the working folder fails, and the program goes on.
+    const OUTSIDE: &str = r#"
+import os
+def fails(operation, *arguments):
+    try:
+        operation(*arguments)
+    except OSError:
+        return
+    raise SystemExit("not refused")
+for operation, *arguments in [
+    (open, FILE, "w"), (open, FILE, "a"), (open, FILE, "r+"), (os.unlink, FILE), (os.truncate, FILE, 0),
+    (os.rename, FILE, FILE + "2"), (os.rename, FILE, "mine"), (os.link, FILE, "link"), (os.rmdir, FILE + ".d"),
+    (os.mkdir, FILE + "2"), (os.symlink, "x", FILE + "2"), (os.mkfifo, FILE + "2"), (open, FILE + "2", "w"),
+]:
+    fails(operation, *arguments)
+os.symlink(FILE, "symlink")
+fails(open, "symlink", "w")
+assert open(FILE).read() == "precious"
+"#;
+    const ATTRIBUTES: &str = "fails(os.chmod, FILE, 0)\nfails(os.utime, FILE)\n";
+    const INSIDE: &str = r#"
+import os, subprocess, tempfile
+os.mkdir("a"); os.mkdir("b")
+open("a/x", "w").write("text")
+os.rename("a/x", "b/x"); os.truncate("b/x", 1); os.chmod("b/x", 0o600); os.unlink("b/x"); os.rmdir("b")
+with tempfile.NamedTemporaryFile() as file:
+    file.write(b"text")
+open("/dev/null", "w").write("text")
+subprocess.run(["sh", "-c", "echo text > shell && cat shell > /dev/null"], check=True)
+"#;
+    const SEMAPHORE: &str = "import multiprocessing\nmultiprocessing.Semaphore(1).acquire()\n";
+    /// Undoes the mounts, as far as it can, and writes to FILE.
+    const ESCAPE: &str = r#"
+import ctypes, struct
+libc = ctypes.CDLL(None)
+libc.unshare(0x10020000)
+libc.mount(None, b"/", None, 0x5020, None)
+libc.syscall(442, -100, b"/", 0x8000, struct.pack("4Q", 0, 1, 0, 0), ctypes.c_size_t(32))
+open(FILE, "w").write("mine")
+"#;
+
+    #[test]
+    fn a_program_writes_to_its_own_folder_only() {
+        if Command::new("python3").arg("-V").output().is_err() || check(UnsafeCodePolicy::RunConfined).is_err() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        std::fs::write(&file, "precious").unwrap();
+        std::fs::create_dir(folder.path().join("file.d")).unwrap();
+        let run = |supervisor: &str, program: &[&str]| {
+            let program = format!("FILE = {file:?}\n{}", program.concat());
+            supervise(supervisor, &program, UnsafeCodePolicy::RunConfined)
+        };
+        let whole = SUPERVISOR.to_owned();
+        for (supervisor, outside, inside) in [
+            (whole, [OUTSIDE, ATTRIBUTES], [INSIDE, SEMAPHORE]),
+            (without("landlock"), [OUTSIDE, ATTRIBUTES], [INSIDE, SEMAPHORE]),
+            (without("namespaces"), [OUTSIDE, ""], [INSIDE, ""]),
+        ] {
+            let outside = run(&supervisor, &outside);
+            if outside.as_ref().is_err_and(|problem| problem == UnsafeCodePolicy::UNCONFINED) {
+                // This kernel has the other mechanism only.
+                continue;
+            }
+            assert_eq!(outside, Ok(true), "{supervisor}");
+            assert_eq!(run(&supervisor, &inside), Ok(true), "{supervisor}");
+            assert_eq!(run(&supervisor, &[ESCAPE]), Ok(false), "{supervisor}");
+            assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+        }
+    }
+
+    #[test]
+    fn a_program_that_cannot_be_confined_is_refused() {
+        if Command::new("python3").arg("-V").output().is_err() {
+            return;
+        }
+        let run = |policy| supervise(&without("both"), "x = 1", policy);
+        assert!(run(UnsafeCodePolicy::RunConfined).unwrap_err().contains("--allow-unconfined-code"));
+        assert_eq!(run(UnsafeCodePolicy::RunUnconfined), Ok(true));
+        assert!(run(UnsafeCodePolicy::Refuse).unwrap_err().contains("--confirm-run-unsafe-code"));
     }
 }

@@ -77,6 +77,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
         max_gen_toks: resolver.count("eval.max_gen_toks", given.max_gen_toks, 256),
         bootstrap_iters: resolver.count("eval.bootstrap_iters", given.bootstrap_iters, 100_000),
         confirm_run_unsafe_code: resolver.pick("eval.confirm_run_unsafe_code", given.confirm_run_unsafe_code, false),
+        allow_unconfined_code: resolver.pick("eval.allow_unconfined_code", given.allow_unconfined_code, false),
     })
 }
 
