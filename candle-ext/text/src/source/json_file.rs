@@ -1,4 +1,4 @@
-//! A `.json` file: a list of objects, one object that contains such a list, or concatenated objects.
+//! A `.json` file: one object that contains a list of objects, or any sequence of objects and of lists of them.
 //!
 //! The byte range of each row is indexed once. A row is parsed on access.
 
@@ -25,17 +25,13 @@ pub(crate) struct JsonFile {
 impl JsonFile {
     /// Indexes the rows. `field` is the key of the list if the file is one object.
     pub(crate) fn index(file: MappedFile, field: Option<&str>) -> Result<Self, SourceError> {
-        let spans = match file.bytes().iter().find(|b| !b.is_ascii_whitespace()) {
-            None => Vec::new(),
-            Some(b'[') => in_list(&file, first_byte(&file))?,
-            Some(_) => {
-                let objects = one_after_another(&file)?;
-                match list_inside(&file, &objects, field, MAX_ROW_BYTES)? {
-                    Some(start) => in_list(&file, start)?,
-                    None => objects,
-                }
-            }
-        };
+        let mut spans = rows_of_values(&file)?;
+        if file.bytes().get(first_byte(&file)) == Some(&b'{')
+            && let Some(start) = list_inside(&file, &spans, field, MAX_ROW_BYTES)?
+        {
+            spans.clear();
+            in_list(&file, start, &mut spans)?;
+        }
         Ok(Self { file, spans })
     }
 }
@@ -64,13 +60,12 @@ fn at(file: &MappedFile, start: usize, fault: JsonProblem) -> SourceError {
     SourceError::invalid_data(format!("{}:{line}", file.path().display()), fault.problem, fault.fix)
 }
 
-/// Returns the byte ranges of the items of the list that begins at `start`.
-fn in_list(file: &MappedFile, start: usize) -> Result<Vec<Range<usize>>, SourceError> {
+/// Adds the byte ranges of the items of the list that begins at `start`. Returns the offset after the list.
+fn in_list(file: &MappedFile, start: usize, spans: &mut Vec<Range<usize>>) -> Result<usize, SourceError> {
     let bytes = file.bytes();
-    let mut spans = Vec::new();
     let mut next = skip_space(bytes, start + 1);
     if bytes.get(next) == Some(&b']') {
-        return Ok(spans);
+        return Ok(next + 1);
     }
     loop {
         let span = value_at(file, next)?;
@@ -78,24 +73,28 @@ fn in_list(file: &MappedFile, start: usize) -> Result<Vec<Range<usize>>, SourceE
         spans.push(span);
         match bytes.get(next) {
             Some(b',') => next = skip_space(bytes, next + 1),
-            Some(b']') => return Ok(spans),
+            Some(b']') => return Ok(next + 1),
             Some(_) => return Err(unexpected(file, next, "a comma or the end of the list")),
             None => return Err(cut_short(file)),
         }
     }
 }
 
-fn one_after_another(file: &MappedFile) -> Result<Vec<Range<usize>>, SourceError> {
+/// Returns the byte ranges of the rows of all values in the file. An object is a row, the items of a list are rows.
+fn rows_of_values(file: &MappedFile) -> Result<Vec<Range<usize>>, SourceError> {
     let bytes = file.bytes();
     let mut spans = Vec::new();
     let mut next = first_byte(file);
     while next < bytes.len() {
-        if bytes[next] != b'{' {
-            return Err(unexpected(file, next, "an object"));
-        }
-        let span = value_at(file, next)?;
-        next = skip_space(bytes, span.end);
-        spans.push(span);
+        let end = match bytes[next] {
+            b'[' => in_list(file, next, &mut spans)?,
+            b'{' => {
+                spans.push(value_at(file, next)?);
+                spans[spans.len() - 1].end
+            }
+            _ => return Err(unexpected(file, next, "a list or an object")),
+        };
+        next = skip_space(bytes, end);
     }
     Ok(spans)
 }
@@ -187,7 +186,7 @@ fn unexpected(file: &MappedFile, offset: usize, wanted: &str) -> SourceError {
     SourceError::invalid_data(
         file.place(offset),
         format!("expected {wanted}, found {found:?}"),
-        "a data file is a list of objects, or objects one after another",
+        "a data file holds objects and lists of objects, one after another",
     )
 }
 
@@ -219,7 +218,7 @@ mod tests {
         let path = folder.path().join("a.json");
         std::fs::write(&path, r#"{"data": [{"a": 1}]}"#).unwrap();
         let file = MappedFile::open(&path).unwrap();
-        let objects = one_after_another(&file).unwrap();
+        let objects = rows_of_values(&file).unwrap();
         assert_eq!(list_inside(&file, &objects, None, 20).unwrap(), Some(9));
         let error = list_inside(&file, &objects, None, 19).unwrap_err().to_string();
         assert!(error.contains("a.json:1: the file is one object of 20 bytes, over the limit of 19; write"), "{error}");

@@ -16,6 +16,7 @@ mod local;
 mod mapped_file;
 mod parquet_file;
 mod parquet_values;
+mod positioned_file;
 mod row_group_cache;
 mod source_files;
 mod spec;

@@ -3,7 +3,6 @@
 //! Parquet is decoded one row group at a time. Decoded groups are cached as compact JSON (see `row_group_cache`), so
 //! reading in order decodes each group once.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use parquet::errors::ParquetError;
@@ -11,6 +10,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 
 use super::mapped_file::open_regular;
 use super::parquet_values::{object, unreadable};
+use super::positioned_file::PositionedFile;
 use super::row_group_cache::{CachedRowGroups, RowGroup};
 use super::strict_json::parse_row;
 use super::{Row, RowSource, SourceError};
@@ -18,7 +18,7 @@ use crate::catch_panic::catch_panic;
 
 pub(crate) struct ParquetFile {
     path: PathBuf,
-    reader: SerializedFileReader<File>,
+    reader: SerializedFileReader<PositionedFile>,
     /// Index of the first row after each row group.
     ends: Vec<usize>,
     groups: CachedRowGroups,
@@ -34,7 +34,7 @@ const DAMAGED: &str = "the file is damaged or of an unread type: write it again"
 
 impl ParquetFile {
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
-        let file = open_regular(path)?;
+        let file = PositionedFile::new(open_regular(path)?).map_err(|error| SourceError::io(path, error))?;
         let reader = guarded(|| Ok(SerializedFileReader::new(file)?)).map_err(|fault| {
             let fix = "it may be cut short or not be Parquet at all: fetch or write it again";
             SourceError::invalid_data(path.display(), fault.problem, fix)
@@ -56,6 +56,11 @@ impl ParquetFile {
                 SourceError::invalid_data(path.display(), problem, "the file is damaged: write it again")
             })?;
             ends.push(end);
+        }
+        let n_announced = reader.metadata().file_metadata().num_rows();
+        if usize::try_from(n_announced) != Ok(end) {
+            let problem = format!("its row groups hold {end} rows, but its footer announces {n_announced}");
+            return Err(SourceError::invalid_data(path.display(), problem, DAMAGED));
         }
         Ok(Self { path: path.to_owned(), reader, ends, groups: CachedRowGroups::new() })
     }

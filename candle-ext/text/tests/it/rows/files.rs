@@ -81,6 +81,37 @@ fn json_lists_objects_in_a_row_and_lists_under_a_key() {
 }
 
 #[test]
+fn every_value_of_a_json_file_is_read_or_refused() {
+    let [a, b, c] = [r#"{"a":1}"#, r#"{"a":2}"#, r#"{"a":3}"#];
+    for name in ["a.json", "a.jsonl"] {
+        check(name, b"[{\"a\":1}][{\"a\":2},{\"a\":3}]", &[a, b, c]);
+        check(name, b"[{\"a\":1}]\n[]\n[{\"a\":2}]\n", &[a, b]);
+        check(name, b"[{\"a\":1}]{\"a\":2}", &[a, b]);
+        refused(name, b"[{\"a\":1}]\ngarbage", "a.json");
+        refused(name, b"[{\"a\":1}]\ngarbage", ":2: expected a list or an object, found 'g'");
+        refused(name, b"[{\"a\":1}],[{\"a\":2}]", ":1: expected a list or an object, found ','");
+        refused(name, b"[{\"a\":1}][{\"a\":2}", "the file ends in the middle of a value");
+    }
+    check("a.json", b"{\"a\":1}[{\"a\":2}]", &[a, b]);
+    check("a.json", b"{\"data\":[{\"a\":1}]}{\"a\":2}", &[r#"{"data":[{"a":1}]}"#, b]);
+    refused("a.json", b"{\"data\":[{\"a\":1}]}]", "a.json:1: expected a list or an object, found ']'");
+}
+
+#[test]
+fn every_frame_of_a_compressed_file_is_read_or_refused() {
+    let [a, b] = ["{\"a\":1}\n", "{\"a\":2}\n"];
+    let zstd = |text: &str| zstd::encode_all(text.as_bytes(), 0).unwrap();
+    for (name, first, second) in [
+        ("a.jsonl.gz", gzip(a.as_bytes()), gzip(b.as_bytes())),
+        ("a.jsonl.zst", zstd(a), zstd(b)),
+    ] {
+        check(name, &[&first[..], &second].concat(), &[a.trim(), b.trim()]);
+        refused(name, &[&first[..], b"garbage after the frame"].concat(), "it cannot be unpacked");
+        refused(name, &[&first[..], &second[..second.len() - 3]].concat(), "it cannot be unpacked");
+    }
+}
+
+#[test]
 fn a_field_names_the_list() {
     let folder = Folder::new(&[("a.json", b"{\"x\": [{\"a\": 1}], \"messages\": [{\"a\": 2}]}")]);
     let field = |name: &str| ReadOptions { field: Some(name.into()), ..ReadOptions::default() };
@@ -97,7 +128,7 @@ fn broken_json_names_the_line() {
     refused("a.json", b"[{\"a\": 1}, {\"a\": ", "the file ends in the middle of a value");
     refused("a.json", b"[\n{\"a\": 1},\n{\"a\": oops}]", "a.json:3: not valid JSON");
     refused("a.json", b"[1, 2]", "a.json:1: the row is a number, not an object");
-    refused("a.json", b"hello", "a.json:1: expected an object, found 'h'");
+    refused("a.json", b"hello", "a.json:1: expected a list or an object, found 'h'");
     refused("a.json", b"[{\"a\": 1}, {\"a\":\n2, \"a\": 3}]", "a.json:2: not valid JSON at column 6: key \"a\"");
 }
 

@@ -43,21 +43,27 @@ fn broken_parquet_is_an_error() {
 
 /// Returns a file with the column `schema` and these values, all of 12 bytes or of any length.
 fn column(schema: &str, values: &[&[u8]]) -> Vec<u8> {
+    column_in_groups(schema, values, usize::MAX)
+}
+
+fn column_in_groups(schema: &str, values: &[&[u8]], rows_per_group: usize) -> Vec<u8> {
     let schema = Arc::new(parse_message_type(&format!("message m {{ {schema} }}")).unwrap());
     let mut file = Vec::new();
     let mut writer =
         SerializedFileWriter::new(&mut file, schema.clone(), Arc::new(WriterProperties::default())).unwrap();
-    let mut group = writer.next_row_group().unwrap();
-    let mut column = group.next_column().unwrap().unwrap();
-    let values: Vec<ByteArray> = values.iter().map(|bytes| ByteArray::from(bytes.to_vec())).collect();
-    if schema.get_fields()[0].name() == "fixed" {
-        let values: Vec<FixedLenByteArray> = values.into_iter().map(FixedLenByteArray::from).collect();
-        column.typed::<FixedLenByteArrayType>().write_batch(&values, None, None).unwrap();
-    } else {
-        column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
+    for values in values.chunks(rows_per_group) {
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let values: Vec<ByteArray> = values.iter().map(|bytes| ByteArray::from(bytes.to_vec())).collect();
+        if schema.get_fields()[0].name() == "fixed" {
+            let values: Vec<FixedLenByteArray> = values.into_iter().map(FixedLenByteArray::from).collect();
+            column.typed::<FixedLenByteArrayType>().write_batch(&values, None, None).unwrap();
+        } else {
+            column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
+        }
+        column.close().unwrap();
+        group.close().unwrap();
     }
-    column.close().unwrap();
-    group.close().unwrap();
     writer.close().unwrap();
     file
 }
@@ -76,4 +82,36 @@ fn bytes_are_text_or_an_error_that_names_column_and_row() {
 fn a_column_of_an_unread_type_is_refused_by_name() {
     let file = column("required fixed_len_byte_array(12) fixed (INTERVAL);", &[&[0; 12]]);
     refused("a.parquet", &file, "a.parquet: column `fixed` is of the type INTERVAL, which is not read");
+}
+
+#[test]
+fn threads_decode_row_groups_of_one_file_at_once() {
+    let texts: Vec<String> = (0..2000).map(|row_idx| format!("{row_idx} ").repeat(1 + row_idx % 60)).collect();
+    let values: Vec<&[u8]> = texts.iter().map(String::as_bytes).collect();
+    let file = column_in_groups("required binary text (UTF8);", &values, 20);
+    let folder = Folder::new(&[("a.parquet", &file)]);
+    for _ in 0..20 {
+        let source = folder.open("a.parquet", &ReadOptions::default()).unwrap();
+        std::thread::scope(|scope| {
+            for thread_idx in 0..16 {
+                let (source, texts) = (&source, &texts);
+                scope.spawn(move || {
+                    for row_idx in (thread_idx * 20..texts.len()).step_by(320) {
+                        assert_eq!(source.row(row_idx).unwrap()["text"], *texts[row_idx]);
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_footer_that_announces_other_rows_than_the_row_groups_is_refused() {
+    let mut file = column("required binary text (UTF8);", &[b"a", b"b", b"c"]);
+    let n_footer = u32::from_le_bytes(file[file.len() - 8..file.len() - 4].try_into().unwrap()) as usize;
+    let start = file.len() - 8 - n_footer;
+    // The footer's first field with the thrift header 0x16 is the number of rows, 3 as a zigzag varint.
+    let at = start + file[start..].windows(2).position(|bytes| bytes == [0x16, 6]).unwrap();
+    file[at + 1] = 8;
+    refused("a.parquet", &file, "its row groups hold 3 rows, but its footer announces 4");
 }
