@@ -57,7 +57,7 @@ fn a_nonfinite_loss_ends_the_run_and_names_its_row() {
     }
 }
 
-/// Of large weights the activations exceed the range of f16, but not that of bf16.
+/// Activations of large weights exceed the range of f16, but not that of bf16.
 #[test]
 fn an_overflow_in_f16_names_the_dtype() {
     let remedy = "Values above 65504 overflow in f16: set model.dtype to bf16 or f32.";

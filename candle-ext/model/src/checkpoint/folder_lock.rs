@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crate::ModelError;
 
-/// A lock file beside a folder. The operating system releases the lock of a killed process; the file is reused then.
+/// A lock file next to a folder. The operating system releases the lock of a killed process; the file is reused then.
 #[derive(Debug)]
 pub(super) struct FolderLock {
     path: PathBuf,
@@ -44,7 +44,7 @@ impl FolderLock {
 }
 
 impl Drop for FolderLock {
-    /// Removes the file before the lock is released, so that nobody locks a file that is then removed.
+    /// Removes the file before the lock is released, so that no other process locks a file that is then removed.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }

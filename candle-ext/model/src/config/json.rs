@@ -101,7 +101,7 @@ const MOST_BYTES: u64 = 1 << 26;
 
 /// Reads the object in a JSON file of another program. Errors name the file, line and column. Pipes and devices are rejected.
 ///
-/// Of a key that appears twice, the last value counts, as in Python.
+/// If a key appears twice, its last value counts, as in Python.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
     parse_object(path, &read_bytes(path)?)
 }

@@ -87,15 +87,17 @@ fn a_request_chooses_an_adapter_by_its_name() {
     assert!(error["error"]["message"].as_str().unwrap().contains(names), "{error}");
 }
 
-/// Adds embeddings of more rows to an adapter.
+/// Adds embedding layers of more rows to an adapter.
 fn add_embeddings(adapter: &Path, base: &Path) {
-    let name = "model.embed_tokens.weight";
     let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu).unwrap();
-    let table = &load(base.join("model.safetensors"))[name];
-    let rows = (table.narrow(0, 0, 3).unwrap() * -1.0).unwrap();
-    let table = candle_core::Tensor::cat(&[&(table * 1.5).unwrap(), &rows], 0).unwrap();
     let mut tensors = load(adapter.join("adapter_model.safetensors"));
-    tensors.insert(format!("base_model.model.{name}"), table);
+    let of_base = load(base.join("model.safetensors"));
+    for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+        let table = &of_base[name];
+        let rows = (table.narrow(0, 0, 3).unwrap() * -1.0).unwrap();
+        let table = candle_core::Tensor::cat(&[&(table * 1.5).unwrap(), &rows], 0).unwrap();
+        tensors.insert(format!("base_model.model.{name}"), table);
+    }
     candle_core::safetensors::save(&tensors, adapter.join("adapter_model.safetensors")).unwrap();
 }
 
