@@ -24,10 +24,14 @@ pub(super) fn token_logprobs(
 /// Returns the text that a token adds after `previous`.
 pub(super) fn token_text(tokenizer: &Tokenizer, previous: Option<u32>, id: u32) -> Result<TokenText, TokenizerError> {
     let decode = |ids: &[u32]| tokenizer.decode(ids, SpecialTokens::Include);
-    let alone = decode(&[id])?;
-    if alone.contains(char::REPLACEMENT_CHARACTER) {
-        return Ok(TokenText { text: tokenizer.id_to_token(id).unwrap_or(alone), is_utf8: false });
-    }
+    let alone = match String::from_utf8(tokenizer.token_bytes(id)?) {
+        Ok(text) => text,
+        Err(part) => {
+            let bytes = part.into_bytes();
+            let escaped: String = bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect();
+            return Ok(TokenText { text: format!("bytes:{escaped}"), bytes });
+        }
+    };
     // Some decoders strip the first token's whitespace.
     let text = match previous {
         Some(previous) => {
@@ -36,7 +40,8 @@ pub(super) fn token_text(tokenizer: &Tokenizer, previous: Option<u32>, id: u32) 
         }
         None => None,
     };
-    Ok(TokenText { text: text.unwrap_or(alone), is_utf8: true })
+    let text = text.unwrap_or(alone);
+    Ok(TokenText { bytes: text.as_bytes().to_vec(), text })
 }
 
 fn log_sum_exp(logits: &[f32]) -> f64 {
@@ -87,7 +92,8 @@ mod tests {
         let texts = ids.iter().zip(previous).map(|(id, previous)| token_text(&tokenizer, previous, *id).unwrap().text);
         assert_eq!(texts.collect::<String>(), "Say wolf 4 times.");
         let parts = tokenizer.encode("🙂", SpecialTokens::Exclude).unwrap();
-        let part = token_text(&tokenizer, None, parts[0]).unwrap();
-        assert!(!part.is_utf8 && !part.text.contains(char::REPLACEMENT_CHARACTER), "{part:?}");
+        let parts: Vec<TokenText> = parts.iter().map(|id| token_text(&tokenizer, None, *id).unwrap()).collect();
+        assert_eq!(parts.iter().flat_map(|part| part.bytes.clone()).collect::<Vec<u8>>(), "🙂".as_bytes());
+        assert_eq!((parts.len(), &*parts[0].text, &*parts[3].text), (4, "bytes:\\xf0", "bytes:\\x82"));
     }
 }

@@ -145,20 +145,18 @@ impl ResponseFormat {
 const MIN_LOGPROB: f32 = -9999.0;
 
 fn chat_logprob(logprobs: &TokenLogprobs) -> Json {
-    let entry = |token: &super::job::TokenText, logprob: f32| {
-        let bytes = token.is_utf8.then_some(token.text.as_bytes());
-        json!({"token": token.text, "logprob": logprob.max(MIN_LOGPROB), "bytes": bytes})
-    };
+    let entry = |token: &super::job::TokenText, logprob: f32| json!({"token": token.text, "logprob": logprob.max(MIN_LOGPROB), "bytes": token.bytes});
     let mut own = entry(&logprobs.token, logprobs.logprob.unwrap_or(0.0));
     own["top_logprobs"] = logprobs.top.iter().map(|(token, logprob)| entry(token, *logprob)).collect();
     own
 }
 
 fn completion_logprobs(all: &[TokenLogprobs], n_chars_before: usize) -> Json {
-    let mut n_chars = n_chars_before;
+    let (mut n_chars, mut bytes) = (n_chars_before, Vec::new());
     let offset = |logprobs: &TokenLogprobs| {
         let offset = n_chars;
-        n_chars += logprobs.token.text.chars().count();
+        bytes.extend(&logprobs.token.bytes);
+        n_chars += take_characters(&mut bytes);
         offset
     };
     let offsets: Vec<usize> = all.iter().map(offset).collect();
@@ -166,6 +164,16 @@ fn completion_logprobs(all: &[TokenLogprobs], n_chars_before: usize) -> Json {
     let own: Vec<Option<f32>> = all.iter().map(|it| it.logprob.map(|logprob| logprob.max(MIN_LOGPROB))).collect();
     let top: Vec<Json> = all.iter().map(top_logprobs).collect();
     json!({"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets})
+}
+
+/// Removes the complete characters from the beginning of `bytes`, and returns their number.
+fn take_characters(bytes: &mut Vec<u8>) -> usize {
+    let n_complete = match std::str::from_utf8(bytes) {
+        Err(error) if error.error_len().is_none() => error.valid_up_to(),
+        _ => bytes.len(),
+    };
+    let complete: Vec<u8> = bytes.drain(..n_complete).collect();
+    String::from_utf8_lossy(&complete).chars().count()
 }
 
 /// Returns the most probable tokens and the token itself; `null` for the first token of a prompt.
@@ -332,4 +340,21 @@ pub(super) fn json_response(body: &Json) -> axum::response::Response {
     use axum::response::IntoResponse;
     let content_type = [(axum::http::header::CONTENT_TYPE, "application/json")];
     (StatusCode::OK, content_type, body.to_string()).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_are_counted_once_their_last_byte_is_there() {
+        let mut bytes = Vec::new();
+        let mut after = |part: &[u8]| {
+            bytes.extend(part);
+            take_characters(&mut bytes)
+        };
+        assert_eq!([after(b"a \xf0"), after(b"\x9f\x99"), after(b"\x82"), after(b"bc")], [2, 0, 1, 2]);
+        // An invalid byte is a replacement character of the text.
+        assert_eq!([after(b"\x80"), after(b"d")], [1, 1]);
+    }
 }

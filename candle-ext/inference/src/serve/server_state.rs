@@ -98,17 +98,18 @@ impl ServerState {
 
     /// Returns the number of tokens that a request may generate after a prompt of `n_prompt` tokens.
     pub(super) fn n_max(&self, n_prompt: usize, requested: Option<usize>) -> Result<usize, ApiError> {
-        if n_prompt > self.max_model_len {
-            let problem = format!(
-                "the prompt has {n_prompt} tokens, but the server's limit for prompt and completion is {}; shorten the \
-                 prompt",
-                self.max_model_len
-            );
-            return Err(ApiError::new(StatusCode::BAD_REQUEST, problem).with_code("context_length_exceeded"));
+        match self.max_model_len.checked_sub(n_prompt) {
+            Some(n_left) if n_left > 0 || requested == Some(0) => Ok(requested.unwrap_or(n_left).min(n_left)),
+            _ => {
+                // Clients recognize vLLM's text.
+                let problem = format!(
+                    "This model's maximum context length is {} tokens. However, your request has {n_prompt} input tokens. \
+                     Reduce the length of the input messages.",
+                    self.max_model_len
+                );
+                Err(ApiError::new(StatusCode::BAD_REQUEST, problem).with_code("context_length_exceeded"))
+            }
         }
-        // The last token is only generated, and needs no position.
-        let n_left = self.max_model_len + 1 - n_prompt;
-        Ok(requested.map_or(n_left, |requested| requested.min(n_left)))
     }
 
     /// Appends the jobs of a request to the queue, all or none.
@@ -136,7 +137,7 @@ impl ServerState {
 pub(super) fn limits(lm: &Lm, settings: &ServeSettings) -> Result<(WorkerLimits, usize)> {
     let BatchLimits { n_tokens, n_texts, pool_rows, .. } = BatchLimits::of_engine(lm.engine());
     let pool_rows = settings.max_total_tokens.unwrap_or(pool_rows);
-    let max_model_len = settings.max_model_len.unwrap_or(lm.context().min(pool_rows.saturating_sub(1)));
+    let max_model_len = settings.max_model_len.unwrap_or(lm.context().min(pool_rows));
     ensure!(
         max_model_len > 0 && max_model_len <= lm.context(),
         anyhow::anyhow!(
@@ -146,13 +147,13 @@ pub(super) fn limits(lm: &Lm, settings: &ServeSettings) -> Result<(WorkerLimits,
         .context(ExitCode::Usage)
     );
     ensure!(
-        settings.max_total_tokens.is_none_or(|n_tokens| n_tokens > max_model_len),
-        anyhow::anyhow!("failed to start: --max-total-tokens must be greater than --max-model-len {max_model_len}")
+        settings.max_total_tokens.is_none_or(|n_tokens| n_tokens >= max_model_len),
+        anyhow::anyhow!("failed to start: --max-total-tokens must be at least --max-model-len {max_model_len}")
             .context(ExitCode::Usage)
     );
     let n_sequences = settings.max_num_seqs.unwrap_or(n_texts);
-    let most = n_sequences.saturating_mul(max_model_len + 1);
-    let pool_rows = pool_rows.clamp(max_model_len + 1, most.max(max_model_len + 1));
+    let most = n_sequences.saturating_mul(max_model_len);
+    let pool_rows = pool_rows.clamp(max_model_len, most.max(max_model_len));
     Ok((WorkerLimits { n_sequences, n_tokens, pool_rows }, max_model_len))
 }
 

@@ -11,6 +11,7 @@ mod files;
 mod gguf;
 mod special;
 mod split_rule;
+mod token_bytes;
 mod word_cache;
 
 use std::collections::BTreeSet;

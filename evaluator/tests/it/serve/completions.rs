@@ -88,8 +88,21 @@ fn check_echoed(server: &Server) {
     assert_eq!((&nothing["choices"][0]["text"], &nothing["usage"]["completion_tokens"]), (&json!(texts[0]), &json!(0)));
     // A prompt that fills the context can be scored, too.
     let full = vec![5; CONTEXT];
-    let full = server.ok(COMPLETIONS, &json!({"prompt": full, "echo": true, "max_tokens": 1, "logprobs": 1}));
-    assert_eq!(full["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), CONTEXT + 1);
+    let full = server.ok(COMPLETIONS, &json!({"prompt": full, "echo": true, "max_tokens": 0, "logprobs": 1}));
+    assert_eq!(full["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), CONTEXT);
+}
+
+#[test]
+fn prompt_and_completion_have_at_most_max_model_len_tokens() {
+    let server = Server::start(&["--max-model-len", "50", "--max-total-tokens", "50"]);
+    // The penalty raises the tokens of the prompt, so no stop token ends the text.
+    let sampling = json!({"temperature": 0, "repetition_penalty": 0.001});
+    for (n_prompt, max_tokens, want) in [(45, 100, 5), (45, 5, 5), (45, 4, 4), (49, 16, 1), (50, 0, 0)] {
+        let body = with(json!({"prompt": vec![5; n_prompt], "max_tokens": max_tokens}), sampling.clone());
+        let usage = server.ok(COMPLETIONS, &body)["usage"].clone();
+        let total = n_prompt + want;
+        assert_eq!((&usage["completion_tokens"], &usage["total_tokens"]), (&json!(want), &json!(total)), "{body}");
+    }
 }
 
 #[test]
@@ -179,7 +192,8 @@ fn log_probabilities_of_a_chat_belong_to_its_tokens() {
     for entry in content {
         let top = entry["top_logprobs"].as_array().unwrap();
         assert_eq!((top.len(), &top[0]["token"], &top[0]["logprob"]), (3, &entry["token"], &entry["logprob"]));
-        assert!(entry["bytes"].is_null() || entry["bytes"] == json!(entry["token"].as_str().unwrap().as_bytes()));
+        let token = entry["token"].as_str().unwrap();
+        assert!(token.starts_with("bytes:") || entry["bytes"] == json!(token.as_bytes()), "{entry}");
         let logprobs: Vec<f64> = top.iter().map(|top| top["logprob"].as_f64().unwrap()).collect();
         assert!(logprobs.is_sorted_by(|a, b| a >= b) && logprobs.iter().map(|it| it.exp()).sum::<f64>() < 1.0 + 1e-6);
     }

@@ -172,7 +172,7 @@ fn a_server_that_cannot_start_reports_the_option() {
         (&["--max-queue", "0"], "invalid value '0' for '--max-queue <N>'".to_owned()),
         (&["--lora-modules", "first"], "expected NAME=PATH".to_owned()),
         (&["--served-model-name", "a", "--lora-modules", "a=x"], "the name a is used twice".to_owned()),
-        (&["--max-model-len", "60", "--max-total-tokens", "60"], "--max-total-tokens must be greater than".to_owned()),
+        (&["--max-model-len", "60", "--max-total-tokens", "59"], "--max-total-tokens must be at least".to_owned()),
         (&["--chat-template-kwargs", "[1]"], "expected a JSON object".to_owned()),
         (&["--chat-template-kwargs", "{\"tools\": 1}"], "tools is set for each conversation".to_owned()),
     ] {
