@@ -18,7 +18,7 @@ mod unsupported_lm_eval_args;
 
 use std::io::{self, IsTerminal};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result};
 use candlewick_command_line::{ManArgs, Shell, completions};
 use candlewick_text::hub::{Hub, HubSettings, LIBRARY_LOG_FILTER};
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -31,7 +31,7 @@ use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
 use candlewick_runtime::progress::show_downloads;
 use candlewick_runtime::rank_env::rank_env;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::{print_line, print_note};
 
 /// Evaluates language models on lm-evaluation-harness tasks.
 #[derive(Debug, Parser)]
@@ -134,7 +134,7 @@ pub fn main() -> ExitCode {
     let arguments = match model_args::expand_model_args(std::env::args_os()) {
         Ok(arguments) => arguments,
         Err(problem) => {
-            eprintln!("error: failed to start: {problem}");
+            print_note(&format!("error: failed to start: {problem}"));
             return ExitCode::Usage;
         }
     };
@@ -164,7 +164,7 @@ pub fn main() -> ExitCode {
             let advice = if code == ExitCode::OutOfMemory { OUT_OF_MEMORY } else { "" };
             let report = report(&error) + advice + &trace;
             error_file::write(report.trim_end());
-            eprint!("{report}");
+            print_note(report.trim_end());
             code
         }
     }
@@ -180,13 +180,13 @@ fn run(command: &Command) -> Result<()> {
     let hub = Hub::new(HubSettings::from_env())?.with_progress(show_downloads());
     match command {
         Command::Chat(args) => {
-            print_note("evaluator chat", "trainer chat");
+            print_new_name("evaluator chat", "trainer chat");
             chat(&args.model, &args.options, &rank_env()?, &hub)
         }
         Command::Generate(args) => {
             // With --timings stderr is JSON, for programs.
             if !args.options.timings {
-                print_note("evaluator generate", "trainer generate");
+                print_new_name("evaluator generate", "trainer generate");
             }
             generate(&args.model, &args.options, &rank_env()?, &hub)
         }
@@ -196,13 +196,13 @@ fn run(command: &Command) -> Result<()> {
         Command::Serve(args) => serve(&args.model, &args.options, &hub),
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions(Cli::command(), *shell).trim_end()),
-        Command::Man(args) => print_line(&args.run(Cli::command()).map_err(|error| anyhow!("failed to {error}"))?),
+        Command::Man(args) => print_line(&args.run(Cli::command()).context("failed to write the man pages")?),
         Command::Run(args) => run::run(args, &args.hub(hub)?),
         Command::Prefetch(args) => prefetch::run(args),
         Command::Answer(args) => {
             if is_first_process() {
-                eprintln!(
-                    "note: `evaluator answer` is a former command; `evaluator run` evaluates tasks, `evaluator score` texts"
+                print_note(
+                    "note: `evaluator answer` is a former command; `evaluator run` evaluates tasks, `evaluator score` texts",
                 );
             }
             answer::run(args, &hub)
@@ -212,8 +212,8 @@ fn run(command: &Command) -> Result<()> {
 }
 
 /// Prints a note that the command `former` is now called `current`.
-fn print_note(former: &str, current: &str) {
-    eprintln!("note: `{former}` is now `{current}`");
+fn print_new_name(former: &str, current: &str) {
+    print_note(&format!("note: `{former}` is now `{current}`"));
 }
 
 /// Returns true if the variable RANK is unset or 0.

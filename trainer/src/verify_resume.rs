@@ -9,6 +9,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_runtime::process_group::ProcessGroup;
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_text_file};
 use candlewick_text::hub::Hub;
 use serde::Serialize;
 use serde_json::Value;
@@ -197,7 +198,8 @@ fn different_files(files: &[FileEntry], other_files: &[FileEntry]) -> Vec<String
 /// Returns the recorded steps of a run, by number.
 fn steps(folder: &Path) -> Result<Vec<(usize, StepNumbers)>> {
     let path = folder.join(METRICS);
-    let text = fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
+    let text = read_regular_text_file(&path, MAX_GENERATED_FILE_BYTES)
+        .with_context(|| format!("failed to read {}", path.display()))?;
     let records = text.lines().filter_map(|line| serde_json::from_str::<StepRecord>(line).ok());
     Ok(records
         .map(|StepRecord { iter, loss, grad_norm, lr, tokens, .. }| (iter, StepNumbers { loss, grad_norm, lr, tokens }))
@@ -214,7 +216,8 @@ fn files(folder: &Path) -> Result<Vec<FileEntry>> {
 
 /// Returns the step of the checkpoint from which a run resumed, which its metrics name.
 fn resumed_from(folder: &Path) -> Result<usize> {
-    let text = fs::read_to_string(folder.join(METRICS)).context("failed to read the metrics")?;
+    let text = read_regular_text_file(&folder.join(METRICS), MAX_GENERATED_FILE_BYTES)
+        .context("failed to read the metrics")?;
     let records = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let mut resumes = records.filter(|record| record.get("resumed_from").is_some());
     let step = resumes.find_map(|record| record["iter"].as_u64());

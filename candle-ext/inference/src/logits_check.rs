@@ -6,7 +6,6 @@
 //! Dimensions: t tokens, v vocabulary size
 
 use std::fmt;
-use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
@@ -20,6 +19,7 @@ use candlewick_model::{Config, GgufModel, MergedModel, Model, ModelError, ParamS
 use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, EngineSpec, KvCache, PackedTokens, PipelineLayout};
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::files::open_regular_file;
 use candlewick_text::render::render_prompt;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde::Serialize;
@@ -232,7 +232,7 @@ enum CandleReader {
 impl CandleReader {
     /// Opens a file; `None` if candle-transformers does not compute the model.
     fn open(path: &Path, config: &Config) -> candle_core::Result<Option<Self>> {
-        let mut file = BufReader::new(File::open(path)?);
+        let mut file = BufReader::new(open_regular_file(path)?);
         let (mut content, device) = (Content::read(&mut file)?, Device::Cpu);
         let Some(kind) = config.quantized_model().filter(|_| content.tensor_infos.values().all(can_multiply)) else {
             return Ok(None);

@@ -10,6 +10,7 @@ use candlewick_comm::CommBackend;
 
 use crate::exit::ExitCode;
 use crate::rank_env::rank_env;
+use crate::terminal::print_note;
 
 /// Number of threads that any machine may start.
 const MAX_THREADS: usize = 256;
@@ -41,7 +42,9 @@ fn limit_threads() {
     let Some(requested) = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<usize>().ok()) else { return };
     let max_threads = MAX_THREADS.max(2 * std::thread::available_parallelism().map_or(1, usize::from));
     if requested > max_threads {
-        eprintln!("warning: {VARIABLE}={requested} exceeds the limit of {max_threads} threads; starting {max_threads}");
+        print_note(&format!(
+            "warning: {VARIABLE}={requested} exceeds the limit of {max_threads} threads; starting {max_threads}"
+        ));
         // SAFETY: no other thread exists yet that could read the environment.
         unsafe { std::env::set_var(VARIABLE, max_threads.to_string()) };
     }
@@ -75,7 +78,7 @@ pub fn select_cpu_gemm_kernel() -> Result<()> {
     const FORMER: &str = "CANDLEWICK_CPU_PRODUCT";
     let former = || {
         let name = std::env::var_os(FORMER)?;
-        eprintln!("note: {FORMER} is now called {VARIABLE}");
+        print_note(&format!("note: {FORMER} is now called {VARIABLE}"));
         Some(name)
     };
     let Some(name) = std::env::var_os(VARIABLE).or_else(former) else { return Ok(()) };

@@ -10,7 +10,7 @@ use std::process::Termination;
 use candlewick_model::ModelError;
 use candlewick_text::format::FormatError;
 use candlewick_text::hub::HubError;
-use candlewick_text::printable::printable;
+use candlewick_text::printable::{mask_passwords, printable, shorten_lines};
 use candlewick_text::render::RenderError;
 use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
@@ -38,7 +38,7 @@ pub enum ExitCode {
     OutOfMemory = 4,
     /// Non-finite loss or gradient.
     NonFinite = 5,
-    /// Unreadable or unwritable checkpoint, or full disk.
+    /// Unreadable or unwritable checkpoint, or a full or read-only disk.
     Checkpoint = 6,
     /// Failure of another rank or of a collective.
     Peer = 7,
@@ -52,8 +52,11 @@ pub fn classify(error: &anyhow::Error) -> ExitCode {
 }
 
 /// Returns the exit code of an error like [`classify`], with `code_of` for the error and each of its causes in turn.
+///
+/// A full disk has the code `Checkpoint`, whatever the failed operation was.
 pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'static)) -> Option<ExitCode>) -> ExitCode {
     match error.downcast_ref::<ExitCode>() {
+        _ if error.chain().any(is_full_disk) => ExitCode::Checkpoint,
         Some(code) => *code,
         None => error.chain().find_map(code_of).unwrap_or(ExitCode::Failed),
     }
@@ -103,11 +106,23 @@ pub fn model_code(error: &ModelError) -> ExitCode {
     }
 }
 
+/// Returns true for a failed write to a disk that is full or read-only, or of a file beyond the size limit.
+fn is_full_disk(error: &(dyn StdError + 'static)) -> bool {
+    const KINDS: [io::ErrorKind; 4] = [
+        io::ErrorKind::StorageFull,
+        io::ErrorKind::QuotaExceeded,
+        io::ErrorKind::ReadOnlyFilesystem,
+        io::ErrorKind::FileTooLarge,
+    ];
+    let Some(error) = error.downcast_ref::<io::Error>() else { return false };
+    KINDS.contains(&error.kind()) || error.get_ref().is_some_and(|inner| is_full_disk(inner))
+}
+
+/// Returns the exit code of an I/O error of an operation without a code of its own. A denied access is usually that of a
+/// folder that cannot be written.
 fn io_code(error: &io::Error) -> Option<ExitCode> {
     match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::ReadOnlyFilesystem => {
-            Some(ExitCode::Checkpoint)
-        }
+        io::ErrorKind::PermissionDenied => Some(ExitCode::Checkpoint),
         io::ErrorKind::OutOfMemory => Some(ExitCode::OutOfMemory),
         _ => None,
     }
@@ -127,7 +142,7 @@ pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item =
     })
 }
 
-/// Formats an error and its causes, each once. Escapes control characters.
+/// Formats an error and its causes, each once. Escapes control characters, masks passwords in URLs, and shortens lines.
 ///
 /// Leaves out the cause of a [`PeerError`], which another rank prints.
 pub fn report(error: &anyhow::Error) -> String {
@@ -148,7 +163,7 @@ pub fn report(error: &anyhow::Error) -> String {
         }
     }
     text.push('\n');
-    printable(&text).into_owned()
+    shorten_lines(&mask_passwords(&printable(&text)))
 }
 
 /// Formats the backtrace of an error, if RUST_BACKTRACE is set.
@@ -214,6 +229,7 @@ mod tests {
         check(anyhow!("the loss is NaN").context(ExitCode::NonFinite), ExitCode::NonFinite);
         check(ExitCode::Peer.into(), ExitCode::Peer);
         check(io::Error::from(io::ErrorKind::StorageFull).into(), ExitCode::Checkpoint);
+        check(io::Error::from(io::ErrorKind::PermissionDenied).into(), ExitCode::Checkpoint);
         check(io::Error::from(io::ErrorKind::OutOfMemory).into(), ExitCode::OutOfMemory);
         check(io::Error::from(io::ErrorKind::NotFound).into(), ExitCode::Failed);
         let unsupported = ModelError::Unsupported("bert".into());
@@ -223,9 +239,44 @@ mod tests {
     }
 
     #[test]
+    fn a_full_disk_has_one_exit_code_whatever_failed() {
+        for kind in [
+            io::ErrorKind::StorageFull,
+            io::ErrorKind::QuotaExceeded,
+            io::ErrorKind::ReadOnlyFilesystem,
+            io::ErrorKind::FileTooLarge,
+        ] {
+            let error = || io::Error::from(kind);
+            let write_lock = HubError::WriteLock { path: "r.lock".into(), source: error() };
+            check(write_lock.into(), ExitCode::Checkpoint);
+            check(io::Error::other(error()).into(), ExitCode::Checkpoint);
+            check(anyhow::Error::from(error()).context("failed to read").context(ExitCode::Data), ExitCode::Checkpoint);
+        }
+    }
+
+    #[test]
+    fn passwords_in_urls_are_masked_in_a_report() {
+        let error = anyhow!("2 | uri: http://me:s3cret@host/a?b=1, https://t0ken@host").context("at ftp://h/p@q");
+        let text = report(&error);
+        assert!(
+            text.contains("http://*********@host/a?b=1, https://*****@host") && text.contains("ftp://h/p@q"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn long_lines_of_a_report_are_shortened() {
+        let error =
+            anyhow!("there is no {}é{} at a.jsonl:3", "x".repeat(2_000_000), "y".repeat(5_000)).context("short");
+        let text = report(&error);
+        assert!(text.len() < 3_000 && text.starts_with("error: short\n  because: there is no xxx"), "{}", text.len());
+        assert!(text.contains(" characters left out) ") && text.ends_with("yyy at a.jsonl:3\n"), "{text}");
+    }
+
+    #[test]
     fn control_characters_are_escaped_in_a_report() {
         let error = anyhow!("raise_exception: \x1b[31mred\u{202e}").context("failed to render");
-        assert_eq!(report(&error).lines().nth(1), Some("  because: raise_exception: \\u{1b}[31mred\\u{202e}"));
+        assert_eq!(report(&error).lines().nth(1), Some("  because: raise_exception: \\u001b[31mred\\u202e"));
     }
 
     #[test]

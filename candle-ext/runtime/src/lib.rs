@@ -13,4 +13,4 @@ pub mod process_memory;
 pub mod progress;
 pub mod rank_env;
 pub mod run_id;
-pub mod stdout;
+pub mod terminal;

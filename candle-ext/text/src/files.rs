@@ -2,8 +2,9 @@
 //!
 //! A path given by a user may be a pipe, a device or a link to one, whose bytes never end.
 
-use std::fs::{File, Metadata, create_dir_all, metadata};
+use std::fs::{File, create_dir_all, metadata};
 use std::io::{self, BufWriter, Read, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use tempfile::Builder;
@@ -19,8 +20,18 @@ pub const MAX_GENERATED_FILE_BYTES: u64 = 1 << 30;
 /// # Errors
 /// If the file cannot be read, is a folder, a pipe or a device, or has more bytes.
 pub fn read_regular_file(path: &Path, most: u64) -> io::Result<Vec<u8>> {
-    require_regular(&metadata(path)?)?;
-    read_to_end(File::open(path)?, most)
+    read_to_end(open_regular_file(path)?, most)
+}
+
+/// Opens a regular file. The open of a pipe would wait for its writer.
+///
+/// # Errors
+/// If the file cannot be opened, or is a folder, a pipe or a device.
+pub fn open_regular_file(path: &Path) -> io::Result<File> {
+    match metadata(path)?.is_file() {
+        true => File::open(path),
+        false => Err(io::Error::other("it is a pipe, a device or a folder, not a regular file")),
+    }
 }
 
 /// Reads UTF-8 text of at most `most` bytes from a regular file.
@@ -31,12 +42,16 @@ pub fn read_regular_text_file(path: &Path, most: u64) -> io::Result<String> {
     text_of(read_regular_file(path, most)?)
 }
 
-/// Reads at most `most` bytes from a file or a pipe. Shells pass a pipe for `<(command)`.
+/// Reads at most `most` bytes from a file, or from the pipe that shells pass for `<(command)`.
 ///
 /// # Errors
-/// If the file cannot be read, or has more bytes.
+/// If the file cannot be read, has more bytes, or is a named pipe: its open would wait for a writer.
 pub fn read_file_or_pipe(path: &Path, most: u64) -> io::Result<Vec<u8>> {
-    read_to_end(File::open(path)?, most)
+    let is_of_shell = ["/dev", "/proc"].iter().any(|folder| path.starts_with(folder));
+    match metadata(path)?.file_type().is_fifo() && !is_of_shell {
+        true => Err(io::Error::other("it is a named pipe; use <(COMMAND), or a regular file")),
+        false => read_to_end(File::open(path)?, most),
+    }
 }
 
 /// Reads UTF-8 text of at most `most` bytes from a file or a pipe, or from standard input for the path `-`.
@@ -52,16 +67,31 @@ pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
 
 /// Replaces the file at `path` atomically: a concurrent reader sees the old file or the whole new one.
 ///
-/// Creates missing parent folders. Does not sync the disk, so a power failure may lose the new file.
+/// A device or a pipe is written as it is. Creates missing parent folders. Does not sync the disk, so a power failure may lose the new file.
 ///
 /// # Errors
 /// If a folder or a file cannot be created, or `write` fails. The old file then stays.
 pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
+    if metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
+        let mut file = BufWriter::new(File::options().write(true).open(path)?);
+        return write(&mut file).and_then(|()| file.flush());
+    }
     replace_atomically(path, |unfinished| {
         let mut file = BufWriter::new(File::create_new(unfinished)?);
         write(&mut file)?;
         file.flush()
     })
+}
+
+/// Writes a file that must not exist. A failed write leaves no file.
+///
+/// # Errors
+/// Those of [`write_atomically`], and `AlreadyExists`.
+pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    if path.symlink_metadata().is_ok() {
+        return Err(io::ErrorKind::AlreadyExists.into());
+    }
+    write_atomically(path, |file| file.write_all(bytes))
 }
 
 /// Replaces the file at `path` atomically, as [`write_atomically`] does, and syncs it and its name to disk.
@@ -103,13 +133,6 @@ pub fn without_bom(json: &[u8]) -> &[u8] {
     json.strip_prefix("\u{feff}".as_bytes()).unwrap_or(json)
 }
 
-fn require_regular(metadata: &Metadata) -> io::Result<()> {
-    match metadata.is_file() {
-        true => Ok(()),
-        false => Err(io::Error::other("it is a pipe, a device or a folder, not a regular file")),
-    }
-}
-
 fn read_to_end(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     from.take(most + 1).read_to_end(&mut bytes)?;
@@ -140,6 +163,20 @@ mod tests {
         assert_eq!(read_file_or_pipe(zero, 10).unwrap_err().to_string(), "it has more than 10 bytes");
     }
 
+    #[test]
+    fn a_pipe_without_a_writer_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        assert!(read_regular_file(&pipe, 10).unwrap_err().to_string().contains("a pipe"));
+        assert!(read_text_or_stdin(&pipe, 10).unwrap_err().to_string().contains("it is a named pipe"));
+        let (reader, mut writer) = io::pipe().unwrap();
+        writer.write_all(b"text").unwrap();
+        drop(writer);
+        let of_shell = format!("/dev/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&reader));
+        assert_eq!(read_text_or_stdin(Path::new(&of_shell), 10).unwrap(), "text");
+    }
+
     fn names(folder: &Path) -> Vec<String> {
         std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
     }
@@ -155,6 +192,24 @@ mod tests {
         write_durably(&path, |file| file.write_all(b"new")).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"new");
         assert_eq!(names(path.parent().unwrap()), ["b.json"]);
+    }
+
+    #[test]
+    fn a_new_file_replaces_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        write_new(&path, b"one").unwrap();
+        assert_eq!(write_new(&path, b"two").unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read(&path).unwrap(), b"one");
+    }
+
+    #[test]
+    fn a_device_is_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("null");
+        std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+        write_atomically(&path, |file| file.write_all(b"text")).unwrap();
+        assert_eq!(std::fs::read_link(&path).unwrap(), Path::new("/dev/null"));
     }
 
     #[test]

@@ -1,11 +1,10 @@
 //! `evaluator answer`: reads lm-eval requests from a JSONL file and writes their responses as JSONL.
 
-use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_text_or_stdin};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_text_or_stdin, write_atomically};
 use candlewick_text::hub::Hub;
 use clap::Args;
 use serde::Deserialize;
@@ -18,7 +17,7 @@ use candlewick_inference::ranks::run_on_ranks;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::rank_env::rank_env;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct AnswerRequestsArgs {
@@ -132,7 +131,7 @@ fn write(path: Option<&Path>, answered: &[RequestOutput]) -> Result<()> {
     match path {
         None => print_line(text.trim_end()),
         Some(path) => {
-            let written = fs::File::create(path).and_then(|mut file| file.write_all(text.as_bytes()));
+            let written = write_atomically(path, |file| file.write_all(text.as_bytes()));
             written.with_context(|| format!("failed to write the responses to {}", path.display()))
         }
     }

@@ -1,14 +1,15 @@
 //! `evaluator compare`: compares two runs, sample by sample.
 
-use std::fs;
+use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_text::files::write_atomically;
 use clap::Args;
 
 use crate::results::{Comparison, IntervalMethod, MetricDifference, SkippedMetric, compare, comparison_page};
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct CompareArgs {
@@ -51,7 +52,8 @@ pub(super) fn run(args: &CompareArgs) -> Result<()> {
     if let Some(path) = &args.html {
         let names = [&args.a, &args.b].map(|path| path.display().to_string());
         let page = comparison_page(&comparison, [&names[0], &names[1]])?;
-        fs::write(path, page).with_context(|| format!("failed to write {}", path.display()))?;
+        let written = write_atomically(path, |file| file.write_all(page.as_bytes()));
+        written.with_context(|| format!("failed to write {}", path.display()))?;
     }
     print_line(&match args.json {
         true => serde_json::to_string_pretty(&comparison)?,

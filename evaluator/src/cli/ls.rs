@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 
 use super::tasks::TaskArgs;
 use crate::task::TaskListing;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct LsArgs {

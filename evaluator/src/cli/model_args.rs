@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::iter::Peekable;
 
+use candlewick_runtime::terminal::print_note;
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::Value as Json;
 
@@ -137,7 +138,7 @@ fn options(words: &[String]) -> Result<Vec<String>, String> {
                 (_, value) => options.extend([(*option).to_owned(), value.to_string()]),
             }
         } else if HARMLESS.contains(&key.as_str()) {
-            eprintln!("warning: --model-args {key} has no effect here");
+            print_note(&format!("warning: --model-args {key} has no effect here"));
         } else if let Some((_, instead)) = REFUSED.iter().find(|(refused, _)| *refused == key) {
             return Err(format!("--model-args {key}: {instead}"));
         } else {

@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::tasks::TaskArgs;
 use crate::task::{DataOverrides, PromptOptions, Task};
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct TaskPrefetchArgs {

@@ -18,7 +18,7 @@ use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::{ProgressDisplay, ProgressUnit, WorkProgress, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::{print_line, print_note};
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("scored").required(true))]
@@ -118,7 +118,7 @@ pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
 pub(super) fn run_deprecated_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     // With --timings, stderr holds only JSON.
     if !args.rows.timings && rank_env()?.rank == 0 {
-        eprintln!("note: `evaluator perplexity` is now `evaluator score`");
+        print_note("note: `evaluator perplexity` is now `evaluator score`");
     }
     run(args, hub)
 }
@@ -133,7 +133,7 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
     let reports = ranks.process.is_first() && !args.timings;
     if reports {
-        eprintln!("{data}: {}; {n_rows} of {} rows", format.describe(), source.len());
+        print_note(&format!("{data}: {}; {n_rows} of {} rows", format.describe(), source.len()));
     }
     let lm = model.load_on(hub, ranks, device)?;
     let max_length = args.max_length(lm.context())?;
@@ -142,7 +142,7 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     rows.refuse_unrendered(&template)?;
     if reports {
-        rows.warnings(&template).iter().for_each(|warning| eprintln!("{warning}"));
+        rows.warnings(&template).iter().for_each(|warning| print_note(warning));
     }
     let progress = WorkProgress::start("score", ProgressUnit::Count("sequences"), rows.sequences.len());
     let held_out = lm.eval_loss(&rows.sequences, |n_done| {
@@ -158,7 +158,8 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     );
     if args.timings && ranks.process.is_first() {
         let tokens_per_second = n_targets as f64 / eval_time;
-        eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
+        let speed = json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second});
+        print_note(&speed.to_string());
     }
     let report = json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": rows.n_rows});
     Ok(report.to_string())

@@ -15,7 +15,7 @@ use crate::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, T
 use candlewick_inference::answer::encode::{EmptyContinuation, EncodedPair, RequestEncoder};
 use candlewick_inference::request::Request;
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct ShowArgs {

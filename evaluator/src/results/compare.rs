@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_text_file};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, read_regular_text_file};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
@@ -283,7 +283,8 @@ impl MetricsOfTask {
     /// Reads `results_TIME.json` in the folder of `samples_TASK_TIME.jsonl`; empty if the file is missing.
     fn from_results_file(file: &SampleFile) -> Self {
         let Some((task, time)) = task_of(&file.path) else { return Self::default() };
-        let results = fs::read(file.path.with_file_name(format!("results_{time}.json"))).ok();
+        let results =
+            read_regular_file(&file.path.with_file_name(format!("results_{time}.json")), MAX_GENERATED_FILE_BYTES).ok();
         let results: Option<Json> = results.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let is_it = |(name, _): &(&String, &Json)| sanitize_task_name(name) == task;
         let of = |key: &str| results.as_ref()?.get(key)?.as_object()?.iter().find(is_it).map(|(_, own)| own.clone());

@@ -25,8 +25,8 @@ pub fn skipped_counts(results: &Results) -> String {
     let of_task = |(task, counts): (&String, &Json)| {
         let n = |key: &str| counts.get(key).and_then(Json::as_u64).filter(|n| *n > 0);
         let said: Vec<String> = WHAT.iter().filter_map(|(key, what)| Some(format!("{} {what}", n(key)?))).collect();
-        let all = counts.get("original").and_then(Json::as_u64).unwrap_or(0);
-        (!said.is_empty()).then(|| format!("{task}: of {all} documents {}", said.join(", ")))
+        let n_evaluated: u64 = ["effective", "skipped"].iter().filter_map(|key| counts.get(*key)?.as_u64()).sum();
+        (!said.is_empty()).then(|| format!("{task}: of {n_evaluated} documents {}", said.join(", ")))
     };
     let said: Vec<String> = results.n_samples.iter().filter_map(of_task).collect();
     match said.is_empty() {
@@ -287,6 +287,13 @@ mod tests {
         column(&["0.5", "0.25", "N/A", "N/A", "0.0000"], &["0.50", "0.25", "N/A ", "N/A ", "   0"]);
         column(&["0.5000", "a text", "b", "0.1239", "3.0000"], &["   0.5", "a text", "b     ", "0.1239", "3.0000"]);
         column(&["1.0000", "a longer", "b", "2.0000"], &["       1", "a longer", "b       ", "2.0000  "]);
+    }
+
+    #[test]
+    fn counts_are_of_the_evaluated_documents() {
+        let counts = json!({"original": 60, "effective": 38, "truncated": 7, "skipped": 2});
+        let results = Results { n_samples: fields(json!({"x": counts})), ..Results::default() };
+        assert_eq!(skipped_counts(&results), "x: of 40 documents 7 truncated, 2 skipped");
     }
 
     #[test]

@@ -99,6 +99,27 @@ fn examples_from_the_evaluated_split_are_named() {
     assert!(remarks.lines().all(|line| line.starts_with("out/")), "{remarks}");
 }
 
+/// Names, versions and documents of a task may hold escape sequences, which would reach the user's terminal.
+#[test]
+fn control_characters_of_a_task_are_escaped() {
+    let workspace = Workspace::new();
+    let task = fs::read_to_string(workspace.path("choose.yaml")).unwrap();
+    let task = task.replace("task: choose", "task: \"\\e[2Jc\\u009bh\"\nmetadata: {version: \"\\e]0;x\\a\\u202e\"}");
+    let task = task.replace("Q: {{q}}", "\\e[31m{{q}}");
+    workspace.write("hostile.yaml", &task);
+    let run = ["run", "--tasks", "hostile.yaml", "--limit", "2", "--write-out"];
+    for arguments in [&run[..], &[&run[..], &["--json"]].concat()] {
+        let output = success(workspace.command(arguments).output().unwrap());
+        let said = [output.stdout, output.stderr].map(|said| String::from_utf8(said).unwrap());
+        for said in &said {
+            assert!(!said.contains(['\u{1b}', '\u{7}', '\u{9b}', '\u{202e}']), "{said:?}");
+        }
+        assert!(said[0].contains("\\u001b[2J") && said[0].contains("\\u202e"), "{said:?}");
+    }
+    let listed = workspace.evaluator(&["ls", "--include-path", "hostile.yaml"]).output().unwrap();
+    assert!(String::from_utf8(success(listed).stdout).unwrap().contains("\\u001b[2Jc\\u009bh"));
+}
+
 #[test]
 fn programs_of_the_model_are_run_if_that_is_confirmed() {
     if Command::new("python3").arg("-V").output().is_err() {

@@ -165,6 +165,14 @@ const DEVICE_EXEMPT: &[Exemption] = &[
     ("trainer/src/run/session/mod.rs", "the metrics read the GPU's utilisation"),
 ];
 
+/// Files above `ops` and `comm` that write to the terminal themselves.
+const TERMINAL_EXEMPT: &[Exemption] = &[
+    ("candle-ext/inference/src/command/reply_printer.rs", "it escapes the parts of a reply, and adds a style"),
+    ("candle-ext/runtime/src/progress/bars.rs", "the writer of print_note and of the log"),
+    ("candle-ext/runtime/src/terminal.rs", "the functions that escape control characters"),
+    ("trainer/src/cli/preprocess/mod.rs", "it escapes the samples, and adds colours"),
+];
+
 /// Checks that the exempt files, and no others, have a line that `breaks` the rule.
 #[track_caller]
 fn check_exempt(files: &[PathBuf], breaks: fn(&str) -> bool, exempt: &[Exemption], rule: &str) {
@@ -312,4 +320,33 @@ fn the_linter_knows_the_functions_that_lose_gradients() {
     for name in ["rms_norm", "layer_norm", "softmax_last_dim", "sdpa"] {
         assert!(lints.contains(&format!("\"candle_nn::ops::{name}\"")), "clippy.toml does not name {name}");
     }
+}
+
+/// Text of models, files and servers reaches the terminal with escaped control characters only.
+#[test]
+fn one_module_writes_to_the_terminal() {
+    const PROGRAMS: &[&str] =
+        &["candle-ext/inference", "candle-ext/runtime", "candle-ext/text", "evaluator", "trainer"];
+    const WRITES: &[&str] =
+        &["print!(", "println!(", "stdout().lock()", "stderr().lock()", "stderr().write", "(io::stdout(),"];
+    fn writes(line: &str) -> bool {
+        WRITES.iter().any(|word| line.contains(word))
+    }
+    check_exempt(&files_of(PROGRAMS), writes, TERMINAL_EXEMPT, "use candlewick_runtime::terminal");
+}
+
+/// The open of a pipe waits for its writer, and a device may have no end.
+#[test]
+fn programs_open_regular_files_only() {
+    const PROGRAMS: &[&str] = &["candle-ext/inference", "candle-ext/runtime", "evaluator", "trainer"];
+    const EXEMPT: &[Exemption] = &[
+        ("evaluator/src/environment.rs", "files of the kernel and the system"),
+        ("trainer/src/data/cache.rs", "it syncs files that it wrote"),
+        ("trainer/src/estimate/free_ram.rs", "files of the kernel"),
+    ];
+    fn opens(line: &str) -> bool {
+        const OPENS: &[&str] = &[" File::open(", "(File::open(", "fs::read(", "fs::read_to_string("];
+        OPENS.iter().any(|word| line.contains(word)) && !line.contains("\"/proc") && !line.contains("\"/sys")
+    }
+    check_exempt(&files_of(PROGRAMS), opens, EXEMPT, "use candlewick_text::files");
 }

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
+
 use super::error::CheckpointError;
 use super::manifest::{MANIFEST, Manifest, STATE};
 use super::plan::{CheckpointFormat, Tag};
@@ -90,7 +92,7 @@ fn check_sizes(dir: &Path, tag: Tag) -> Result<Manifest, String> {
 
 /// Reads the manifest and compares the sizes of the files with it. The error is the reason why the checkpoint is damaged.
 fn read_manifest(dir: &Path) -> Result<Manifest, String> {
-    let bytes = std::fs::read(dir.join(MANIFEST))
+    let bytes = read_regular_file(&dir.join(MANIFEST), MAX_GENERATED_FILE_BYTES)
         .map_err(|error| format!("no {MANIFEST}: incomplete, or written by another program ({error})"))?;
     let manifest = Manifest::parse(&bytes)?;
     for file in &manifest.files {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
+use candlewick_text::files::open_regular_file;
 use sha2::{Digest, Sha256};
 
 use super::manifest::FileEntry;
@@ -56,7 +57,7 @@ pub(crate) fn hash_differs(dir: &Path, entry: &FileEntry) -> io::Result<bool> {
 
 /// Passes a file's bytes to `take` in blocks, and reads the next block in parallel.
 fn read(path: &Path, mut take: impl FnMut(&[u8]) + Send) -> io::Result<()> {
-    let mut file = File::open(path)?;
+    let mut file = open_regular_file(path)?;
     let (mut block, mut next) = (Vec::new(), Vec::new());
     loop {
         let (n_read, ()) = rayon::join(|| read_block(&mut file, &mut next), || take(&block));

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Error, Result};
 use candlewick_runtime::process_group::ProcessGroup;
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 
 use super::error::CheckpointError;
 use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, open, search};
@@ -125,7 +126,8 @@ pub(super) fn verify_rank_files(complete: &CompleteCheckpoint, (rank, n_ranks): 
 
 /// Reads the loop's state. The error is the reason why the checkpoint is damaged.
 pub(crate) fn read_state(complete: &CompleteCheckpoint) -> Result<RunState, String> {
-    let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
+    let bytes = read_regular_file(&complete.dir.join(STATE), MAX_GENERATED_FILE_BYTES)
+        .map_err(|error| format!("{STATE}: {error}"))?;
     let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
     if run.tag() != complete.manifest.tag() {
         return Err(format!("{STATE} is of step {}, the manifest of step {}", run.step, complete.manifest.step));

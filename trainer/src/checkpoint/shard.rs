@@ -1,10 +1,10 @@
 //! A safetensors file of a checkpoint, written and read in blocks of bounded size.
 
-use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
 use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian, read_header};
+use candlewick_text::files::open_regular_file;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
@@ -55,7 +55,7 @@ pub(crate) fn read_shard(
     state: &mut dyn TrainState,
 ) -> Result<(), CheckpointError> {
     let path = dir.join(name);
-    let file = File::open(&path).map_err(CheckpointError::io("open", &path))?;
+    let file = open_regular_file(&path).map_err(CheckpointError::io("open", &path))?;
     let mut file = BufReader::with_capacity(1 << 20, file);
     let (data_start, metadata) =
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;

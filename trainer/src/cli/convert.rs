@@ -1,11 +1,9 @@
 //! `trainer convert`: converts a training file of another toolkit into a recipe.
 
-use std::fs::OpenOptions;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom, write_new};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -61,16 +59,14 @@ fn read(path: &Path) -> Result<String> {
 }
 
 fn write(path: &Path, recipe: &str) -> Result<()> {
-    let file = OpenOptions::new().write(true).create_new(true).open(path);
     let failed = || format!("failed to write {}", path.display());
-    let mut file = match file {
+    match write_new(path, recipe.as_bytes()) {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
             let problem = format!("{}: the file exists; remove it or name another one", failed());
-            return Err(anyhow!(problem).context(ExitCode::Usage));
+            Err(anyhow!(problem).context(ExitCode::Usage))
         }
-        file => file.with_context(failed)?,
-    };
-    file.write_all(recipe.as_bytes()).with_context(failed)
+        written => written.with_context(failed),
+    }
 }
 
 /// Returns the report with the next commands.

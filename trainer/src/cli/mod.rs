@@ -27,14 +27,14 @@ mod verify_parallel;
 mod verify_resume;
 mod watch;
 
-use std::io::Write;
 use std::sync::LazyLock;
 
-use anyhow::anyhow;
+use anyhow::Context;
 use candlewick_command_line::{ManArgs, Shell, completions};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::backtrace;
 use candlewick_runtime::progress::set_progress_display;
+use candlewick_runtime::terminal::print_note;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 
@@ -196,8 +196,7 @@ pub fn main() -> ExitCode {
             let trace = if verbose > 1 { backtrace(&error) } else { String::new() };
             let report = report(&error) + &trace;
             error_file::write(report.trim_end());
-            // A closed pipe is no failure.
-            let _ = std::io::stderr().write_all(report.as_bytes());
+            print_note(report.trim_end());
             code
         }
     }
@@ -284,7 +283,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Config { command } => config::run(command, cli.verbosity, &ui),
         Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.print(completions(Cli::command(), *shell).trim_end()),
-        Command::Man(args) => ui.print(&args.run(Cli::command()).map_err(|error| anyhow!("failed to {error}"))?),
+        Command::Man(args) => ui.print(&args.run(Cli::command()).context("failed to write the man pages")?),
         Command::Version => ui.print(&format!("trainer {}", *VERSION)),
     }
 }

@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candlewick_ops::PROFILE_TARGET;
+use candlewick_text::files::write_atomically;
 use clap::ValueEnum;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -115,7 +117,8 @@ impl Profile {
         self.guard.flush();
         let table = self.table.show(self.sort, self.started.elapsed());
         let path = self.folder.join("profile.txt");
-        fs::write(&path, &table).with_context(|| format!("failed to write {}", path.display()))?;
+        let written = write_atomically(&path, |file| file.write_all(table.as_bytes()));
+        written.with_context(|| format!("failed to write {}", path.display()))?;
         Ok(format!("{table}trace: {}", self.folder.join("trace.json").display()))
     }
 }

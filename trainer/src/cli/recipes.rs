@@ -1,10 +1,10 @@
 //! `trainer recipes`: lists, prints and copies the recipes inside the program.
 
-use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, write_new};
 use clap::Subcommand;
 
 use super::Ui;
@@ -91,24 +91,21 @@ fn copy(recipe: &'static ShippedRecipe, dest: Option<&Path>, ui: &Ui) -> Result<
         (dest.with_file_name(path.strip_prefix(&shipped_folder).unwrap_or(&path)), base.text)
     };
     for (path, text) in bases.map(of_base) {
-        if fs::read(&path).is_ok_and(|found| found == text.as_bytes()) {
+        if read_regular_file(&path, MAX_CONFIG_FILE_BYTES).is_ok_and(|found| found == text.as_bytes()) {
             continue;
         }
-        write_new(&path, text)?;
+        write_shipped(&path, text)?;
         ui.note(&format!("wrote {}, which the recipe includes", path.display()));
     }
-    write_new(&dest, recipe.text)?;
+    write_shipped(&dest, recipe.text)?;
     ui.note(&format!("wrote {}", dest.display()));
     Ok(ExitCode::Ok)
 }
 
-fn write_new(path: &Path, text: &str) -> Result<()> {
+fn write_shipped(path: &Path, text: &str) -> Result<()> {
     let failed = || format!("failed to write {}", path.display());
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).with_context(failed)?;
-    }
-    match File::create_new(path) {
-        Ok(mut file) => file.write_all(text.as_bytes()).with_context(failed),
+    match write_new(path, text.as_bytes()) {
+        Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
             let problem = format!("{}: the file exists; give another destination or remove it", failed());
             Err(anyhow!(problem).context(ExitCode::Usage))

@@ -1,11 +1,10 @@
 //! `trainer report`: an HTML page of one or more runs.
 
-use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_text::files::write_atomically;
+use candlewick_text::files::{open_regular_file, write_atomically};
 use clap::Args;
 
 use super::Ui;
@@ -81,7 +80,11 @@ fn compared(settings: &[Option<ResolvedSettings>]) -> Vec<SettingDifference> {
 fn default_path(folder: &Path) -> Result<PathBuf> {
     const HEAD_BYTES: u64 = 4096;
     let path = folder.join("report.html");
-    let Ok(file) = File::open(&path) else { return Ok(path) };
+    let file = match open_regular_file(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(path),
+        Err(error) => return Err(error).with_context(|| format!("failed to read {}", path.display())),
+    };
     let mut head = Vec::new();
     // An unreadable file is not a report.
     let _ = file.take(HEAD_BYTES).read_to_end(&mut head);

@@ -1,10 +1,7 @@
 //! Terminal output: results go to stdout, notes to stderr.
 
-use std::io::{self, Write};
-
 use anyhow::Result;
-use candlewick_runtime::progress::AboveBars;
-use candlewick_text::printable::printable;
+use candlewick_runtime::terminal::{print_line, print_note};
 
 use crate::exit::ExitCode;
 
@@ -22,20 +19,13 @@ impl Ui {
 
     /// Prints a command's result to stdout. A closed pipe is no error.
     pub fn print(&self, text: &str) -> Result<ExitCode> {
-        let mut stdout = io::stdout().lock();
-        match writeln!(stdout, "{}", printable(text)).and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                Err(anyhow::Error::new(error).context("failed to write to stdout"))
-            }
-            _ => Ok(ExitCode::Ok),
-        }
+        print_line(text).map(|()| ExitCode::Ok)
     }
 
     /// Prints a note to stderr, unless quiet.
     pub fn note(&self, text: &str) {
         if !self.quiet {
-            // A closed pipe is no error.
-            let _ = AboveBars.write_all(format!("{}\n", printable(text)).as_bytes());
+            print_note(text);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! DeepSpeed's and FSDP's settings as ZeRO stages.
 
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use serde_json::Value as Json;
 
 use super::converter::Converter;
@@ -19,7 +20,7 @@ pub(super) fn deepspeed(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
         return converter.built_in(item, "off");
     }
     let file = [converter.folder.join(path), path.into()].into_iter().find(|file| file.is_file());
-    let text = file.as_ref().and_then(|file| std::fs::read_to_string(file).ok());
+    let text = file.as_ref().and_then(|file| read_regular_text_file(file, MAX_CONFIG_FILE_BYTES).ok());
     match text.and_then(|text| serde_json::from_str::<Json>(&text).ok()) {
         Some(config) => apply(converter, item, &config, &format!("read from {path}")),
         None => match stage_of_name(path) {

@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, read_regular_text_file};
+
 use super::DataError;
 use super::cache_key::CacheKey;
 use super::token_store::{TokenStore, TokenStoreWriter};
@@ -174,7 +176,7 @@ impl TokenCache {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         let is_entry = |entry: &std::fs::DirEntry| !entry.file_name().to_string_lossy().starts_with('.');
         entries.filter(is_entry).filter_map(|entry| {
-            let bytes = std::fs::read(entry.path().join(KEY_FILE)).ok()?;
+            let bytes = read_regular_file(&entry.path().join(KEY_FILE), MAX_CONFIG_FILE_BYTES).ok()?;
             serde_json::from_slice(&bytes).ok()
         })
     }
@@ -192,7 +194,7 @@ pub fn default_cache_dir() -> PathBuf {
 /// Opens an entry and verifies its checksum.
 fn open(path: &Path) -> io::Result<TokenStore> {
     let store = TokenStore::open(path)?;
-    match std::fs::read_to_string(path.join(CHECKSUM_FILE))? == store.checksum() {
+    match read_regular_text_file(&path.join(CHECKSUM_FILE), MAX_CONFIG_FILE_BYTES)? == store.checksum() {
         true => Ok(store),
         false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum does not match")),
     }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 use candlewick_text::source::{RowSource, SourceError};
 use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
 use candlewick_text::tokenizer::Tokenizer;
@@ -135,7 +136,7 @@ pub(crate) fn hash_template(template: &ChatTemplate) -> String {
 
 /// Hashes a file. A missing file has a hash of its own.
 fn add_file(hash: &mut FieldHasher, path: &Path) {
-    match std::fs::read(path) {
+    match read_regular_file(path, MAX_GENERATED_FILE_BYTES) {
         Ok(bytes) => hash.add(b"file").add(&bytes),
         Err(_) => hash.add(b"none"),
     };

@@ -12,6 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use candlewick_model::checkpoint::little_endian;
+use candlewick_text::files::open_regular_file;
 use candlewick_text::render::Sample;
 use candlewick_text::sample_warning::SampleWarnings;
 use memmap2::Mmap;
@@ -248,7 +249,7 @@ fn decode_sample(bytes: &mut &[u8]) -> io::Result<(u32, Sample)> {
 }
 
 fn map(path: &Path) -> io::Result<StoreBytes> {
-    let file = File::open(path)?;
+    let file = open_regular_file(path)?;
     // SAFETY: a store is renamed into place when it is complete and nothing writes to it afterwards.
     unsafe { Mmap::map(&file) }.map(StoreBytes::Mapped)
 }

@@ -1,11 +1,13 @@
 //! The parts of a run's `run.json` that an export needs.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::DType;
 use candlewick_model::{Config, LoraConfig};
+use candlewick_text::files::{
+    MAX_CONFIG_FILE_BYTES, MAX_GENERATED_FILE_BYTES, read_regular_file, read_regular_text_file,
+};
 use serde_json::Value;
 
 use crate::exit::ExitCode;
@@ -23,7 +25,7 @@ impl RunRecord {
         let absolute = std::path::absolute(folder).ok()?;
         let paths = absolute.ancestors().take(3).map(|folder| folder.join("run.json"));
         paths.into_iter().find_map(|path| {
-            let json = serde_json::from_slice(&fs::read(&path).ok()?).ok()?;
+            let json = serde_json::from_slice(&read_regular_file(&path, MAX_GENERATED_FILE_BYTES).ok()?).ok()?;
             Some(Self { path, json })
         })
     }
@@ -77,7 +79,8 @@ impl RunRecord {
         match (self.text(&format!("{KEY}/inline")), self.text(&format!("{KEY}/file"))) {
             (Some(text), _) => Ok(Some(text.to_owned())),
             (None, Some(path)) => {
-                fs::read_to_string(path).map(Some).with_context(|| format!("failed to read the chat template {path}"))
+                let text = read_regular_text_file(path.as_ref(), MAX_CONFIG_FILE_BYTES);
+                text.map(Some).with_context(|| format!("failed to read the chat template {path}"))
             }
             (None, None) => Ok(None),
         }

@@ -2,9 +2,10 @@
 //!
 //! Everything goes to stderr; stdout is for results.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 
-use candlewick_runtime::progress::{AboveBars, ProgressUnit, WorkProgress, show_bar};
+use candlewick_runtime::progress::{ProgressUnit, WorkProgress, show_bar};
+use candlewick_runtime::terminal::print_note;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::format::{clock, duration, exponent, gigabytes, quantity, tflops};
@@ -33,8 +34,7 @@ impl Terminal {
     /// Prints a line above the bar.
     pub fn line(&self, text: &str) {
         if self.console != Console::Quiet {
-            // A closed pipe is no reason to stop training.
-            let _ = AboveBars.write_all(format!("{text}\n").as_bytes());
+            print_note(text);
         }
     }
 

@@ -6,10 +6,11 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use candlewick_runtime::exit::ExitCode;
-use candlewick_text::files::write_durably;
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, open_regular_file, read_regular_file, write_durably};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -61,8 +62,8 @@ impl MetricsFile {
         }
         match start {
             _ if !path.exists() => {}
-            // A pipe or a device is opened as it is.
-            _ if !path.is_file() => {}
+            // A pipe or a device is opened as it is. The open of a pipe would wait for its reader.
+            _ if !path.is_file() => require_reader(path)?,
             RunStart::Fresh => fs::rename(path, unused_name(path))?,
             RunStart::Resumed(step) => cut_after(path, step)?,
         }
@@ -98,9 +99,20 @@ impl Tracker for MetricsFile {
     }
 }
 
+/// Fails for a pipe that no process reads.
+fn require_reader(path: &Path) -> io::Result<()> {
+    let opened = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
+    match opened {
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => {
+            Err(io::Error::other("it is a pipe that no process reads"))
+        }
+        opened => opened.map(drop),
+    }
+}
+
 /// Returns the records of a metrics file up to a step; none if there is no such file.
 pub(super) fn records_until(path: &Path, last_step: usize) -> Vec<MetricsRecord> {
-    let text = fs::read(path).unwrap_or_default();
+    let text = read_regular_file(path, MAX_GENERATED_FILE_BYTES).unwrap_or_default();
     let lines = text.split(|byte| *byte == b'\n');
     let records = lines.filter_map(|line| {
         let fields: Value = serde_json::from_slice(line).ok()?;
@@ -122,7 +134,7 @@ pub(super) fn unused_name(path: &Path) -> PathBuf {
 
 /// Rewrites the file without lines after `step` and without malformed lines.
 fn cut_after(path: &Path, step: usize) -> io::Result<()> {
-    let mut reader = BufReader::new(File::open(path)?);
+    let mut reader = BufReader::new(open_regular_file(path)?);
     write_durably(path, |kept| {
         let mut line = Vec::new();
         while reader.read_until(b'\n', &mut line)? > 0 {

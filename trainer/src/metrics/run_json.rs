@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
-use candlewick_text::files::write_atomically;
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, write_atomically};
 use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -23,6 +23,8 @@ pub struct RunJson {
     path: Option<PathBuf>,
     report: RunReport,
     started: Instant,
+    /// True if the last write failed.
+    is_failing: bool,
 }
 
 /// The contents of run.json.
@@ -103,7 +105,7 @@ impl RunJson {
         if let Some(path) = path.as_deref().filter(|_| previous["exit"]["code"] == 0) {
             fs::rename(path, unused_name(path))?;
         }
-        let mut run_json = Self { path, report, started: Instant::now() };
+        let mut run_json = Self { path, report, started: Instant::now(), is_failing: false };
         run_json.update(|_| ())?;
         Ok(run_json)
     }
@@ -123,6 +125,17 @@ impl RunJson {
         self.path.as_deref().map_or(Ok(()), |path| write_atomically(path, |file| file.write_all(&report)))
     }
 
+    /// Changes the report and writes it. The first of several failed writes is a warning.
+    pub fn update_or_warn(&mut self, change: impl FnOnce(&mut RunReport)) {
+        let written = self.update(change);
+        let was_failing = std::mem::replace(&mut self.is_failing, written.is_err());
+        if let Err(error) = written
+            && !was_failing
+        {
+            tracing::warn!("failed to write run.json: {error}; the run continues");
+        }
+    }
+
     /// Writes the final version, with the exit.
     pub fn finish(&mut self, exit: RunExit) -> io::Result<()> {
         self.update(|report| report.exit = Some(exit))
@@ -131,7 +144,10 @@ impl RunJson {
 
 /// Reads a report; null if there is none.
 fn read(path: &Path) -> Value {
-    fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
+    read_regular_file(path, MAX_GENERATED_FILE_BYTES)
+        .ok()
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+        .unwrap_or_default()
 }
 
 /// Formats a time as 2026-11-21T02:03:04Z.

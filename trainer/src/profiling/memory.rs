@@ -5,8 +5,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
-use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -15,6 +14,7 @@ use std::time::Instant;
 use candle_core::Device;
 use candlewick_ops::device_bytes_in_use;
 use candlewick_runtime::allocator::{allocated_bytes, count_allocated_bytes};
+use candlewick_text::files::write_atomically;
 use serde_json::{Value, json};
 use tracing::Subscriber;
 use tracing::span::{Attributes, Id};
@@ -132,10 +132,9 @@ impl MemoryProfiler {
     pub(super) fn finish(&self) -> io::Result<String> {
         self.is_recording.store(false, Ordering::Relaxed);
         let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-        fs::create_dir_all(&self.plan.dir)?;
         let path = |extension: &str| -> PathBuf { self.plan.dir.join(format!("{}.{extension}", self.rank)) };
-        fs::write(path("json"), record.trace(self.rank).to_string())?;
-        fs::write(path("txt"), record.table())?;
+        write_atomically(&path("json"), |file| file.write_all(record.trace(self.rank).to_string().as_bytes()))?;
+        write_atomically(&path("txt"), |file| file.write_all(record.table().as_bytes()))?;
         Ok(format!("memory profile: {} (for Perfetto) and {}", path("json").display(), path("txt").display()))
     }
 
@@ -319,10 +318,10 @@ mod tests {
             profiler.add("step", boundary, at(bytes), closed);
         }
         profiler.finish().unwrap();
-        let trace: Value = serde_json::from_slice(&fs::read(dir.path().join("2.json")).unwrap()).unwrap();
+        let trace: Value = serde_json::from_slice(&std::fs::read(dir.path().join("2.json")).unwrap()).unwrap();
         assert_eq!(trace["traceEvents"].as_array().unwrap().len(), 2 * 3);
         assert_eq!(trace["otherData"]["dropped_entries"], 1);
-        let table = fs::read_to_string(dir.path().join("2.txt")).unwrap();
+        let table = std::fs::read_to_string(dir.path().join("2.txt")).unwrap();
         let row: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
         assert_eq!((row[0], row[5]), ("2", "step"), "{table}");
     }

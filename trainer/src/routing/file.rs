@@ -4,15 +4,14 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, BufReader};
 use std::path::Path;
 
 use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian, read_header};
 use candlewick_parallel::MicroExperts;
+use candlewick_text::files::open_regular_file;
 use safetensors::{Dtype, SafeTensors};
 
-use super::folder::require_regular;
 use super::routed_model::RoutedModel;
 
 /// The version of the format, in the metadata of each file.
@@ -69,8 +68,7 @@ impl RoutingFile {
 
     /// Returns the id of the run that wrote a file; `None` if the file has none, or is damaged. Reads the header alone.
     pub(super) fn run_of(path: &Path) -> io::Result<Option<u64>> {
-        require_regular(path)?;
-        let header = read_header(&mut BufReader::new(File::open(path)?));
+        let header = read_header(&mut BufReader::new(open_regular_file(path)?));
         Ok(header.ok().and_then(|(_, header)| header.metadata().as_ref()?.get(RUN)?.parse().ok()))
     }
 

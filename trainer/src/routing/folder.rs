@@ -41,20 +41,6 @@ pub(super) fn files(step_dir: &Path) -> io::Result<Vec<(usize, PathBuf)>> {
     Ok(names(step_dir)?.iter().filter_map(|name| Some((micro_idx(name)?, step_dir.join(name)))).collect())
 }
 
-/// Reads a regular file. A pipe without a writer would block, and a device may have no end.
-pub(super) fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
-    require_regular(path)?;
-    fs::read(path)
-}
-
-/// Fails unless a path is a regular file, or a link to one.
-pub(super) fn require_regular(path: &Path) -> io::Result<()> {
-    match fs::metadata(path)?.is_file() {
-        true => Ok(()),
-        false => Err(io::Error::other("it is not a regular file; replace it by a file of the record")),
-    }
-}
-
 /// Parses digits, which may begin with zeros.
 fn number(text: &str) -> Option<usize> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()

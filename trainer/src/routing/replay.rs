@@ -5,10 +5,11 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use candlewick_parallel::MicroExperts;
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 
 use super::error::RoutingError;
 use super::file::RoutingFile;
-use super::folder::{MicroPosition, file_name, files, read_regular, step_dir, steps};
+use super::folder::{MicroPosition, file_name, files, step_dir, steps};
 use super::routed_model::RoutedModel;
 
 /// The reader of a record.
@@ -87,7 +88,7 @@ impl RoutingReplay {
         let own = of_step.iter().filter(|(micro_idx, _)| *micro_idx == at.micro_idx).map(|(_, path)| path.as_path());
         let mut read = ReadExperts { top_k: self.model.top_k, n_tokens: ids.len(), layers: BTreeMap::new() };
         for path in own {
-            let bytes = read_regular(path).map_err(RoutingError::read(path))?;
+            let bytes = read_regular_file(path, MAX_GENERATED_FILE_BYTES).map_err(RoutingError::read(path))?;
             let file = RoutingFile::parse(&bytes).and_then(|file| file.check(&self.model, ids).map(|()| file));
             file.and_then(|file| read.add(&file)).map_err(|problem| RoutingError::unusable(path, problem))?;
         }
@@ -235,7 +236,7 @@ mod tests {
         let error = replay.read(AT, &IDS).unwrap_err();
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert!(error.to_string().contains("micro-0003.rank-000.safetensors"), "{error}");
-        assert!(cause.contains("it is not a regular file"), "{cause}");
+        assert!(cause.contains("not a regular file"), "{cause}");
         let recorder = RoutingRecorder { dir: folder.path().to_owned(), model: model(), rank: 0, run: 1 };
         assert!(recorder.prepare(2).is_err(), "a record reads the headers of earlier files");
     }

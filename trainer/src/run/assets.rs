@@ -1,11 +1,11 @@
 //! The files of a run: the folders of the model and the tokenizer, local or from the Hub.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_runtime::run_id::RunId;
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use candlewick_text::hub::{Hub, ModelFiles};
 use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::Tokenizer;
@@ -76,7 +76,8 @@ fn own_template(source: &ChatTemplateSource) -> Result<(String, String)> {
     match source {
         ChatTemplateSource::Inline(text) => Ok(("tokenizer.chat_template".to_string(), text.clone())),
         ChatTemplateSource::File(path) => {
-            let text = fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))?;
+            let text = read_regular_text_file(path, MAX_CONFIG_FILE_BYTES)
+                .with_context(|| format!("failed to read {}", path.display()))?;
             Ok((path.display().to_string(), text))
         }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_text::files::write_atomically;
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, write_atomically};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -76,7 +76,7 @@ impl KeptBatch {
     pub fn read(path: &Path, step: Option<usize>) -> Result<Self> {
         let file = if path.is_dir() { find(path, step)? } else { path.to_owned() };
         let failed = || format!("failed to read {}: `trainer replay` needs a file of {FOLDER}", file.display());
-        let bytes = fs::read(&file).with_context(failed).context(ExitCode::Data)?;
+        let bytes = read_regular_file(&file, MAX_GENERATED_FILE_BYTES).with_context(failed).context(ExitCode::Data)?;
         serde_json::from_slice(&bytes).with_context(failed).context(ExitCode::Data)
     }
 

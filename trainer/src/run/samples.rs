@@ -1,16 +1,15 @@
 //! Sample generations: after each evaluation, and after training.
 
-use std::io::Write;
 use std::ops::ControlFlow;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use candlewick_inference::generate::GenerateOptions;
 use candlewick_inference::lm;
 use candlewick_inference::sampler::SamplingParams;
 use candlewick_ops::span;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::terminal::print_generated;
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::printable::printable;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::SpecialTokens;
 
@@ -39,7 +38,7 @@ impl Session<'_> {
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         for SampleGeneration { prompt, text, .. } in &samples {
             let shown: String = format!("{prompt} > {text}").chars().take(SHOWN).collect();
-            self.reporter.terminal().line(&format!("sample: {}", printable(&shown).replace('\n', " ")));
+            self.reporter.terminal().line(&format!("sample: {}", shown.replace('\n', " ")));
         }
         let record = SamplesRecord { epoch, iter, samples };
         self.reporter.log_samples(&record);
@@ -57,9 +56,7 @@ impl Session<'_> {
         if !self.run.ranks.process.is_first() {
             return Ok(());
         }
-        let mut out = std::io::stdout().lock();
-        let mut print = |sample: &SampleGeneration| writeln!(out, "> {}\n{}\n", sample.prompt, sample.text);
-        samples.iter().try_for_each(&mut print).context("failed to print a sample")
+        samples.iter().try_for_each(|sample| print_generated(&format!("> {}\n{}\n", sample.prompt, sample.text)))
     }
 
     /// Generates a reply to each prompt at each temperature. A stop request ends it early. All ranks call this.

@@ -1,9 +1,10 @@
 //! Reading of a metrics file that grows.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+
+use candlewick_text::files::open_regular_file;
 
 use super::rows::MetricRows;
 
@@ -29,15 +30,12 @@ impl MetricsTail {
     /// Adds the lines that are new since the last call. Returns true if `rows` has changed. A replaced or truncated file
     /// is read from its start.
     pub(super) fn read_into(&mut self, path: &Path, rows: &mut MetricRows, last: LastLine) -> io::Result<bool> {
-        let file = match File::open(path) {
+        let file = match open_regular_file(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(self.restart(None, rows)),
             Err(error) => return Err(error),
         };
         let metadata = file.metadata()?;
-        if !metadata.is_file() {
-            return Err(io::Error::other("it is a pipe, a device or a folder, not a regular file"));
-        }
         let identity = Some((metadata.dev(), metadata.ino()));
         let is_other = self.identity != identity || metadata.len() < self.offset;
         let mut has_changed = is_other && self.restart(identity, rows);

@@ -199,8 +199,10 @@ fn a_folder_without_a_run_exits_with_2() {
     let folder = folder();
     let lines = ["error: failed to read the settings in ./run.json"];
     check_in(folder.path(), &["diff", "r.yaml", "."], &[], 2, &lines);
-    fs::write(folder.path().join("run.json"), "{}").unwrap();
-    check_in(folder.path(), &["diff", "r.yaml", "."], &[], 2, &lines);
+    for json in ["{}", "[]", "3", r#"{"plan": []}"#, r#"{"plan": {"recipe": "r.yaml", "settings": {}}}"#] {
+        fs::write(folder.path().join("run.json"), json).unwrap();
+        check_in(folder.path(), &["diff", "r.yaml", "."], &[], 2, &lines);
+    }
     let lines = ["error: failed to compare: epochs=1: an override needs a recipe, and . is a run"];
     check_in(folder.path(), &["diff", "r.yaml", ".", "epochs=1"], &[], 2, &lines);
 }

@@ -190,7 +190,7 @@ fn check_fault(url: &str, want: &[&str]) {
     for part in want.iter().chain(&["upload the run with `wandb sync "]) {
         assert!(log.contains(part), "no {part:?} in {log}");
     }
-    assert!(!log.contains("s3cret"), "{log}");
+    assert!(!log.contains("s3cret") && !log.contains("panicked"), "{log}");
     assert!(log.matches("WARN").count() <= 4, "more than two warnings a server: {log}");
     let file = wandb_files(&run).swap_remove(0);
     assert!(fs::metadata(&file).unwrap().len() > 1000, "{} is empty", file.display());
@@ -219,6 +219,27 @@ fn a_server_that_limits_requests_does_not_change_a_run() {
 #[test]
 fn a_server_with_internal_errors_does_not_change_a_run() {
     check_fault(TrackingServer::start(Fault::Status(500)).url(), &["HTTP 500"]);
+}
+
+#[test]
+fn a_server_with_unexpected_json_does_not_change_a_run() {
+    for json in ["[]", r#"{"data": [1], "runs": {"0": 1}, "run": 3, "experiment": {"experiment_id": "1"}}"#] {
+        check_fault(
+            TrackingServer::start(Fault::Json(json)).url(),
+            &["W&B: the upload ended: ", "MLflow: the upload ended: "],
+        );
+    }
+}
+
+#[test]
+fn control_characters_of_a_server_are_escaped() {
+    let project = r#"{"name": "p", "entity": {"name": "\u001b]0;x\u0007\u202e"}}"#;
+    let json = format!(r#"{{"data": {{"upsertBucket": {{"bucket": {{"project": {project}}}}}}}}}"#);
+    let server = TrackingServer::start(Fault::Json(json.leak()));
+    let output = command(&Run::new(), server.url(), &["train_iters=2"]).output().unwrap();
+    let log = stderr(&output);
+    assert!(output.status.success() && log.contains("\\u001b]0;x\\u0007\\u202e/p/runs/"), "{log}");
+    assert!(!log.contains(['\u{1b}', '\u{7}', '\u{202e}']), "{log}");
 }
 
 #[test]

@@ -15,6 +15,8 @@ pub(crate) enum Fault {
     Status(u16),
     /// Never responds.
     Silent,
+    /// Responds with this JSON.
+    Json(&'static str),
     /// Closes connections without a response after this many requests.
     DiesAfter(usize),
 }
@@ -111,6 +113,7 @@ fn respond(stream: TcpStream, fault: Fault, state: &Mutex<Received>) {
             return;
         }
         Fault::DiesAfter(n) if n_requests > n => return,
+        Fault::Json(text) => (200, serde_json::from_str(text).unwrap()),
         Fault::Healthy | Fault::DiesAfter(_) => {
             let body = serde_json::from_slice(&body).unwrap_or(Value::Null);
             state.lock().unwrap().handle(&path, &body)

@@ -144,7 +144,7 @@ fn the_end_of_a_run_is_shown_with_its_error() {
     check(&of(finished()), &["tiny  finished", "all steps are done"]);
     check(&of(json!({"code": 75, "reason": "stopped by SIGTERM"})), &["tiny  stopped", "stopped by SIGTERM"]);
     let failed = of(json!({"code": 5, "reason": "the loss is not finite\u{1b}[2J (train.jsonl:81)"}));
-    check(&failed, &["tiny  failed", "failed exit code 5: the loss is not finite\\u{1b}[2J (train.jsonl:81)"]);
+    check(&failed, &["tiny  failed", "failed exit code 5: the loss is not finite\\u001b[2J (train.jsonl:81)"]);
     assert!(!failed.contains("ETA"), "{failed}");
     let folder = RunFolder::new("tiny");
     let mut app = watched(&folder, Value::Null);

@@ -1,11 +1,12 @@
 //! Identity of a model: a hash of its files, which keys the response cache.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candlewick_model::FP8_SCALES;
+use candlewick_text::files::open_regular_file;
 use rayon::prelude::*;
 
 /// Files of a model folder that influence responses, besides the weights.
@@ -62,7 +63,7 @@ fn with_extension(folder: &Path, extension: &str) -> io::Result<Vec<PathBuf>> {
 
 fn hash_of(path: &Path) -> Result<String> {
     let read = || -> io::Result<String> {
-        let mut file = BufReader::with_capacity(1 << 20, File::open(path)?);
+        let mut file = BufReader::with_capacity(1 << 20, open_regular_file(path)?);
         let mut hash = blake3::Hasher::new();
         loop {
             let piece = file.fill_buf()?;

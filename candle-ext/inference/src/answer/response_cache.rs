@@ -7,6 +7,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 use serde::{Deserialize, Serialize};
 
 use crate::request::{Request, Response};
@@ -116,7 +117,8 @@ pub fn read(folder: &Path, identity: &str) -> Result<HashMap<String, Response>> 
 }
 
 fn read_file(path: &Path, known: &mut HashMap<String, Response>) -> Result<()> {
-    let bytes = fs::read(path).with_context(|| format!("failed to read {}", path.display()))?;
+    let bytes = read_regular_file(path, MAX_GENERATED_FILE_BYTES)
+        .with_context(|| format!("failed to read {}", path.display()))?;
     // An interrupted evaluation leaves an incomplete last line.
     let n_whole = bytes.iter().rposition(|byte| *byte == b'\n').unwrap_or(0);
     for (i, line) in bytes[..n_whole].split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty()) {

@@ -26,6 +26,7 @@ use crate::ranks::{EvalRanks, run_on_ranks};
 use crate::reasoning::ReplyText;
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::run_id::RunId;
+use candlewick_runtime::terminal::{print_note, print_prompt};
 
 /// Options of `chat`.
 #[derive(Debug, Args)]
@@ -68,7 +69,7 @@ pub fn chat(model: &str, options: &ChatOptions, env: &RankEnv, hub: &Hub) -> Res
         let mut loader = ChatModelLoader { model, options, hub, ranks, device, clock, base: None };
         let lm = loader.load(options.compute.adapter.as_deref())?;
         let session = ranks.process.all_ok(options.session(lm))?;
-        let printer = ReplyPrinter::new(io::stdout(), options.thinking_style());
+        let printer = ReplyPrinter::of_stdout(options.thinking_style());
         Chat { session, loader, printer, interrupt: Interrupt::watch(ranks.process.size())? }.run()
     })
 }
@@ -160,7 +161,7 @@ impl Chat<'_> {
     fn next_line(&self, is_terminal: bool) -> Result<Option<String>> {
         let read = || {
             if is_terminal {
-                eprint!("> ");
+                print_prompt();
             }
             let line = io::stdin().lock().lines().next().transpose();
             let line = line.context("failed to read a line from stdin").context(ExitCode::Data)?;
@@ -176,7 +177,7 @@ impl Chat<'_> {
     /// Prints a line to stderr, on rank 0.
     fn note(&self, text: &str) {
         if self.is_first() {
-            eprintln!("{text}");
+            print_note(text);
         }
     }
 
@@ -217,7 +218,7 @@ impl Chat<'_> {
             Err(error) => {
                 // Another rank may have the cause.
                 if self.is_first() || classify(&error) != ExitCode::Peer {
-                    eprintln!("note: {error:#}; the chat continues with the loaded model");
+                    print_note(&format!("note: {error:#}; the chat continues with the loaded model"));
                 }
                 Ok(())
             }
@@ -257,14 +258,14 @@ impl Chat<'_> {
 /// Prints notes about a reply, and its speed.
 fn print_notes(ChatReply { answer, n_dropped, .. }: &ChatReply) {
     if *n_dropped > 0 {
-        eprintln!("note: the context is full: the oldest {n_dropped} messages were dropped");
+        print_note(&format!("note: the context is full: the oldest {n_dropped} messages were dropped"));
     }
     match answer.finish_reason {
-        FinishReason::Context => eprintln!("note: the answer ends where the model's context is full"),
-        FinishReason::Length => eprintln!("note: the answer ends at --max-new-tokens"),
+        FinishReason::Context => print_note("note: the answer ends where the model's context is full"),
+        FinishReason::Length => print_note("note: the answer ends at --max-new-tokens"),
         FinishReason::Stop | FinishReason::Interrupted => {}
     }
-    eprintln!("{}", answer.timings);
+    print_note(&answer.timings.to_string());
 }
 
 const NOT_PRINTED: &str = "failed to write to stdout";

@@ -24,7 +24,7 @@ use crate::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::process_group::ProcessGroup;
 use candlewick_runtime::run_id::RunId;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::{print_generated, print_note};
 
 /// Options of `generate`.
 #[derive(Debug, Args)]
@@ -210,15 +210,15 @@ impl GenerateArgs {
     /// Prints a reply, after its prompt if there are several.
     fn show(&self, n_answers: usize, prompt: &str, said: &GeneratedText) -> Result<()> {
         if said.finish_reason == FinishReason::Context {
-            eprintln!("note: the answer ends where the model's context is full");
+            print_note("note: the answer ends where the model's context is full");
         }
         match self.timings {
-            true => eprintln!("{}", serde_json::to_string(&said.timings)?),
-            false => eprintln!("{}", said.timings),
+            true => print_note(&serde_json::to_string(&said.timings)?),
+            false => print_note(&said.timings.to_string()),
         }
         match n_answers {
-            1 => print_line(&said.text),
-            _ => print_line(&format!("> {prompt}\n{}\n", said.text.trim())),
+            1 => print_generated(&said.text),
+            _ => print_generated(&format!("> {prompt}\n{}\n", said.text.trim())),
         }
     }
 }

@@ -17,6 +17,7 @@ use crate::lm::Lm;
 use crate::parallel_config::ParallelConfig;
 use crate::ranks::EvalRanks;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::terminal::print_note;
 
 /// Model and compute options.
 #[derive(Debug, Args)]
@@ -148,7 +149,7 @@ impl ComputeOptions {
     pub fn load(&self, name: &str, hub: &Hub) -> Result<Lm> {
         let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let folders = self.find(name, hub)?;
-        folders.notes.iter().for_each(|note| eprintln!("{note}"));
+        folders.notes.iter().for_each(|note| print_note(note));
         self.load_from(&folders, device, (ParallelConfig::SINGLE_RANK, &ParallelConfig::single_rank_groups()?))
     }
 
@@ -163,7 +164,7 @@ impl ComputeOptions {
         let process = &ranks.process;
         let folders = process.one_rank_per_node_first(|| self.find(name, hub))?;
         if process.is_first() {
-            folders.notes.iter().for_each(|note| eprintln!("{note}"));
+            folders.notes.iter().for_each(|note| print_note(note));
         }
         Ok(folders)
     }

@@ -1,8 +1,9 @@
 //! Printer of a chat's replies, with the thinking in another style than the content.
 
-use std::io::{self, Write};
+use std::io::{self, Stdout, Write};
 
 use anstream::{AutoStream, ColorChoice};
+use candlewick_runtime::terminal::GeneratedTextStyle;
 use clap::builder::styling::Style;
 
 use crate::reasoning::ReplyText;
@@ -10,6 +11,7 @@ use crate::reasoning::ReplyText;
 /// Prints replies as they are generated.
 pub(super) struct ReplyPrinter<W> {
     out: W,
+    text_style: GeneratedTextStyle,
     style: ThinkingStyle,
     /// True if the reply has printed thinking and no content.
     is_thinking: bool,
@@ -35,14 +37,20 @@ impl ThinkingStyle {
     }
 }
 
+impl ReplyPrinter<Stdout> {
+    pub(super) fn of_stdout(style: ThinkingStyle) -> Self {
+        Self::new(io::stdout(), GeneratedTextStyle::of_stdout(), style)
+    }
+}
+
 impl<W: Write> ReplyPrinter<W> {
-    pub(super) fn new(out: W, style: ThinkingStyle) -> Self {
-        Self { out, style, is_thinking: false }
+    fn new(out: W, text_style: GeneratedTextStyle, style: ThinkingStyle) -> Self {
+        Self { out, text_style, style, is_thinking: false }
     }
 
     /// Prints the newest part of a reply. An empty line separates the thinking from the content.
     pub(super) fn print(&mut self, text: &ReplyText) -> io::Result<()> {
-        let ReplyText { reasoning, content } = text;
+        let [reasoning, content] = [&text.reasoning, &text.content].map(|text| self.text_style.apply(text));
         if !reasoning.is_empty() && self.style != ThinkingStyle::Hidden {
             let style = if self.style == ThinkingStyle::Dimmed { Style::new().dimmed() } else { Style::new() };
             write!(self.out, "{style}{reasoning}{style:#}")?;
@@ -71,7 +79,7 @@ mod tests {
     #[track_caller]
     fn check(style: ThinkingStyle, want: &str) {
         let mut out = Vec::new();
-        let mut printer = ReplyPrinter::new(&mut out, style);
+        let mut printer = ReplyPrinter::new(&mut out, GeneratedTextStyle::Unchanged, style);
         let part =
             |reasoning: &str, content: &str| ReplyText { reasoning: reasoning.to_owned(), content: content.to_owned() };
         let replies = [vec![part("a", ""), part("b", "c"), part("", "d")], vec![part("e", "")], vec![part("", "f")]];
@@ -88,5 +96,18 @@ mod tests {
         check(ThinkingStyle::Hidden, "cd\n\nf\n");
         let dimmed = "\u{1b}[2ma\u{1b}[0m\u{1b}[2mb\u{1b}[0m\n\ncd\n\u{1b}[2me\u{1b}[0m\nf\n";
         check(ThinkingStyle::Dimmed, dimmed);
+    }
+
+    #[test]
+    fn control_characters_of_a_model_are_escaped_in_a_terminal() {
+        let reply = ReplyText { reasoning: "\u{1b}[2J".to_owned(), content: "a\u{9b}31m\n\u{202e}".to_owned() };
+        for (text_style, want) in [
+            (GeneratedTextStyle::Escaped, "\\u001b[2J\n\na\\u009b31m\n\\u202e"),
+            (GeneratedTextStyle::Unchanged, "\u{1b}[2J\n\na\u{9b}31m\n\u{202e}"),
+        ] {
+            let mut out = Vec::new();
+            ReplyPrinter::new(&mut out, text_style, ThinkingStyle::Plain).print(&reply).unwrap();
+            assert_eq!(String::from_utf8(out).unwrap(), want);
+        }
     }
 }

@@ -12,6 +12,7 @@ use crate::lm::Lm;
 use crate::reasoning::ReasoningFormat;
 use crate::serve::{self, ServeSettings};
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::terminal::print_note;
 
 /// Options of `serve`.
 #[derive(Debug, Args)]
@@ -93,7 +94,7 @@ impl ServeOptions {
         let mut models = vec![self.compute.load(model, hub)?];
         for LoraModule { path, .. } in &self.lora_modules {
             let (folder, note) = hub.adapter(path).map_err(not_found)?;
-            note.iter().for_each(|note| eprintln!("{note}"));
+            note.iter().for_each(|note| print_note(note));
             let adapted = models[0].with_adapter(Some(&folder));
             models.push(adapted.with_context(|| format!("failed to load the adapter {path}"))?);
         }
@@ -121,8 +122,8 @@ pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
     };
     let address = listener.local_addr().context("failed to read the server's address")?;
     if !address.ip().is_loopback() && settings.api_key.is_none() {
-        eprintln!("warning: other machines can send requests to {address} without a key; set --api-key");
+        print_note(&format!("warning: other machines can send requests to {address} without a key; set --api-key"));
     }
-    eprintln!("serving {} at http://{address}/v1", settings.model_names.join(", "));
+    print_note(&format!("serving {} at http://{address}/v1", settings.model_names.join(", ")));
     serve::serve(&models, listener, &settings)
 }

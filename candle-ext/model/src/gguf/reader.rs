@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
+use candlewick_text::files::open_regular_file;
 
 use super::architecture::Architecture;
 use super::tensor::{Arrangement, GgufTensor, Source, tensors};
@@ -26,7 +27,7 @@ pub struct GgufModel {
 impl GgufModel {
     /// Opens a file that holds the model of `config`.
     pub fn open(path: &Path, config: &Config) -> Result<Self, ModelError> {
-        let mut file = BufReader::new(File::open(path).map_err(ModelError::io("open", path))?);
+        let mut file = BufReader::new(open_regular_file(path).map_err(ModelError::io("open", path))?);
         let content = Content::read(&mut file)?;
         let model = Model::new(config.clone(), None)?;
         let mut by_param: HashMap<String, Vec<(String, Arrangement)>> = HashMap::new();

@@ -4,10 +4,13 @@ mod bars;
 mod downloads;
 mod lines;
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
+use candlewick_text::printable::printable;
 use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::terminal::print_note;
 
 pub use bars::{AboveBars, show_bar};
 pub use downloads::show_downloads;
@@ -57,13 +60,14 @@ impl WorkProgress {
         let display = DISPLAY.load(Ordering::Relaxed);
         let has_bar = display == ProgressDisplay::Bars as u8 && io::stderr().is_terminal();
         let has_lines = !has_bar && display != ProgressDisplay::Hidden as u8;
-        let bar = has_bar
-            .then(|| show_bar(ProgressBar::new(total as u64)).with_style(style(unit)).with_message(what.to_owned()));
+        let bar = has_bar.then(|| {
+            show_bar(ProgressBar::new(total as u64)).with_style(style(unit)).with_message(printable(what).into_owned())
+        });
         let name = match unit {
             ProgressUnit::Count(name) => name,
             ProgressUnit::Bytes => "MB",
         };
-        let lines = has_lines.then(|| ProgressLines::new(what, name, print_line));
+        let lines = has_lines.then(|| ProgressLines::new(what, name, |line| print_note(&line)));
         let progress = Self { bar, lines, unit, done: AtomicUsize::new(0), total: AtomicUsize::new(total) };
         progress.set(0, total);
         progress
@@ -110,9 +114,4 @@ fn style(unit: ProgressUnit) -> ProgressStyle {
         ProgressUnit::Bytes => "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}".to_owned(),
     };
     ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar())
-}
-
-fn print_line(line: String) {
-    // A closed pipe is no reason to stop the work.
-    let _ = AboveBars.write_all(format!("{line}\n").as_bytes());
 }

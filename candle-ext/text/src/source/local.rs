@@ -10,6 +10,7 @@ use super::{
     ConcatSource, DatasetCard, ReadOptions, RowSource, SliceSource, SourceError, SourceFiles, SourceWithFiles,
     SplitSlice,
 };
+use crate::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use crate::suggestion::nearest;
 
 /// Request for rows of a local data set.
@@ -158,7 +159,7 @@ fn of_themselves(files: Vec<PathBuf>) -> SourceFiles {
 fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<SourceFiles, SourceError> {
     let wrong = |problem| SourceError::not_available(folder.display(), problem);
     let data_files = patterns_of(&request.data_files, split).map_err(wrong)?;
-    let card = std::fs::read_to_string(folder.join("README.md")).ok();
+    let card = read_regular_text_file(&folder.join("README.md"), MAX_CONFIG_FILE_BYTES).ok();
     let card = card.as_deref().and_then(DatasetCard::parse);
     let query = SplitQuery {
         split,

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 
 use super::{SourceError, decompress};
+use crate::files::open_regular_file;
 
 const UTF8_MARK: &[u8] = &[0xEF, 0xBB, 0xBF];
 
@@ -71,7 +72,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<File, SourceError> {
         let problem = "it is a pipe, a device or a folder, not a regular file";
         return Err(SourceError::invalid_data(path.display(), problem, "write the rows to a file first"));
     }
-    File::open(path).map_err(|e| SourceError::io(path, e))
+    open_regular_file(path).map_err(|e| SourceError::io(path, e))
 }
 
 pub(crate) fn find_newline(bytes: &[u8]) -> Option<usize> {

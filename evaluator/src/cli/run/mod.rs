@@ -32,6 +32,7 @@ use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::run_id::RunId;
+use candlewick_runtime::terminal::print_note;
 
 #[derive(Debug, Args)]
 pub(super) struct RunArgs {
@@ -184,7 +185,7 @@ impl RunArgs {
     /// Prints the tasks' data files, warnings about options without effect, and the first prompts with `--write-out`.
     fn print_notes(&self, evaluation: &Evaluation) {
         if !self.is_quiet() {
-            evaluation.data_descriptions().for_each(|line| eprintln!("{line}"));
+            evaluation.data_descriptions().for_each(|line| print_note(&line));
         }
         if self.limit.is_some() {
             tracing::warn!("{LIMIT_WARNING}");
@@ -198,7 +199,7 @@ impl RunArgs {
             tracing::warn!("--seed: with three seeds the few-shot seed is 1234");
         }
         if self.write_out {
-            evaluation.first_prompts().for_each(|text| eprintln!("{text}"));
+            evaluation.first_prompts().for_each(|text| print_note(&text));
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow};
 use candlewick_inference::lm::Lm;
 use candlewick_runtime::run_id::RunId;
-use candlewick_runtime::stdout::print_line;
+use candlewick_runtime::terminal::{print_line, print_note};
 use serde_json::{Map, Value as Json, json};
 
 use super::RunArgs;
@@ -70,10 +70,10 @@ impl RunArgs {
     ) -> Result<()> {
         if let Some(output) = output {
             let path = output.write_results(results)?;
-            eprintln!("{}", path.display());
+            print_note(&path.display().to_string());
             let sample_bytes = self.report_samples << 20;
             let page = HtmlReport { results, runs, command: &command(), sample_bytes }.html()?;
-            eprintln!("{}", output.write_report(&page)?.display());
+            print_note(&output.write_report(&page)?.display().to_string());
         }
         if self.json {
             return print_line(&serde_json::to_string_pretty(results)?);

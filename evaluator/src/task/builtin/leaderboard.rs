@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use serde_json::{Value as Json, json};
 
 use super::hendrycks_math::{is_equivalent, last_boxed};
@@ -203,7 +204,8 @@ fn plain_answer(answer: &str) -> Result<String, String> {
 fn returned_list(function: &PythonFunction) -> Result<Vec<Doc>, String> {
     let (path, name) = function.name.rsplit_once('.').ok_or("it names no function")?;
     let path = Path::new(path).with_extension("py");
-    let text = std::fs::read_to_string(&path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+    let text = read_regular_text_file(&path, MAX_CONFIG_FILE_BYTES)
+        .map_err(|error| format!("cannot read {}: {error}", path.display()))?;
     let body = text.split_once(&format!("def {name}(")).map(|(_, body)| body);
     let list = body.and_then(|body| body.split_once("return ")).map(|(_, list)| list);
     let list = list.ok_or_else(|| format!("{} has no function {name} that returns a list", path.display()))?;

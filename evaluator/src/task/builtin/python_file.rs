@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file};
 use sha2::{Digest, Sha256};
 
 use crate::task::error::ConfigError;
@@ -41,7 +42,9 @@ pub(super) fn check(function: &PythonFunction, built_in: &str) -> Result<(), Con
     let Some((path, _)) = function.name.rsplit_once('.') else { return Ok(()) };
     let module = built_in.rsplit_once('.').map_or(built_in, |(module, _)| module);
     let Some((_, known)) = KNOWN.iter().find(|(name, _)| *name == module) else { return Ok(()) };
-    let Ok(bytes) = std::fs::read(Path::new(path).with_extension("py")) else { return Ok(()) };
+    let Ok(bytes) = read_regular_file(&Path::new(path).with_extension("py"), MAX_CONFIG_FILE_BYTES) else {
+        return Ok(());
+    };
     if hex(&Sha256::digest(&bytes)) == *known {
         return Ok(());
     }

@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(left_behind.read(&mut [0]).unwrap(), 0);
     }
 
-    /// Each operation on FILE outside of the working folder fails, and the program goes on.
+    /// Each operation on FILE outside of the working folder fails, and the program continues.
     const OUTSIDE: &str = r#"
 import os
 def fails(operation, *arguments):

@@ -65,9 +65,8 @@ pub(crate) const FILES: &[File] = &[
     file("adapter", "adapter/adapter_model.safetensors", ADAPTED, &[6], &[]),
     file("data", "chats.jsonl", TRAIN, &[3], &[]),
     file("data", "questions.jsonl", RUN, &[3], &[]),
-    // A pipe is read until its writer ends.
-    file("data", "requests.jsonl", ANSWER, &[2, 3], &["empty", "fifo"]),
-    file("recipe", "recipe.yaml", CHECK, &[2], &["cut", "fifo"]),
+    file("data", "requests.jsonl", ANSWER, &[2, 3], &["empty"]),
+    file("recipe", "recipe.yaml", CHECK, &[2], &["cut"]),
     // A folder is searched for tasks.
     file("task", "task.yaml", RUN, &[2, 3], &["cut", "folder"]),
 ];
@@ -202,7 +201,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         apply: |path| write(path, "{{ raise_exception('\x1b[31mred\u{202e}') }}"),
         command: GENERATE,
         code: 3,
-        words: &["\\u{1b}[31mred\\u{202e}"],
+        words: &["\\u001b[31mred\\u202e"],
     },
     Attack {
         name: "a task that doubles a list 60 times",
@@ -274,10 +273,81 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack {
         name: "a pipe as --samples",
         path: "samples.json",
-        apply: |path| mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap(),
+        apply: pipe,
         command: &with_task("--samples", "samples.json"),
         code: 2,
         words: &["samples.json", "a pipe"],
+    },
+    Attack {
+        name: "a pipe as the base of a recipe",
+        path: "base.yaml",
+        apply: |path| {
+            pipe(path);
+            let recipe = path.with_file_name("recipe.yaml");
+            write(&recipe, format!("base: base.yaml\n{}", fs::read_to_string(&recipe).unwrap()));
+        },
+        command: CHECK,
+        code: 2,
+        words: &["recipe.yaml:1", "a named pipe"],
+    },
+    Attack {
+        name: "a pipe as --messages",
+        path: "messages.json",
+        apply: pipe,
+        command: &["evaluator", "generate", "--model", "model", "--messages", "messages.json"],
+        code: 3,
+        words: &["messages.json", "a named pipe"],
+    },
+    Attack {
+        name: "a pipe as run.json",
+        path: "run/run.json",
+        apply: pipe,
+        command: &["trainer", "config", "diff", "recipe.yaml", "run"],
+        code: 2,
+        words: &["run/run.json", "a named pipe"],
+    },
+    Attack {
+        name: "a list as run.json",
+        path: "run/run.json",
+        apply: |path| {
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            write(path, "[]");
+        },
+        command: &["trainer", "config", "diff", "recipe.yaml", "run"],
+        code: 2,
+        words: &["run/run.json", "expected a recipe, or the output_dir of a run"],
+    },
+    Attack {
+        name: "a pipe as the metrics of a report",
+        path: "run/metrics.jsonl",
+        apply: pipe,
+        command: &["trainer", "report", "run"],
+        code: 3,
+        words: &["run/metrics.jsonl", "a pipe"],
+    },
+    Attack {
+        name: "a pipe as the metrics of a summary",
+        path: "run/metrics.jsonl",
+        apply: pipe,
+        command: &["trainer", "watch", "--once", "run"],
+        code: 3,
+        words: &["run/metrics.jsonl", "a pipe"],
+    },
+    Attack {
+        name: "a pipe as a kept batch",
+        path: "step-000001.json",
+        apply: pipe,
+        command: &["trainer", "replay", "recipe.yaml", "step-000001.json"],
+        code: 3,
+        words: &["step-000001.json", "a pipe"],
+    },
+    Attack {
+        name: "a pipe as the metrics of a run",
+        path: "run/metrics.jsonl",
+        apply: pipe,
+        command: &["trainer", "train", "recipe.yaml", "output_dir=run"],
+        code: 1,
+        words: &["run/metrics.jsonl", "a pipe that no process reads"],
     },
     Attack {
         name: "a generation key twice",
@@ -354,6 +424,12 @@ fn endless(expression: &str, n: usize) -> String {
 
 fn write(path: &Path, bytes: impl AsRef<[u8]>) {
     fs::write(path, bytes).unwrap();
+}
+
+/// Creates a named pipe without a writer.
+fn pipe(path: &Path) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap();
 }
 
 fn append(path: &Path, text: &str) {

@@ -32,6 +32,12 @@ pub(in crate::cli) struct WordedSetting {
     pub(in crate::cli) origin: String,
 }
 
+/// The part of run.json that has the settings.
+#[derive(Deserialize)]
+struct SavedReport {
+    plan: SavedPlan,
+}
+
 /// The part of a plan that run.json must have.
 #[derive(Deserialize)]
 struct SavedPlan {
@@ -70,9 +76,7 @@ impl ResolvedSettings {
             anyhow!("failed to read the settings in {}: {reason}; {advice}", file.display()).context(ExitCode::Usage)
         };
         let bytes = read_file_or_pipe(&file, MAX_CONFIG_FILE_BYTES).map_err(|error| unusable(error.to_string()))?;
-        let mut report: Value = serde_json::from_slice(&bytes).map_err(|error| unusable(error.to_string()))?;
-        let plan: SavedPlan =
-            serde_json::from_value(report["plan"].take()).map_err(|error| unusable(format!("plan: {error}")))?;
+        let SavedReport { plan } = serde_json::from_slice(&bytes).map_err(|error| unusable(error.to_string()))?;
         let place = |mut list: Vec<WordedSetting>| {
             list.iter_mut().for_each(|s| s.origin = in_words(std::mem::take(&mut s.origin), &plan.recipe));
             list

@@ -71,7 +71,8 @@ fn show(plan: &Plan, hub: &Hub, args: &PreprocessArgs) -> Result<ExitCode> {
     let written = match (args.json, args.output_format) {
         (true, _) => {
             let printer = TokenPrinter::new(&assets.tokenizer, Marking::Brackets);
-            writeln!(out, "{:#}", summary(&prepared, &shown, &printer, args.show))
+            let summary = summary(&prepared, &shown, &printer, args.show);
+            writeln!(out, "{}", printable(&format!("{summary:#}")))
         }
         (false, OutputFormat::Json) => {
             let steps = steps(plan, &prepared, args.steps)?;
@@ -122,8 +123,8 @@ fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<Vec<Glo
 fn write_statistics(out: &mut impl Write, plan: &Plan, prepared: &PreparedData, shown: &ShownData) -> io::Result<()> {
     prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
     match shown.is_chunk {
-        true => writeln!(out, "\nthe first chunk of the stream:\n{}", shown.report)?,
-        false => writeln!(out, "\n{}\n{}", prepared.token_stats, shown.report)?,
+        true => writeln!(out, "\nthe first chunk of the stream:\n{}", printable(&shown.report.to_string()))?,
+        false => writeln!(out, "\n{}", printable(&format!("{}\n{}", prepared.token_stats, shown.report)))?,
     }
     let stream = stream(plan, prepared).map_err(io::Error::other)?;
     plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
@@ -143,7 +144,7 @@ fn write_samples(
         let (ids, is_target) = tokens(dataset, index);
         let n_targets = is_target.iter().filter(|is_target| **is_target).count();
         let (place, n_tokens) = (dataset.locate(index), ids.len());
-        writeln!(out, "--- sample {}: {place}, {n_tokens} tokens, {n_targets} targets", number + 1)?;
+        writeln!(out, "--- sample {}: {}, {n_tokens} tokens, {n_targets} targets", number + 1, printable(&place))?;
         writeln!(out, "{}", printer.text(&ids, &is_target))?;
     }
     Ok(())

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use serde_json::{Map, Value as Json, json};
 
 use crate::convert::converter::Converter;
@@ -86,7 +87,7 @@ fn find(file_folder: &Path, folder: &str) -> Option<(PathBuf, Map<String, Json>)
     let here = PathBuf::from(folder);
     let above = file_folder.ancestors().map(|ancestor| ancestor.join(folder));
     let found = std::iter::once(here).chain(above).find(|folder| folder.join(INFO).is_file())?;
-    let text = std::fs::read_to_string(found.join(INFO)).ok()?;
+    let text = read_regular_text_file(&found.join(INFO), MAX_CONFIG_FILE_BYTES).ok()?;
     match serde_json::from_str(&text).ok()? {
         Json::Object(sets) => Some((found, sets)),
         _ => None,

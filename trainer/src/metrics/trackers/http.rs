@@ -60,6 +60,11 @@ impl UploadError {
     }
 }
 
+/// Returns a field of a response; null if it has none, or is no object.
+pub(super) fn into_field(mut response: Value, name: &str) -> Value {
+    response.get_mut(name).map(Value::take).unwrap_or_default()
+}
+
 impl HttpClient {
     /// Creates a client of the server at `base_url`.
     pub(super) fn new(base_url: &str, credentials: Credentials) -> Result<Self, UploadError> {
@@ -121,7 +126,8 @@ impl HttpClient {
         }))
     }
 
-    fn redacted(&self, error: UploadError) -> UploadError {
+    /// Removes the credentials from an error.
+    pub(super) fn redacted(&self, error: UploadError) -> UploadError {
         let redact = |reason: String| self.credentials.redact(&reason);
         match error {
             UploadError::Temporary { reason, retry_after } => {

@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use candlewick_runtime::exit::ExitCode;
 use serde_json::{Map, Value, json};
 
-use super::http::{HttpClient, UploadError};
+use super::http::{HttpClient, UploadError, into_field};
 use super::uploader::{RemoteRun, UploadRow, Uploader};
 use crate::metrics::console::Terminal;
 use crate::metrics::description::RunDescription;
@@ -198,7 +198,7 @@ impl MlflowRun {
     /// Returns the run of `MLFLOW_RUN_ID`, the run of an earlier process, or a new run.
     fn find_or_create(&self) -> Result<Value, UploadError> {
         if let Some(id) = &self.plan.run_id {
-            return Ok(self.client.get(&format!("{API}/runs/get"), ("run_id", id))?["run"].take());
+            return Ok(into_field(self.client.get(&format!("{API}/runs/get"), ("run_id", id))?, "run"));
         }
         let experiment = self.experiment()?;
         self.existing_run(&experiment)?.map_or_else(|| self.create_run(&experiment), Ok)
@@ -225,8 +225,8 @@ impl MlflowRun {
     fn existing_run(&self, experiment: &str) -> Result<Option<Value>, UploadError> {
         let filter = format!("tags.`{RUN_ID_TAG}` = '{}'", self.tag);
         let body = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
-        let mut found = self.post("runs/search", &body)?;
-        Ok(found["runs"].get_mut(0).map(Value::take))
+        let mut runs = into_field(self.post("runs/search", &body)?, "runs");
+        Ok(runs.get_mut(0).map(Value::take))
     }
 
     fn create_run(&self, experiment: &str) -> Result<Value, UploadError> {
@@ -239,7 +239,7 @@ impl MlflowRun {
             "start_time": self.start_time,
             "tags": tags,
         });
-        Ok(self.post("runs/create", &body)?["run"].take())
+        Ok(into_field(self.post("runs/create", &body)?, "run"))
     }
 
     /// Logs the parameters that the run does not have. A parameter of an MLflow run cannot change.

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
+
 use crate::metrics::Secret;
 
 /// The variables `WANDB_*` and `MLFLOW_*`, and the user's netrc file.
@@ -27,7 +29,8 @@ impl TrackingEnv {
         let mut all: BTreeMap<String, String> = variables.into_iter().filter(|(_, value)| !value.is_empty()).collect();
         let home = all.get("HOME").map(|home| PathBuf::from(home).join(".netrc"));
         let netrc = all.get("NETRC").map(PathBuf::from).or(home);
-        let netrc = netrc.and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
+        let netrc =
+            netrc.and_then(|path| read_regular_text_file(&path, MAX_CONFIG_FILE_BYTES).ok()).unwrap_or_default();
         all.retain(|name, _| name.starts_with("WANDB_") || name.starts_with("MLFLOW_"));
         Self { variables: all, netrc }
     }

@@ -249,9 +249,7 @@ impl<'a> Session<'a> {
 
     /// Updates run.json. A failed write only warns, because the run can still save checkpoints.
     pub(super) fn update_run_json(&mut self, change: impl FnOnce(&mut RunReport)) {
-        if let Err(error) = self.run_json.update(change) {
-            tracing::warn!("failed to write run.json: {error}");
-        }
+        self.run_json.update_or_warn(change);
     }
 
     /// Fails if a run that succeeded otherwise could not write all of its metrics.

@@ -6,7 +6,7 @@ use candlewick_runtime::exit::ExitCode;
 use serde_json::{Value, json};
 
 use super::files::{FileFields, WandbFolder, step_of};
-use crate::metrics::trackers::http::{HttpClient, UploadError};
+use crate::metrics::trackers::http::{HttpClient, UploadError, into_field};
 use crate::metrics::trackers::uploader::{RemoteRun, UploadRow};
 
 /// The metrics of a step as a line of W&B's history.
@@ -156,10 +156,13 @@ impl WandbRun {
     /// Runs an operation and returns its data.
     fn graphql(&self, name: &str, query: &str, variables: Value) -> Result<Value, UploadError> {
         let body = json!({"operationName": name, "query": query, "variables": variables});
-        let mut response = self.client.post("/graphql", &body)?;
+        let response = self.client.post("/graphql", &body)?;
         match response["errors"][0]["message"].as_str() {
-            Some(message) => Err(UploadError::Refused { status: 200, reason: format!("{name}: {message}") }),
-            None => Ok(response["data"].take()),
+            Some(message) => {
+                let reason = format!("{name}: {message}");
+                Err(self.client.redacted(UploadError::Refused { status: 200, reason }))
+            }
+            None => Ok(into_field(response, "data")),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use candlewick_runtime::exit::ExitCode;
-use candlewick_text::files::write_durably;
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, write_durably};
 use prost::Message;
 use serde_json::{Map, Value};
 
@@ -51,7 +51,7 @@ impl WandbFolder {
 
     /// Returns the rows of the `.wandb` file with steps up to `last_step`; none if there is no file.
     pub(super) fn rows(&self, last_step: i64) -> Vec<FileFields> {
-        let bytes = fs::read(self.file()).unwrap_or_default();
+        let bytes = read_regular_file(&self.file(), MAX_GENERATED_FILE_BYTES).unwrap_or_default();
         let records = decode(&bytes).into_iter().filter_map(|record| WandbRecord::decode(&record[..]).ok());
         let rows = records.filter_map(|record| Some(fields(&record.history?)));
         rows.filter(|row| step_of(row).is_some_and(|step| step <= last_step)).collect()
