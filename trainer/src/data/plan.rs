@@ -139,6 +139,9 @@ pub struct SourcePlan {
     pub sampling: Sampling,
     /// Seeds the sampling of rows.
     pub sample_seed: u64,
+    /// The rows whose nested null fields are removed: all, none, or those of Parquet files (`None`).
+    #[serde(default)]
+    pub remove_none_values: Option<bool>,
     /// The query whose result has the rows; `None` reads `name_or_path`.
     #[serde(default)]
     pub snowflake: Option<SnowflakePlan>,

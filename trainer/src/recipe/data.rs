@@ -231,6 +231,9 @@ pub struct SourceOptions {
     pub content_key: Option<String>,
     /// The column of plain text. Default `text`.
     pub column: Option<String>,
+    /// Removes null fields of nested structs, such as tool schemas and arguments of tool calls, as TRL's function of this name.
+    /// Parquet adds them, because all structs of a column have the same fields. Default: true for Parquet, else false.
+    pub remove_none_values: Option<bool>,
     /// The SQL query of `type: snowflake`.
     pub sql: Option<String>,
     /// The table of `type: snowflake`: `table`, `schema.table` or `database.schema.table`.

@@ -163,6 +163,7 @@ pub(crate) fn source(path: &Path) -> SourcePlan {
         sample_seed: 42,
         snowflake: None,
     }
+        remove_none_values: None,
 }
 
 pub(crate) fn chat(question: &str, answer: &str) -> String {

@@ -66,6 +66,7 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKi
         content_key: source.content_key.clone(),
         column: source.column.clone(),
         apply_chat_template: source.apply_chat_template.unwrap_or(true),
+        remove_none_values: source.remove_none_values,
         sampling: sampling(resolver, path, source),
         sample_seed: source.sample_seed.map_or(42, |seed| seed.0 as u64),
         snowflake,
