@@ -98,6 +98,9 @@ pub struct StreamingPlan {
 }
 
 /// One data set, or a part of one.
+/// The format of tokenized rows.
+pub(crate) const TOKEN_IDS: &str = "token_ids";
+
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourcePlan {
     /// A file, a folder or a Hub id, with an optional suffix `:split` or `:split[10:20]`.
@@ -148,6 +151,13 @@ pub struct SourcePlan {
 }
 
 /// A query of Snowflake.
+impl SourcePlan {
+    /// Returns true if the rows are token ids.
+    pub(crate) fn is_tokenized(&self) -> bool {
+        self.format.as_deref() == Some(TOKEN_IDS)
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnowflakePlan {
     /// The SQL statement.

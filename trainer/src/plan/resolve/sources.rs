@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::resolver::Resolver;
 use super::snowflake;
-use crate::data::{DataKind, Sampling, SourcePlan};
+use crate::data::{DataKind, Sampling, SourcePlan, TOKEN_IDS};
 use crate::recipe::{DataSource, HumanFloat, JsonMap, SourceOptions, SourceType};
 
 /// Returns the training sources, the evaluation sources, and the held-out fraction of the training data.
@@ -169,9 +169,6 @@ fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind:
         check_format(resolver, &format!("{path}.format"), format);
     }
 }
-
-/// The format of tokenized rows.
-const TOKEN_IDS: &str = "token_ids";
 
 /// Returns the name of the row format. `process: false` is ArcticTraining's name of `token_ids`.
 fn format(resolver: &mut Resolver, path: &str, source: &SourceOptions) -> Option<String> {
