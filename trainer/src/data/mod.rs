@@ -47,7 +47,7 @@ pub use mixture::SourceCounts;
 pub(crate) use plan::TOKEN_IDS;
 pub use plan::{
     DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, Sampling, SnowflakePlan,
-    SourcePlan, StoppingStrategy, StreamingPlan, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
+    SourcePlan, StoppingStrategy, StreamingPlan, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages,
 };
 pub use prepare::{PreparedData, prepare, prepare_stream_until, prepare_until};
 pub use report::{DataReport, LengthBin, LengthHistogram};

@@ -48,8 +48,9 @@ pub struct DataPlan {
     pub ignore_empty_think: bool,
     /// True trains on empty answers, false masks them.
     pub train_on_empty_answers: bool,
-    /// The handling of rows with tool calls that the chat template does not render.
-    pub unrendered_tool_calls: UnrenderedToolCalls,
+    /// The handling of rows with messages or tool calls that the chat template does not render.
+    #[serde(alias = "unrendered_tool_calls")]
+    pub unrendered_messages: UnrenderedMessages,
     /// True adds BOS before a text that no template renders. `None`: the tokenizer's setting.
     pub add_bos_token: Option<bool>,
     /// True adds EOS after a text that no template renders.
@@ -97,10 +98,10 @@ pub struct StreamingPlan {
     pub buffer_size: usize,
 }
 
-/// One data set, or a part of one.
 /// The format of tokenized rows.
 pub(crate) const TOKEN_IDS: &str = "token_ids";
 
+/// One data set, or a part of one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourcePlan {
     /// A file, a folder or a Hub id, with an optional suffix `:split` or `:split[10:20]`.
@@ -138,19 +139,18 @@ pub struct SourcePlan {
     /// False renders prompts and completions without the chat template.
     #[serde(default = "yes")]
     pub apply_chat_template: bool,
+    /// The rows whose nested null fields are removed: all, none, or those of Parquet files (`None`).
+    #[serde(default)]
+    pub remove_none_values: Option<bool>,
     /// The rows of the source that are used.
     pub sampling: Sampling,
     /// Seeds the sampling of rows.
     pub sample_seed: u64,
-    /// The rows whose nested null fields are removed: all, none, or those of Parquet files (`None`).
-    #[serde(default)]
-    pub remove_none_values: Option<bool>,
     /// The query whose result has the rows; `None` reads `name_or_path`.
     #[serde(default)]
     pub snowflake: Option<SnowflakePlan>,
 }
 
-/// A query of Snowflake.
 impl SourcePlan {
     /// Returns true if the rows are token ids.
     pub(crate) fn is_tokenized(&self) -> bool {
@@ -158,6 +158,7 @@ impl SourcePlan {
     }
 }
 
+/// A query of Snowflake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnowflakePlan {
     /// The SQL statement.
@@ -293,15 +294,15 @@ pub enum Truncation {
     Split,
 }
 
-/// The handling of rows with tool calls that the chat template does not render.
+/// The handling of rows with messages or tool calls that the chat template does not render.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum UnrenderedToolCalls {
+pub enum UnrenderedMessages {
     /// The run fails and reports their number and the first row.
     Error,
     /// Drops the rows.
     Drop,
-    /// Masks the turns with these calls in the loss.
+    /// Masks these turns in the loss.
     Mask,
 }
 
