@@ -1,10 +1,14 @@
-"""Writes candle-ext/text/tests/fixtures/chat.parquet: nested messages over two row groups.
+"""Writes Parquet files to candle-ext/text/tests/fixtures.
+
+chat.parquet has nested messages over two row groups. tools.parquet has the rows of tools.jsonl: tools and arguments
+with different keys, which Parquet gives to every row, as nulls.
 
 Needs pyarrow. Run from the repository's root:
 
     python tests/reference/parquet_fixture.py
 """
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -47,13 +51,41 @@ def schema():
     )
 
 
+def tool_row(name, arguments, properties):
+    function = {"name": name, "arguments": arguments}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    definition = {"name": name, "description": f"{name} it", "parameters": schema}
+    return {
+        "messages": [
+            {"role": "user", "content": f"Please {name}."},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "It is 3."},
+        ],
+        "tools": [{"type": "function", "function": definition}],
+    }
+
+
+def tool_rows():
+    text, integer = {"type": "string"}, {"type": "integer", "description": "a number"}
+    yield tool_row("weather", {"city": "Oslo"}, {"city": text})
+    yield tool_row("add", {"a": 1, "b": 2}, {"a": integer, "b": integer})
+
+
 def main():
-    root = Path(__file__).resolve().parents[2]
-    out = root / "candle-ext/text/tests/fixtures/chat.parquet"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(__file__).resolve().parents[2] / "candle-ext/text/tests/fixtures"
+    folder.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(list(rows()), schema=schema())
-    pq.write_table(table, out, row_group_size=3, compression="zstd")
-    print(out, out.stat().st_size, "bytes")
+    pq.write_table(table, folder / "chat.parquet", row_group_size=3, compression="zstd")
+    write_tools(folder)
+    for name in ["chat.parquet", "tools.parquet"]:
+        print(folder / name, (folder / name).stat().st_size, "bytes")
+
+
+def write_tools(folder):
+    lines = [json.dumps(row) + "\n" for row in tool_rows()]
+    (folder / "tools.jsonl").write_text("".join(lines))
+    pq.write_table(pa.Table.from_pylist(list(tool_rows())), folder / "tools.parquet", compression="zstd")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ use candlewick_text::render::render_prompt;
 use serde_json::Value as Json;
 
 use crate::generate::GenerateOptions;
-use crate::lm::{GeneratedText, Lm};
+use crate::lm::{GeneratedText, Lm, warn_of_unrendered_parts};
 use crate::reasoning::{ReasoningParser, ReplyText};
 use candlewick_runtime::exit::ExitCode;
 
@@ -53,13 +53,21 @@ impl ChatSession {
     /// Sets the system message, or removes it if `text` is empty.
     pub fn set_system(&mut self, text: &str) {
         self.system = (!text.is_empty()).then(|| Message::new("system", text));
+        self.warn_of_unrendered_system();
     }
 
     /// Continues the conversation with another model, which must have a chat template.
     pub fn set_model(&mut self, lm: Lm) -> Result<()> {
         lm.chat_template()?;
         self.lm = lm;
+        self.warn_of_unrendered_system();
         Ok(())
+    }
+
+    fn warn_of_unrendered_system(&self) {
+        if let (Some(system), Some(template)) = (&self.system, self.lm.template()) {
+            warn_of_unrendered_parts(template, &Conversation::new([system.clone(), Message::new("user", "question")]));
+        }
     }
 
     /// Removes the last turn and returns the user's message, or `None` if there is no turn.

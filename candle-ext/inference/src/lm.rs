@@ -14,7 +14,7 @@ use candlewick_ops::AttentionChoice;
 use candlewick_parallel::{Engine, EngineSpec, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, render_chat, render_prompt};
-use candlewick_text::template::{ChatTemplate, Clock};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, Clock};
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -289,9 +289,18 @@ pub fn answer_chat(
     options: &GenerateOptions,
     on_text: &mut OnText,
 ) -> Result<GeneratedText> {
-    let prompt = render_prompt(tokenizer, template, &template.with_parsed_tool_arguments(chat))?;
+    let prompt = render_prompt(tokenizer, template, &template.adapt(chat))?;
     let stop = stops(tokenizer).into_iter().chain(end_of_turn(tokenizer, template)).collect::<Vec<_>>();
     answer(engine, tokenizer, &prompt, &stop, options, on_text)
+}
+
+/// Logs a warning if the chat template does not render the whole conversation.
+pub(crate) fn warn_of_unrendered_parts(template: &ChatTemplate, chat: &Conversation) {
+    let chat = template.adapt(chat);
+    let parts = template.unrendered_parts(&chat, AddGenerationPrompt::Yes).describe(&chat);
+    if !parts.is_empty() {
+        tracing::warn!("the chat template does not render {}: the model does not see it", parts.join(", "));
+    }
 }
 
 /// Generates a completion of `prompt` with the model in `engine`, up to a stop token of the tokenizer.
@@ -347,8 +356,13 @@ pub(crate) fn with_variables(template: ChatTemplate, variables: &Map<String, Jso
 
 /// Returns the template's end-of-turn token, if it has one. It may differ from the tokenizer's EOS.
 pub(crate) fn end_of_turn(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<u32> {
-    let chat = Conversation::new([Message::new("user", "a"), Message::new("assistant", "b")]);
-    let sample = render_chat(tokenizer, template, &chat, RenderOptions::default()).ok()?;
+    let turns = [Message::new("system", "s"), Message::new("user", "a"), Message::new("assistant", "b")];
+    // Some templates reject a system message, others require it.
+    let render = |turns: &[Message]| {
+        let chat = Conversation::new(turns.iter().cloned());
+        render_chat(tokenizer, template, &chat, RenderOptions::default()).ok()
+    };
+    let sample = render(&turns[1..]).or_else(|| render(&turns))?;
     let last = sample.is_target.iter().rposition(|is_target| *is_target)?;
     Some(sample.ids[last]).filter(|id| tokenizer.is_special(*id))
 }

@@ -75,6 +75,16 @@ impl ChatRole {
             _ => None,
         }
     }
+
+    /// Returns the name that most chat templates have for this role.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::System => "system",
+            Self::User => "user",
+            Self::Assistant => "assistant",
+            Self::Tool => "tool",
+        }
+    }
 }
 
 /// Reason why a JSON object is not a message.
@@ -129,6 +139,12 @@ impl Message {
     #[must_use]
     pub fn with(mut self, key: impl Into<String>, value: Json) -> Self {
         self.0.insert(key.into(), value);
+        self
+    }
+
+    /// Removes the reasoning.
+    pub(crate) fn without_reasoning(mut self) -> Self {
+        self.0.retain(|key, _| !REASONING.contains(&key.as_str()));
         self
     }
 

@@ -16,7 +16,12 @@ pub enum SampleWarning {
     TokenSpansPromptBoundary,
     /// A role that chat templates do not define.
     UnknownRole,
+    /// A message whose content the chat template omits.
+    MessageNotRendered,
 }
+
+/// Warnings about messages and responses that the text lacks.
+const UNRENDERED: [SampleWarning; 2] = [SampleWarning::ResponseNotRendered, SampleWarning::MessageNotRendered];
 
 /// Set of [`SampleWarning`]s, stored as a bit mask.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,11 +33,14 @@ impl SampleWarning {
     pub fn describe(self, template: &str) -> String {
         match self {
             Self::EmptyResponse => "hold an empty answer".to_owned(),
-            Self::ResponseNotRendered => format!("hold tool calls that {template} does not render"),
+            Self::ResponseNotRendered => {
+                format!("hold tool calls, or answers of reasoning alone, that {template} does not render")
+            }
             Self::ToolDefinitionsNotRendered => format!("offer tools that {template} does not render"),
             Self::ReasoningNotRendered => format!("hold reasoning that {template} never renders"),
             Self::TokenSpansPromptBoundary => "hold an answer whose first token begins in the prompt".to_owned(),
             Self::UnknownRole => "hold roles that chat templates do not know".to_owned(),
+            Self::MessageNotRendered => format!("hold messages whose content {template} does not render"),
         }
     }
 
@@ -55,6 +63,18 @@ impl SampleWarnings {
     /// Returns true if the set contains `warning`.
     pub fn contains(self, warning: SampleWarning) -> bool {
         self.0 & warning.bit() != 0
+    }
+
+    /// Returns true if a message or a response is not rendered. Then the answers have another context than in the data, or
+    /// are missing.
+    pub fn has_unrendered(self) -> bool {
+        UNRENDERED.into_iter().any(|warning| self.contains(warning))
+    }
+
+    /// Returns the words that complete "these rows ...", about messages and responses that are not rendered.
+    pub fn describe_unrendered(self, template: &str) -> String {
+        let found = UNRENDERED.into_iter().filter(|warning| self.contains(*warning));
+        found.map(|warning| warning.describe(template)).collect::<Vec<_>>().join(", or ")
     }
 
     /// Returns the set as a number, for storage.

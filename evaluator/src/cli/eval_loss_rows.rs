@@ -2,7 +2,7 @@
 
 use anyhow::{Result, anyhow};
 use candlewick_text::render::Sample;
-use candlewick_text::sample_warning::SampleWarning;
+use candlewick_text::sample_warning::{SampleWarning, SampleWarnings};
 
 use candlewick_runtime::exit::ExitCode;
 
@@ -26,6 +26,8 @@ pub(super) struct EvalLossRows {
     found: [FindingCount; FINDINGS.len()],
     without_targets: FindingCount,
     unrendered: FindingCount,
+    /// Warnings about the unrendered parts of these rows.
+    unrendered_parts: SampleWarnings,
 }
 
 /// Number of rows with a finding, and the location of the first.
@@ -42,7 +44,8 @@ impl EvalLossRows {
         for (finding, found) in FINDINGS.into_iter().zip(&mut self.found) {
             found.count_if(whole.sample_warnings.contains(finding), &place);
         }
-        self.unrendered.count_if(whole.sample_warnings.contains(SampleWarning::ResponseNotRendered), &place);
+        self.unrendered.count_if(whole.sample_warnings.has_unrendered(), &place);
+        self.unrendered_parts.extend(whole.sample_warnings);
         self.without_targets.count_if(!has_targets(whole), &place);
         let n_before = self.sequences.len();
         let with_targets = sequences.into_iter().filter(has_targets);
@@ -50,16 +53,16 @@ impl EvalLossRows {
         self.n_rows += usize::from(self.sequences.len() > n_before);
     }
 
-    /// Returns an error if rows have tool calls that the chat template does not render, as in training.
+    /// Returns an error if rows have messages or tool calls that the chat template does not render, as in training.
     pub(super) fn refuse_unrendered(&self, template: &str) -> Result<()> {
         let FindingCount { n_rows, first } = &self.unrendered;
         if *n_rows == 0 {
             return Ok(());
         }
-        let what = SampleWarning::ResponseNotRendered.describe(template);
+        let what = self.unrendered_parts.describe_unrendered(template);
         let problem = format!(
-            "failed to render {n_rows} of {} rows: they {what}, the first at {first}; use a chat template that prints \
-             `tool_calls`, or remove these rows",
+            "failed to render {n_rows} of {} rows: they {what}, the first at {first}; use a chat template that \
+             renders them, or correct these rows",
             self.n_read
         );
         Err(anyhow!(problem).context(ExitCode::Data))
@@ -124,13 +127,17 @@ mod tests {
     }
 
     #[test]
-    fn tool_calls_that_are_not_rendered_are_refused() {
-        let mut rows = EvalLossRows::default();
-        let whole = sample(&[false, true], Some(SampleWarning::ResponseNotRendered));
-        rows.add("a:7".into(), &whole, vec![whole.clone()]);
-        let said = rows.refuse_unrendered("chat template x").map_err(|error| format!("{error:#}")).err();
-        assert!(
-            said.is_some_and(|said| said.contains("tool calls that chat template x does not render, the first at a:7"))
-        );
+    fn messages_and_tool_calls_that_are_not_rendered_are_refused() {
+        for (warning, want) in [
+            (SampleWarning::ResponseNotRendered, "hold tool calls, or answers of reasoning alone, that"),
+            (SampleWarning::MessageNotRendered, "hold messages whose content"),
+        ] {
+            let mut rows = EvalLossRows::default();
+            let whole = sample(&[false, true], Some(warning));
+            rows.add("a:7".into(), &whole, vec![whole.clone()]);
+            let said = rows.refuse_unrendered("chat template x").map_err(|error| format!("{error:#}")).err();
+            let want = format!("they {want} chat template x does not render, the first at a:7");
+            assert!(said.as_ref().is_some_and(|said| said.contains(&want)), "{said:?}");
+        }
     }
 }

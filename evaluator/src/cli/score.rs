@@ -7,7 +7,7 @@ use candle_core::Device;
 use candlewick_text::format::{Document, FormatError, FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThinkLoss, LossMask, RenderOptions, Sample, TextSpecialTokens, render_row};
-use candlewick_text::source::{RowSource, SampleBy};
+use candlewick_text::source::{NullFieldRemoval, RowSource, SampleBy, WithoutNullFields};
 use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
@@ -54,6 +54,9 @@ struct DatasetArgs {
     /// Column of the text or of the messages
     #[arg(long, conflicts_with = "text")]
     column: Option<String>,
+    /// Remove null fields of nested structs, as `remove_none_values` in a recipe [default: true for Parquet, else false]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    remove_none_values: Option<bool>,
     /// Score only the assistant's tokens of a chat, as `data.mask_inputs` in a recipe
     #[arg(long, conflicts_with = "text", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     mask_inputs: bool,
@@ -129,7 +132,8 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = ranks.process.one_rank_per_node_first(|| Ok(hub.dataset(&request)?))?;
-    let format = RowFormat::find(&args.format_request(&request), &*source).map_err(with_options)?;
+    let source = WithoutNullFields::new(source.into(), NullFieldRemoval::of(args.remove_none_values));
+    let format = RowFormat::find(&args.format_request(&request), &source).map_err(with_options)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
     let reports = ranks.process.is_first() && !args.timings;
     if reports {
@@ -138,10 +142,16 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     let lm = model.load_on(hub, ranks, device)?;
     let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
-    let rows = ranks.process.keep_alive().during(|| args.rows(&lm, &*source, &format, n_rows, max_length))?;
+    let rows = ranks.process.keep_alive().during(|| args.rows(&lm, &source, &format, n_rows, max_length))?;
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     rows.refuse_unrendered(&template)?;
     if reports {
+        if let Some(first) = source.first_without_null_fields() {
+            print_note(&format!(
+                "note: null fields of nested structs are removed, the first in {first}; --remove-none-values false \
+                 keeps them"
+            ));
+        }
         rows.warnings(&template).iter().for_each(|warning| print_note(warning));
     }
     let progress = WorkProgress::start("score", ProgressUnit::Count("sequences"), rows.sequences.len());

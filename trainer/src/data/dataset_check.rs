@@ -5,7 +5,7 @@ use candlewick_text::tokenizer::Tokenizer;
 
 use super::DataError;
 use super::dataset::Dataset;
-use super::plan::{DataKind, DataPlan, TrainOnEos, TrainedRole};
+use super::plan::{DataKind, DataPlan, SourcePlan, TrainOnEos, TrainedRole};
 use super::token_stats::DatasetCounts;
 use super::warnings::count_roles;
 
@@ -118,10 +118,22 @@ impl DatasetCheck<'_> {
         Err(DataError::EndNeverTarget {
             tokens: if tokens.is_empty() { "the special tokens".into() } else { tokens.join(", ") },
             place: self.dataset.locate(0),
-            fix: "The chat template must print it after an assistant's turn, inside {% generation %} \
-                  if it has that; with truncation: truncate every answer may be cut before its end; \
-                  the tokenizer's eos_token may be missing",
+            fix: self.end_advice(),
         })
+    }
+
+    fn end_advice(&self) -> &'static str {
+        match self.plan.sources.iter().all(SourcePlan::is_tokenized) {
+            true => {
+                "The rows are tokenized (process: false), and no chat template is used: end each answer with this token \
+                 and its label, or set `data.train_on_eos: none` to train on the labels as they are"
+            }
+            false => {
+                "The chat template must print it after an assistant's turn, inside {% generation %} \
+                 if it has that; with truncation: truncate every answer may be cut before its end; \
+                 the tokenizer's eos_token may be missing"
+            }
+        }
     }
 
     /// Returns a note if turns end with another special token than the tokenizer's EOS.

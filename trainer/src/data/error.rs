@@ -78,19 +78,19 @@ pub enum DataError {
         /// The number of rows in a step.
         needed: usize,
     },
-    /// Rows hold tool calls that the chat template does not render.
+    /// Rows hold messages or tool calls that the chat template does not render.
     #[error(
-        "render {n_samples} of {total} {which} samples: {template} does not render their tool calls (or an answer that is all reasoning), the first at {place}. Use a chat template that renders `tool_calls`, or set `data.unrendered_tool_calls` to drop (drops the rows) or mask (masks these turns in the loss)"
+        "render {n_samples} of {total} {which} samples: they {what}, the first at {place}. Use a chat template that renders them, correct the rows, or set `data.unrendered_messages` to drop (drops the rows) or mask (masks these turns in the loss)"
     )]
     Unrendered {
-        /// The number of samples with such calls.
+        /// The number of such samples.
         n_samples: usize,
         /// The number of all samples.
         total: usize,
         /// `training` or `evaluation`.
         which: &'static str,
-        /// The origin of the template.
-        template: String,
+        /// The unrendered parts, and the template.
+        what: String,
         /// The first row.
         place: String,
     },

@@ -9,7 +9,7 @@ use candlewick_text::source::{Row, RowSource, SourceError};
 use super::dataset::{Dataset, TokenizedSource};
 use super::plan::{
     DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, TrainOnEos, TrainedRole,
-    Truncation, UnrenderedToolCalls,
+    Truncation, UnrenderedMessages,
 };
 use super::token_store::{TokenStore, TokenStoreWriter};
 
@@ -84,7 +84,7 @@ pub(crate) fn plan() -> DataPlan {
         train_on_eos: TrainOnEos::Turn,
         ignore_empty_think: false,
         train_on_empty_answers: false,
-        unrendered_tool_calls: UnrenderedToolCalls::Error,
+        unrendered_messages: UnrenderedMessages::Error,
         add_bos_token: None,
         add_eos_token: true,
         micro_batch_size: 1,

@@ -48,8 +48,9 @@ pub struct DataPlan {
     pub ignore_empty_think: bool,
     /// True trains on empty answers, false masks them.
     pub train_on_empty_answers: bool,
-    /// The handling of rows with tool calls that the chat template does not render.
-    pub unrendered_tool_calls: UnrenderedToolCalls,
+    /// The handling of rows with messages or tool calls that the chat template does not render.
+    #[serde(alias = "unrendered_tool_calls")]
+    pub unrendered_messages: UnrenderedMessages,
     /// True adds BOS before a text that no template renders. `None`: the tokenizer's setting.
     pub add_bos_token: Option<bool>,
     /// True adds EOS after a text that no template renders.
@@ -97,6 +98,9 @@ pub struct StreamingPlan {
     pub buffer_size: usize,
 }
 
+/// The format of tokenized rows.
+pub(crate) const TOKEN_IDS: &str = "token_ids";
+
 /// One data set, or a part of one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourcePlan {
@@ -135,6 +139,9 @@ pub struct SourcePlan {
     /// False renders prompts and completions without the chat template.
     #[serde(default = "yes")]
     pub apply_chat_template: bool,
+    /// The rows whose nested null fields are removed: all, none, or those of Parquet files (`None`).
+    #[serde(default)]
+    pub remove_none_values: Option<bool>,
     /// The rows of the source that are used.
     pub sampling: Sampling,
     /// Seeds the sampling of rows.
@@ -142,6 +149,13 @@ pub struct SourcePlan {
     /// The query whose result has the rows; `None` reads `name_or_path`.
     #[serde(default)]
     pub snowflake: Option<SnowflakePlan>,
+}
+
+impl SourcePlan {
+    /// Returns true if the rows are token ids.
+    pub(crate) fn is_tokenized(&self) -> bool {
+        self.format.as_deref() == Some(TOKEN_IDS)
+    }
 }
 
 /// A query of Snowflake.
@@ -280,15 +294,15 @@ pub enum Truncation {
     Split,
 }
 
-/// The handling of rows with tool calls that the chat template does not render.
+/// The handling of rows with messages or tool calls that the chat template does not render.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum UnrenderedToolCalls {
+pub enum UnrenderedMessages {
     /// The run fails and reports their number and the first row.
     Error,
     /// Drops the rows.
     Drop,
-    /// Masks the turns with these calls in the loss.
+    /// Masks these turns in the loss.
     Mask,
 }
 

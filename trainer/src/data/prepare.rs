@@ -16,7 +16,7 @@ use super::order::{RngPurpose, permutation, seeded_rng};
 use super::plan::{DataPlan, Packing, SourcePlan};
 use super::render::{Renderer, threads};
 use super::rows::{PackingStats, epoch_rows};
-use super::source::{SourceLoader, SourceUse};
+use super::source::{SourceLoader, SourceUse, describe_removed_nulls};
 use super::stream::StreamedData;
 use super::token_stats::{DatasetCounts, TokenStats};
 use super::truncation::apply_truncation;
@@ -182,6 +182,7 @@ fn check_first_rows(
     let counts = DatasetCounts::of(&dataset);
     let check = DatasetCheck { dataset: &dataset, counts: &counts, plan, tokenizer: &data.tokenizer };
     let mut notes = check.train()?;
+    notes.extend(data.sources.iter().filter_map(|source| describe_removed_nulls(&*source.rows)));
     notes.extend(
         SampleWarningReport { dataset: &dataset, which: "training", plan, template: &template }.warnings(&counts),
     );

@@ -83,6 +83,9 @@ impl<'a> Renderer<'a> {
         if plan.train_on_eos != TrainOnEos::Turn {
             key = key.with("train_on_eos", format!("{:?}", plan.train_on_eos));
         }
+        if let Some(remove_none_values) = source.remove_none_values {
+            key = key.with("remove_none_values", remove_none_values.to_string());
+        }
         match source.apply_chat_template {
             true => key,
             false => key.with("apply_chat_template", "false"),

@@ -7,7 +7,9 @@ use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub, RepoId};
 use candlewick_text::render::{RenderOptions, Sample};
 use candlewick_text::snowflake::{SnowflakeQuery, SnowflakeSettings, write_rows};
-use candlewick_text::source::{ReadOptions, RowSource, SampleBy, SplitSlice, open_files};
+use candlewick_text::source::{
+    NullFieldRemoval, ReadOptions, RowSource, SampleBy, SplitSlice, WithoutNullFields, open_files,
+};
 
 use super::DataError;
 use super::cache::{CacheLookup, PartialStore, TokenCache};
@@ -73,6 +75,7 @@ impl SourceLoader<'_> {
             .add_to(CacheKey::new(name), plan)
             .with("the rows", self.hash_rows(&*source, &rows)?)
             .with("the format", format!("{format:?}"));
+        notes.extend(describe_removed_nulls(&*source).map(|removed| format!("{name}: {removed}")));
         let store = match self.cache.find(&key)? {
             CacheLookup::Hit(store) => {
                 let path = self.cache.path(&key);
@@ -96,6 +99,8 @@ impl SourceLoader<'_> {
                 (self.hub.dataset(&request)?.into(), request.spec.name)
             }
         };
+        let removal = NullFieldRemoval::of(plan.remove_none_values);
+        let source: Arc<dyn RowSource> = Arc::new(WithoutNullFields::new(source, removal));
         let format = RowFormat::find(&self.format_request(plan, id), &*source)?;
         self.renderer.check(plan, &format)?;
         Ok((source, format))
@@ -206,6 +211,14 @@ struct UncachedRows<'a> {
     rows: Vec<u32>,
     options: RenderOptions,
     why: String,
+}
+
+/// Describes the null fields that were removed from the rows read so far.
+pub(crate) fn describe_removed_nulls(source: &dyn RowSource) -> Option<String> {
+    let first = source.first_without_null_fields()?;
+    Some(format!(
+        "null fields of nested structs are removed, the first in {first}; `remove_none_values: false` keeps them"
+    ))
 }
 
 fn describe_count(chosen: usize, all: usize) -> String {

@@ -48,9 +48,9 @@ pub struct DatasetCounts {
     /// Samples with an empty answer.
     #[serde(default)]
     pub empty_answers: TokenCount,
-    /// Samples with tool calls that the chat template does not render.
-    #[serde(default)]
-    pub unrendered_tool_calls: TokenCount,
+    /// Samples with messages or tool calls that the chat template does not render.
+    #[serde(default, alias = "unrendered_tool_calls")]
+    pub unrendered_messages: TokenCount,
     /// Samples with a target token that spans the boundary of prompt and answer.
     #[serde(default)]
     pub merged_boundaries: TokenCount,
@@ -107,12 +107,14 @@ impl DatasetCounts {
     fn add_warnings(&mut self, n_tokens: usize, sample_warnings: SampleWarnings) {
         for (finding, count) in [
             (SampleWarning::EmptyResponse, &mut self.empty_answers),
-            (SampleWarning::ResponseNotRendered, &mut self.unrendered_tool_calls),
             (SampleWarning::TokenSpansPromptBoundary, &mut self.merged_boundaries),
         ] {
             if sample_warnings.contains(finding) {
                 count.add(n_tokens);
             }
+        }
+        if sample_warnings.has_unrendered() {
+            self.unrendered_messages.add(n_tokens);
         }
     }
 
@@ -158,7 +160,7 @@ impl DatasetCounts {
             ("masked", self.masked),
             ("without targets", self.without_targets),
             ("empty answers", self.empty_answers),
-            ("unrendered calls", self.unrendered_tool_calls),
+            ("unrendered messages", self.unrendered_messages),
             ("merged prompts", self.merged_boundaries),
         ];
         lines.into_iter().try_for_each(|(what, count)| line(f, name, what, count))

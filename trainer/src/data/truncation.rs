@@ -2,14 +2,12 @@
 
 use std::ops::Range;
 
-use candlewick_text::sample_warning::SampleWarning;
-
 use super::DataError;
 use super::dataset::{Dataset, SampleSlice};
 use super::error::LongSamples;
 use super::order::{RngPurpose, identity, permutation, seeded_rng};
 use super::pack;
-use super::plan::{DataPlan, Mixture, Packing, RowOrder, Truncation, UnrenderedToolCalls};
+use super::plan::{DataPlan, Mixture, Packing, RowOrder, Truncation, UnrenderedMessages};
 
 /// Cuts samples into sequences no longer than a row, or into rows of exactly `max_length`. Samples that the plan drops
 /// and sequences without targets are left out.
@@ -87,8 +85,8 @@ fn fit(dataset: &Dataset, plan: &DataPlan) -> Result<Vec<SampleSlice>, DataError
 }
 
 fn is_wanted(dataset: &Dataset, plan: &DataPlan, whole: &SampleSlice) -> bool {
-    let is_unrendered = || dataset.sample_warnings(whole.sample as usize).contains(SampleWarning::ResponseNotRendered);
-    plan.unrendered_tool_calls != UnrenderedToolCalls::Drop || !is_unrendered()
+    let is_unrendered = || dataset.sample_warnings(whole.sample as usize).has_unrendered();
+    plan.unrendered_messages != UnrenderedMessages::Drop || !is_unrendered()
 }
 
 /// Returns true if a slice has targets. A step without any would have no loss but would still apply weight decay.

@@ -3,11 +3,11 @@
 use std::fmt::Display;
 
 use candlewick_text::format::RoleCounts;
-use candlewick_text::sample_warning::SampleWarning;
+use candlewick_text::sample_warning::{SampleWarning, SampleWarnings};
 
 use super::DataError;
 use super::dataset::Dataset;
-use super::plan::{DataPlan, TrainedRole, UnrenderedToolCalls};
+use super::plan::{DataPlan, TrainedRole, UnrenderedMessages};
 use super::token_stats::DatasetCounts;
 
 /// The most rows that are read to count roles.
@@ -24,25 +24,28 @@ pub(crate) struct SampleWarningReport<'a> {
 }
 
 impl SampleWarningReport<'_> {
-    /// Refuses rows with tool calls that are not rendered, unless the plan drops or masks them.
+    /// Refuses rows with messages or tool calls that are not rendered, unless the plan drops or masks them.
     pub(crate) fn refuse_unrendered(&self) -> Result<(), DataError> {
-        let mut found = self.samples(SampleWarning::ResponseNotRendered);
-        let Some(first) = found.next().filter(|_| self.plan.unrendered_tool_calls == UnrenderedToolCalls::Error) else {
+        let is_unrendered = |sample: &usize| self.dataset.sample_warnings(*sample).has_unrendered();
+        let found: Vec<usize> = (0..self.dataset.n_samples()).filter(is_unrendered).collect();
+        let Some(&first) = found.first().filter(|_| self.plan.unrendered_messages == UnrenderedMessages::Error) else {
             return Ok(());
         };
+        let mut sample_warnings = SampleWarnings::default();
+        found.iter().for_each(|sample| sample_warnings.extend(self.dataset.sample_warnings(*sample)));
         Err(DataError::Unrendered {
-            n_samples: 1 + found.count(),
+            n_samples: found.len(),
             total: self.dataset.n_samples(),
             which: self.which,
-            template: self.template.to_owned(),
+            what: sample_warnings.describe_unrendered(self.template),
             place: self.dataset.locate_sample(first),
         })
     }
 
     /// Returns each warning once, with the number of samples and the first row.
     pub(crate) fn warnings(&self, counts: &DatasetCounts) -> Vec<String> {
-        let calls_advice = match self.plan.unrendered_tool_calls {
-            UnrenderedToolCalls::Drop => "these rows are dropped",
+        let unrendered_advice = match self.plan.unrendered_messages {
+            UnrenderedMessages::Drop => "these rows are dropped",
             _ => "these turns are masked in the loss",
         };
         let empty_advice = match self.plan.train_on_empty_answers {
@@ -50,7 +53,8 @@ impl SampleWarningReport<'_> {
             false => "these turns are masked in the loss; `data.train_on_empty_answers: true` trains on them",
         };
         let warnings = [
-            (SampleWarning::ResponseNotRendered, calls_advice),
+            (SampleWarning::ResponseNotRendered, unrendered_advice),
+            (SampleWarning::MessageNotRendered, unrendered_advice),
             (SampleWarning::ToolDefinitionsNotRendered, "use a chat template that renders `tools`"),
             (
                 SampleWarning::ReasoningNotRendered,

@@ -11,7 +11,7 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
 use crate::data::{
-    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls,
+    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages,
 };
 
 /// The training and evaluation data.
@@ -80,9 +80,9 @@ pub struct DataSection {
     pub ignore_empty_think: Option<bool>,
     /// Trains on empty answers. Default false: their turns are masked in the loss.
     pub train_on_empty_answers: Option<bool>,
-    /// The handling of rows with tool calls that the chat template does not render: `error` (default; fails and reports
-    /// their number and the first row), `drop` (drops the rows) or `mask` (masks these turns in the loss).
-    pub unrendered_tool_calls: Option<UnrenderedToolCalls>,
+    /// The handling of rows with messages or tool calls that the chat template does not render: `error` (default; fails and
+    /// reports their number and the first row), `drop` (drops the rows) or `mask` (masks these turns in the loss).
+    pub unrendered_messages: Option<UnrenderedMessages>,
     /// Adds BOS before a text that no chat template renders (`type: causal`). Default: the tokenizer's setting.
     pub add_bos_token: Option<bool>,
     /// Adds EOS after a text that no chat template renders (`type: causal`), to separate documents. Default true.
@@ -231,6 +231,9 @@ pub struct SourceOptions {
     pub content_key: Option<String>,
     /// The column of plain text. Default `text`.
     pub column: Option<String>,
+    /// Removes null fields of nested structs, such as tool schemas and arguments of tool calls, as TRL's function of this name.
+    /// Parquet adds them, because all structs of a column have the same fields. Default: true for Parquet, else false.
+    pub remove_none_values: Option<bool>,
     /// The SQL query of `type: snowflake`.
     pub sql: Option<String>,
     /// The table of `type: snowflake`: `table`, `schema.table` or `database.schema.table`.

@@ -4,11 +4,12 @@ use super::error::{Fault, RecipeSource};
 use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 
 /// The renamed keys: section ("" for the top level), old name and new name.
-const RENAMED: [(&str, &str, &str); 4] = [
+const RENAMED: [(&str, &str, &str); 5] = [
     ("", "sequence_parallel_norms", "sequence_parallel"),
     ("", "pipeline_chunks", "virtual_pipeline_parallel_size"),
     ("checkpoint", "keep", "save_total_limit"),
     ("data", "overlong", "truncation"),
+    ("data", "unrendered_tool_calls", "unrendered_messages"),
 ];
 
 /// A use of a deprecated name.

@@ -9,11 +9,15 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde_json::{Map, json};
 use trainer::data::{
     Cursor, DataError, DataKind, DataPlan, Dataset, Horizon, MaskingStrategy, Mixture, Packing, Padding, PreparedData,
-    RowOrder, Sampling, SourcePlan, TrainLoader, TrainOnEos, TrainedRole, Truncation, UnrenderedToolCalls, prepare,
+    RowOrder, Sampling, SourcePlan, TrainLoader, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages, prepare,
 };
 
 pub(crate) const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
     {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// Template that prints three roles.
+const THREE_ROLES: &str = "{% for m in messages if m.role in ['system', 'user', 'assistant'] %}<|im_start|>{{ m.role }}\n\
+    {{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// Folder for data and the cache, with a tokenizer whose tokens are single characters.
 pub(crate) struct Bench {
@@ -80,7 +84,7 @@ impl Bench {
             train_on_eos: TrainOnEos::Turn,
             ignore_empty_think: false,
             train_on_empty_answers: false,
-            unrendered_tool_calls: UnrenderedToolCalls::Error,
+            unrendered_messages: UnrenderedMessages::Error,
             add_bos_token: None,
             add_eos_token: true,
             micro_batch_size: 1,
@@ -159,6 +163,7 @@ pub(crate) fn source(path: &Path) -> SourcePlan {
         content_key: None,
         column: None,
         apply_chat_template: true,
+        remove_none_values: None,
         sampling: Sampling::All,
         sample_seed: 42,
         snowflake: None,
@@ -443,34 +448,39 @@ fn with_call(content: serde_json::Value) -> String {
 }
 
 #[test]
-fn unrendered_tool_calls_are_refused_dropped_or_masked() {
+fn unrendered_messages_are_refused_dropped_or_masked() {
     let bench = Bench::new();
     let rows = [chat("a", "b"), with_call(json!(null)), chat("c", "d"), with_call(json!("Let me look."))];
     let message = bench.refusal(&rows);
     let place = format!("{}:2", bench.path("train.jsonl").display());
-    for want in ["render 2 of 4 training samples", "chat template test template", &place, "data.unrendered_tool_calls"]
-    {
+    for want in ["render 2 of 4 training samples", "chat template test template", &place, "data.unrendered_messages"] {
         assert!(message.contains(want), "{want:?} is not in {message}");
     }
-    let prepare = |unrendered_tool_calls| {
+    let prepare = |unrendered_messages| {
         let plan = bench.plan(bench.write("train.jsonl", &rows));
-        bench.prepare(&DataPlan { unrendered_tool_calls, ..plan }).unwrap()
+        bench.prepare(&DataPlan { unrendered_messages, ..plan }).unwrap()
     };
-    let dropped = prepare(UnrenderedToolCalls::Drop);
+    let dropped = prepare(UnrenderedMessages::Drop);
     assert_eq!(dropped.train.len(), 2);
     assert_eq!(
-        (dropped.token_stats.train.unrendered_tool_calls.samples, dropped.token_stats.train.dropped.samples),
+        (dropped.token_stats.train.unrendered_messages.samples, dropped.token_stats.train.dropped.samples),
         (2, 2)
     );
-    let masked = prepare(UnrenderedToolCalls::Mask);
+    let narrated = messages(
+        json!([{"role": "narrator", "content": "Once."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]),
+    );
+    let message = Bench { template: THREE_ROLES, ..Bench::new() }.refusal(&[chat("a", "b"), narrated]);
+    let want = "render 1 of 2 training samples: they hold messages whose content chat template test template does not render, the first at";
+    assert!(message.contains(want), "{message}");
+    let masked = prepare(UnrenderedMessages::Mask);
     assert_eq!(masked.train.len(), 4);
     let shown = bench.shown(&masked.train);
     assert_eq!(shown[1].matches('[').count(), 1, "{}", shown[1]);
     assert!(shown[1].contains("[Rain.<|im_end|>]") && !shown[3].contains("[Let me"), "{shown:?}");
     let notes = masked.notes.join("\n");
-    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are masked in the loss")), "{notes}");
+    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls, or answers of reasoning alone, that chat template test template does not render, the first at {place}: these turns are masked in the loss")), "{notes}");
     // Cached tokens give the same warning.
-    let again = prepare(UnrenderedToolCalls::Mask).notes.join("\n");
+    let again = prepare(UnrenderedMessages::Mask).notes.join("\n");
     assert!(again.contains("tokens from the cache") && again.contains("warning: 2 of 4"), "{again}");
 }
 

@@ -134,6 +134,14 @@ fn tokenized_rows_train_as_the_rows_they_were_made_from() {
         "{}",
         stderr(&output)
     );
+    run.write("tokens.jsonl", "{\"input_ids\": [5, 6, 7], \"labels\": [-100, 6, 7]}\n");
+    let output = run.train(&[&tokens, "checkpoint=none"]);
+    for want in ["find an end-of-turn target", "tokens.jsonl:1", "(process: false)", "`data.train_on_eos: none`"] {
+        assert!(stderr(&output).contains(want), "{}", stderr(&output));
+    }
+    let output =
+        run.train(&[&tokens, "checkpoint=none", "data.train_on_eos=none", "micro_batch_size=1", "train_iters=1"]);
+    assert!(output.status.success(), "{}", stderr(&output));
     run.write("tokens.jsonl", "{\"input_ids\": [5, 6, 70000]}\n");
     let output = run.train(&[&tokens, "checkpoint=none", "data.mask_inputs=false"]);
     assert!(stderr(&output).contains("tokens.jsonl:1: use token id 70000"), "{}", stderr(&output));

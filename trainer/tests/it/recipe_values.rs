@@ -298,6 +298,11 @@ fn deprecated_keys_are_read_with_a_note() {
             "data: {truncation: drop}",
             "r.yaml:2: data.overlong is deprecated; write data.truncation",
         ),
+        (
+            "data:\n  unrendered_tool_calls: mask",
+            "data: {unrendered_messages: mask}",
+            "r.yaml:2: data.unrendered_tool_calls is deprecated; write data.unrendered_messages",
+        ),
     ] {
         check_deprecated(old, new, note);
     }

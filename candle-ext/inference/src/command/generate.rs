@@ -9,7 +9,7 @@ use candlewick_comm::rank_env::RankEnv;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
-use candlewick_text::template::{AddGenerationPrompt, Clock};
+use candlewick_text::template::Clock;
 use clap::{ArgGroup, Args};
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ use super::model::{ComputeOptions, TemplateOptions};
 use super::parallel::ParallelArgs;
 use super::sampling::SamplingOptions;
 use crate::generate::{FinishReason, GenerateOptions};
-use crate::lm::{GeneratedText, Lm};
+use crate::lm::{GeneratedText, Lm, warn_of_unrendered_parts};
 use crate::messages::conversations;
 use crate::parallel_config::InferenceGroup;
 use crate::ranks::{EvalRanks, run_on_ranks};
@@ -88,7 +88,7 @@ pub fn generate(model: &str, args: &GenerateArgs, env: &RankEnv, hub: &Hub) -> R
         let group = ranks.inference_group();
         for round in prompts.chunks(group.n_independent_replicas()) {
             if process.is_first() {
-                round.iter().for_each(|prompt| prompt.warn_of_what_is_not_printed(&lm));
+                round.iter().for_each(|prompt| prompt.warn_of_unrendered_parts(&lm));
             }
             let own = round.get(group.replica_index()).map(|prompt| prompt.answer(&lm, &options, &group));
             let (answers, done) = gather(process, &group, own)?;
@@ -139,17 +139,10 @@ impl GenerationPrompt {
         }
     }
 
-    /// Warns if the chat template ignores the system message or the tools.
-    fn warn_of_what_is_not_printed(&self, lm: &Lm) {
-        let (Self::Chat(chat), Some(template)) = (self, lm.template()) else { return };
-        let render = |chat: &Conversation| template.render(chat, AddGenerationPrompt::Yes).ok();
-        let Some(whole) = render(chat) else { return };
-        let system = chat.messages.first().filter(|first| first.role() == "system").and_then(Message::text);
-        if system.is_some_and(|system| !whole.contains(system.trim())) {
-            tracing::warn!("the chat template leaves the system message out of the prompt: the model does not see it");
-        }
-        if chat.tools.is_some() && render(&Conversation { tools: None, ..chat.clone() }).as_ref() == Some(&whole) {
-            tracing::warn!("the chat template leaves the tools out of the prompt: the model does not see them");
+    /// Warns if the chat template does not render the whole conversation.
+    fn warn_of_unrendered_parts(&self, lm: &Lm) {
+        if let (Self::Chat(chat), Some(template)) = (self, lm.template()) {
+            warn_of_unrendered_parts(template, chat);
         }
     }
 }

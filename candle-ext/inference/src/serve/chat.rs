@@ -21,11 +21,12 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let generation = GenerationFields::take(&mut fields, state)?;
     let model = &state.models[generation.model];
     let template = template(&mut fields, model)?;
-    let chat = conversation(&mut fields, &template)?;
+    let chat = conversation(&mut fields)?;
     let logprobs = logprobs(&mut fields)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
-    let chat = template.with_parsed_tool_arguments(&chat);
+    let chat = template.adapt(&chat);
+    refuse_unrendered_parts(&template, &chat)?;
     let ids = render_prompt(&model.tokenizer, &template, &chat)
         .map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
     if ids.is_empty() {
@@ -57,7 +58,7 @@ fn template(fields: &mut Fields, model: &ServedModel) -> Result<ChatTemplate, Ap
     Ok(with_variables(ChatTemplate::clone(template), &variables))
 }
 
-fn conversation(fields: &mut Fields, template: &ChatTemplate) -> Result<Conversation, ApiError> {
+fn conversation(fields: &mut Fields) -> Result<Conversation, ApiError> {
     let messages = fields.array("messages")?.unwrap_or_default();
     if messages.is_empty() {
         return Err(ApiError::field("messages", "messages is missing or empty, expected an array of messages"));
@@ -72,7 +73,7 @@ fn conversation(fields: &mut Fields, template: &ChatTemplate) -> Result<Conversa
     let choice = fields.take("tool_choice");
     match (tools, choice.as_ref().map(|choice| choice.as_str().unwrap_or_default())) {
         (None, _) | (_, Some("none")) => Ok(chat),
-        (Some(tools), None | Some("auto")) => with_tools(chat, tools, template),
+        (Some(tools), None | Some("auto")) => Ok(chat.with_tools(Json::Array(tools))),
         (Some(_), Some(_)) => {
             let shown = shown(&choice.unwrap_or_default());
             let problem = format!("tool_choice is {shown}, which is not supported; \"auto\" and \"none\" are");
@@ -86,13 +87,18 @@ fn message(i: usize, value: Json) -> Result<Message, ApiError> {
     message_from_fields(fields).map_err(|problem| ApiError::field("messages", format!("messages[{i}]: {problem}")))
 }
 
-/// Adds tools, if the template renders them.
-fn with_tools(chat: Conversation, tools: Vec<Json>, template: &ChatTemplate) -> Result<Conversation, ApiError> {
-    let without = template.render(&chat, AddGenerationPrompt::Yes).ok();
-    let chat = chat.with_tools(Json::Array(tools));
-    match without.is_some() && without == template.render(&chat, AddGenerationPrompt::Yes).ok() {
-        true => Err(ApiError::field("tools", "the model's chat template does not render tools; remove them")),
-        false => Ok(chat),
+/// Refuses a conversation of which the template renders only a part, except for reasoning.
+fn refuse_unrendered_parts(template: &ChatTemplate, chat: &Conversation) -> Result<(), ApiError> {
+    let parts = template.unrendered_parts(chat, AddGenerationPrompt::Yes);
+    if parts.tools {
+        return Err(ApiError::field("tools", "the model's chat template does not render tools; remove them"));
+    }
+    match parts.describe(chat).first() {
+        Some(part) => {
+            let problem = format!("the model's chat template does not render {part}; remove it, or change the role");
+            Err(ApiError::field("messages", problem))
+        }
+        None => Ok(()),
     }
 }
 

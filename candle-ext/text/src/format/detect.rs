@@ -1,11 +1,14 @@
 //! Row format detection: the recipe's options, else the first rows.
 
+use std::borrow::Cow;
+
 use serde_json::Value;
 
-use super::error::type_name;
+use super::error::{RowProblem, type_name};
 use super::hints;
 use super::known_datasets::known_role_mapping;
 use super::row_format::RowFormat;
+use super::struct_of_lists::with_lists_of_messages;
 use super::token_ids::INPUT_IDS;
 use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn, TokenIds};
 use crate::source::{Row, RowSource};
@@ -83,15 +86,14 @@ impl RowFormat {
             detect_format(&first_rows)?
         };
         for (row, place) in first_rows.rows.iter().zip(&first_rows.places).take(1) {
-            format.parse(row).map_err(|fault| FormatError::InvalidRow {
-                place: place.clone(),
-                format: format.name(),
-                problem: fault.problem,
-                fix: fault.fix,
-            })?;
+            format.parse(row).map_err(|fault| invalid_row(place.clone(), format.name(), fault))?;
         }
         Ok(format)
     }
+}
+
+fn invalid_row(place: String, format: &'static str, RowProblem { problem, fix }: RowProblem) -> FormatError {
+    FormatError::InvalidRow { place, format, problem, fix }
 }
 
 /// Rejects options that another option would leave without effect.
@@ -128,7 +130,12 @@ struct FirstRows {
 impl FirstRows {
     fn of(source: &dyn RowSource) -> Result<Self, FormatError> {
         let n_rows = source.len().min(N_LOOKED_AT);
-        let rows = (0..n_rows).map(|i| source.row(i)).collect::<Result<Vec<_>, _>>()?;
+        let read = |row_idx: usize| {
+            let row = source.row(row_idx)?;
+            let listed = with_lists_of_messages(&row).map(Cow::into_owned);
+            listed.map_err(|fault| invalid_row(source.locate(row_idx), "messages", fault))
+        };
+        let rows = (0..n_rows).map(read).collect::<Result<Vec<_>, FormatError>>()?;
         let mut columns: Vec<String> = Vec::new();
         for column in rows.iter().flat_map(Row::keys) {
             if !columns.contains(column) {
@@ -230,10 +237,13 @@ fn detect_format(first_rows: &FirstRows) -> Result<RowFormat, FormatError> {
     Err(first_rows.unknown(format!("its columns are of no known format{}", near_column(first_rows))))
 }
 
-/// Describes a list in a chat column whose items are not messages.
+/// Describes a chat column that is no list, or a list whose items are not messages.
 fn nearly_chat(first_rows: &FirstRows) -> Option<String> {
-    let (column, items) =
-        CHAT_COLUMNS.iter().find_map(|column| Some((*column, first_rows.value(column)?.as_array()?)))?;
+    let (column, value) = CHAT_COLUMNS.iter().find_map(|column| Some((*column, first_rows.value(column)?)))?;
+    let Some(items) = value.as_array() else {
+        let found = type_name(value);
+        return Some(format!("`{column}` is {found}, expected a list of messages {{role, content}}"));
+    };
     let problem = match items.first()? {
         Value::Object(item) => {
             let keys: Vec<&str> = item.keys().map(String::as_str).collect();
@@ -258,7 +268,7 @@ fn near_column(first_rows: &FirstRows) -> String {
         .chain(["text"])
         .flat_map(|known| first_rows.columns.iter().map(move |own| (known, own)))
         .map(|(known, own)| (strsim::jaro_winkler(known, &own.to_lowercase()), known, own))
-        .filter(|(score, ..)| *score > 0.85)
+        .filter(|(score, known, own)| *score > 0.85 && known != own)
         .max_by(|a, b| a.0.total_cmp(&b.0));
     near.map_or(String::new(), |(_, known, own)| format!("; {own:?} is near {known:?}"))
 }

@@ -15,6 +15,7 @@ mod prompt_completion;
 mod role_mapping;
 mod row_format;
 mod sharegpt;
+mod struct_of_lists;
 mod text_column;
 mod token_ids;
 

@@ -7,6 +7,7 @@ use super::messages::Messages;
 use super::prompt_completion::PromptCompletionColumns;
 use super::role_mapping::RoleMapping;
 use super::sharegpt::ShareGpt;
+use super::struct_of_lists::with_lists_of_messages;
 use super::text_column::TextColumn;
 use super::token_ids::{INPUT_IDS, TokenIds};
 use crate::source::{Row, RowSource};
@@ -72,6 +73,7 @@ impl RowFormat {
     }
 
     pub(super) fn parse(&self, row: &Row) -> Result<Document, RowProblem> {
+        let row = &*with_lists_of_messages(row)?;
         match self {
             Self::Messages(format) => format.parse(row),
             Self::ShareGpt(format) => format.parse(row),

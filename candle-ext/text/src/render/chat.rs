@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::{EmptyAnswerLoss, EmptyThinkLoss, EosLoss, LossMask, RenderError, RenderOptions, Sample, no_tokens};
 use crate::conversation::{ChatRole, Conversation, Message};
 use crate::sample_warning::{SampleWarning, SampleWarnings};
-use crate::template::{AddGenerationPrompt, ChatTemplate, MessageSpan};
+use crate::template::{AddGenerationPrompt, ChatTemplate, MessageSpan, PrintedChat};
 use crate::tokenizer::{Encoding, SpecialTokens, Tokenizer};
 
 /// Renders a chat with the template, and sets loss on the tokens that `options` select.
@@ -21,11 +21,11 @@ pub fn render_chat(
     chat: &Conversation,
     options: RenderOptions,
 ) -> Result<Sample, RenderError> {
-    let (mut sample_warnings, lost) = examine(template, chat);
+    let printed = template.print(chat, AddGenerationPrompt::No)?;
+    let (mut sample_warnings, lost) = examine(&printed, chat);
     let has_loss_on_ends = matches!(options.eos, EosLoss::Turn | EosLoss::All);
     if options.targets == LossMask::AllTokens && has_loss_on_ends {
-        let text = template.render(chat, AddGenerationPrompt::No)?;
-        let ids = tokenizer.encode(&text, SpecialTokens::Exclude)?;
+        let ids = tokenizer.encode(printed.text(), SpecialTokens::Exclude)?;
         return Ok(Sample { is_target: vec![true; ids.len()], ids, sample_warnings });
     }
     let is_empty = |idx: usize| lost[idx] == Some(SampleWarning::EmptyResponse) && chat.messages[idx].is_trained_on();
@@ -39,13 +39,13 @@ pub fn render_chat(
         };
         is_kept && chat.messages[idx].is_trained_on()
     };
-    let turns = TurnsWithLoss::find(template, chat, options, is_trained_on)?;
+    let turns = TurnsWithLoss::find(&printed, chat, options, is_trained_on)?;
     let encoded = tokenizer.encode_with_offsets(&turns.text)?;
     refuse_dropped_text(tokenizer, &turns.text, &encoded)?;
     if turns.assistant.iter().any(|span| begins_in_prompt(&encoded, &span.range)) {
         sample_warnings.insert(SampleWarning::TokenSpansPromptBoundary);
     }
-    let is_target = turns.mask(tokenizer, &template.ends_of_turn(chat), &encoded, options);
+    let is_target = turns.mask(tokenizer, &printed.ends_of_turn(), &encoded, options);
     Ok(Sample { ids: encoded.ids, is_target, sample_warnings })
 }
 
@@ -60,7 +60,7 @@ struct TurnsWithLoss {
 
 impl TurnsWithLoss {
     fn find(
-        template: &ChatTemplate,
+        printed: &PrintedChat<'_>,
         chat: &Conversation,
         options: RenderOptions,
         is_trained_on: impl Fn(usize) -> bool,
@@ -68,15 +68,13 @@ impl TurnsWithLoss {
         let role = |idx: usize| ChatRole::of(chat.messages[idx].role()).filter(|role| options.roles.contains(*role));
         let is_content = |idx: usize| role(idx).is_some_and(|role| role != ChatRole::Assistant) && is_trained_on(idx);
         let has_contents = options.targets != LossMask::AllTokens && (0..chat.messages.len()).any(is_content);
-        let contents = if has_contents { template.content_spans(chat, is_content)? } else { Vec::new() };
+        let contents = if has_contents { printed.content_spans(is_content)? } else { Vec::new() };
         let needs_answers = options.roles.contains(ChatRole::Assistant) && options.targets != LossMask::AllTokens;
-        let (text, assistant) = if needs_answers {
-            let rendered = template.render_turns(chat)?;
-            (rendered.text, spans_with_loss(template, chat, rendered.spans, is_trained_on)?)
-        } else {
-            (template.render(chat, AddGenerationPrompt::No)?, Vec::new())
+        let assistant = match needs_answers {
+            true => spans_with_loss(printed.template(), chat, printed.turns()?, is_trained_on)?,
+            false => Vec::new(),
         };
-        let mut turns = Self { text, assistant, contents };
+        let mut turns = Self { text: printed.text().to_owned(), assistant, contents };
         if options.targets == LossMask::LastTurn {
             turns.keep_last();
         }
@@ -103,7 +101,7 @@ impl TurnsWithLoss {
     }
 
     /// Returns the loss mask of the tokens.
-    fn mask(&self, tokenizer: &Tokenizer, texts: &[&str], encoded: &Encoding, options: RenderOptions) -> Vec<bool> {
+    fn mask(&self, tokenizer: &Tokenizer, texts: &[String], encoded: &Encoding, options: RenderOptions) -> Vec<bool> {
         let own = self.assistant.iter().map(|span| span.range.clone());
         if options.eos == EosLoss::Turn && self.contents.is_empty() {
             return overlapping(encoded, &own.collect::<Vec<_>>());
@@ -140,11 +138,11 @@ impl TurnsWithLoss {
 fn ends_of_turns(
     tokenizer: &Tokenizer,
     text: &str,
-    texts: &[&str],
+    texts: &[String],
     encoded: &Encoding,
     assistant: &[MessageSpan],
 ) -> Vec<Range<usize>> {
-    let printed = texts.iter().flat_map(|end| text.match_indices(end).map(|(at, end)| at..at + end.len()));
+    let printed = texts.iter().flat_map(|end| text.match_indices(end.as_str()).map(|(at, end)| at..at + end.len()));
     let is_end = |id: u32, range: &Range<usize>| {
         let closes = || assistant.iter().any(|span| span.range.end == range.end);
         tokenizer.eos_ids().contains(&id) || tokenizer.is_special(id) && closes()
@@ -180,22 +178,23 @@ fn disjoint(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
 }
 
 /// Returns the warnings of a conversation, and for each message the reason to mask it.
-fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec<Option<SampleWarning>>) {
-    let unrendered = template.unrendered_parts(chat);
+fn examine(printed: &PrintedChat<'_>, chat: &Conversation) -> (SampleWarnings, Vec<Option<SampleWarning>>) {
+    let unrendered = printed.unrendered_parts();
     let mut sample_warnings = SampleWarnings::default();
     if unrendered.tools {
         sample_warnings.insert(SampleWarning::ToolDefinitionsNotRendered);
     }
-    if !unrendered.reasoning.is_empty() && !template.renders_reasoning() {
+    if !unrendered.reasoning.is_empty() && !printed.renders_reasoning() {
         sample_warnings.insert(SampleWarning::ReasoningNotRendered);
     }
     let nothing = |(idx, message): (usize, &Message)| {
         let is_bare = message.is_blank() && !message.has_tool_calls();
         match () {
+            () if unrendered.contents.contains(&idx) => Some(SampleWarning::MessageNotRendered),
             () if !message.is_assistant() => None,
             () if unrendered.tool_calls.contains(&idx) => Some(SampleWarning::ResponseNotRendered),
             () if message.is_empty_answer() => Some(SampleWarning::EmptyResponse),
-            () if is_bare && unrendered.reasoning.contains(&idx) => match template.renders_reasoning() {
+            () if is_bare && unrendered.reasoning.contains(&idx) => match printed.renders_reasoning() {
                 // The template omits the reasoning of earlier answers by design.
                 true => Some(SampleWarning::EmptyResponse),
                 false => Some(SampleWarning::ResponseNotRendered),
@@ -204,8 +203,10 @@ fn examine(template: &ChatTemplate, chat: &Conversation) -> (SampleWarnings, Vec
         }
     };
     let lost: Vec<_> = chat.messages.iter().enumerate().map(nothing).collect();
-    if lost.contains(&Some(SampleWarning::ResponseNotRendered)) {
-        sample_warnings.insert(SampleWarning::ResponseNotRendered);
+    for warning in [SampleWarning::ResponseNotRendered, SampleWarning::MessageNotRendered] {
+        if lost.contains(&Some(warning)) {
+            sample_warnings.insert(warning);
+        }
     }
     (sample_warnings, lost)
 }

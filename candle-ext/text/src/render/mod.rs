@@ -59,7 +59,7 @@ pub fn render_document(
             return Err(RenderError::TemplateOff);
         }
         (Document::Conversation(chat), Some(template)) => {
-            return render_chat(tokenizer, template, &template.with_parsed_tool_arguments(chat), options);
+            return render_chat(tokenizer, template, &template.adapt(chat), options);
         }
         (Document::Conversation(_), None) => return Err(RenderError::NoTemplate(tokenizer.directory().to_owned())),
     };

@@ -42,6 +42,10 @@ impl RowSource for ConcatSource {
         let (part, row_idx) = self.find(row_idx);
         part.locate(row_idx)
     }
+    fn adds_null_fields(&self, row_idx: usize) -> bool {
+        let (part, row_idx) = self.find(row_idx);
+        part.adds_null_fields(row_idx)
+    }
     fn files(&self) -> SourceFiles {
         self.parts.iter().map(|part| part.files()).reduce(SourceFiles::join).unwrap_or_default()
     }
@@ -71,6 +75,9 @@ impl RowSource for SliceSource {
     fn locate(&self, row_idx: usize) -> String {
         self.inner.locate(self.range.start + row_idx)
     }
+    fn adds_null_fields(&self, row_idx: usize) -> bool {
+        self.inner.adds_null_fields(self.range.start + row_idx)
+    }
     fn files(&self) -> SourceFiles {
         self.inner.files()
     }
@@ -91,6 +98,9 @@ impl RowSource for SourceWithFiles {
     }
     fn locate(&self, row_idx: usize) -> String {
         self.inner.locate(row_idx)
+    }
+    fn adds_null_fields(&self, row_idx: usize) -> bool {
+        self.inner.adds_null_fields(row_idx)
     }
     fn files(&self) -> SourceFiles {
         self.files.clone()

@@ -14,6 +14,7 @@ mod json_file;
 mod json_lines;
 mod local;
 mod mapped_file;
+mod null_fields;
 mod parquet_file;
 mod parquet_values;
 mod positioned_file;
@@ -31,6 +32,7 @@ pub use dataset_card::DatasetCard;
 pub use error::SourceError;
 pub use file_format::{FileFormat, ReadOptions, data_files};
 pub use local::{FileSelector, LocalRequest, open_files, open_local};
+pub use null_fields::{NullFieldRemoval, WithoutNullFields};
 pub use source_files::{SourceFiles, named};
 pub use spec::{DatasetSpec, RangeBound, RowRange, SplitSlice};
 pub use splits::{SplitQuery, SplitSelection, select_split_files};
@@ -59,6 +61,16 @@ pub trait RowSource: Send + Sync {
     /// Returns the files of the rows, as far as they are known.
     fn files(&self) -> SourceFiles {
         SourceFiles::default()
+    }
+
+    /// Returns true if the file format of row `row_idx` adds null fields to structs.
+    fn adds_null_fields(&self, _row_idx: usize) -> bool {
+        false
+    }
+
+    /// Returns the location of the first row read from which null fields were removed.
+    fn first_without_null_fields(&self) -> Option<String> {
+        None
     }
 
     /// Returns true if there are no rows.

@@ -116,6 +116,10 @@ impl RowSource for ParquetFile {
     fn locate(&self, row_idx: usize) -> String {
         place(&self.path, row_idx)
     }
+
+    fn adds_null_fields(&self, _row_idx: usize) -> bool {
+        true
+    }
 }
 
 fn place(path: &Path, row_idx: usize) -> String {

@@ -11,21 +11,21 @@
 //! Templates may look ahead (`messages[loop.index0 + 1]`), scan all messages first, or copy a message to a variable.
 //! An ambiguous result is an error.
 
+mod adapt;
 pub mod budget;
 mod clock;
-mod contents;
 mod environment;
+mod examples;
 mod fallback;
 mod fingerprint;
 mod json;
 pub mod limits;
 mod markers;
+mod printed;
 mod source;
-mod tool_arguments;
 mod turns;
 mod unrendered;
 
-use std::borrow::Cow;
 use std::error::Error as _;
 use std::fmt;
 use std::ops::Range;
@@ -38,9 +38,10 @@ use serde_json::{Map, Value as Json};
 use crate::conversation::{Conversation, Message};
 use budget::RenderFailure;
 use markers::Turn;
-use turns::{MessageText, Probe, Prompts, TurnDelimiters};
+use turns::{MessageText, TurnDelimiters};
 
 pub use clock::Clock;
+pub(crate) use printed::PrintedChat;
 pub use turns::TurnError;
 pub use unrendered::UnrenderedParts;
 
@@ -54,8 +55,10 @@ pub struct ChatTemplate {
     given_up: OnceLock<String>,
     variables: Map<String, Json>,
     has_generation: bool,
-    delimiters: OnceLock<TurnDelimiters>,
-    renders_reasoning: OnceLock<bool>,
+    /// Text around the assistant's words, or the reason why example chats do not show it.
+    delimiters: OnceLock<Result<TurnDelimiters, TemplateError>>,
+    /// `None` if the template fails on the example chat.
+    renders_reasoning: OnceLock<Option<bool>>,
     with_tools: Option<Box<ChatTemplate>>,
 }
 
@@ -272,37 +275,13 @@ impl ChatTemplate {
     ///
     /// If the template fails, retries with parsed tool call arguments, and with empty strings for missing contents.
     pub fn render(&self, chat: &Conversation, ending: AddGenerationPrompt) -> Result<String, TemplateError> {
-        Ok(self.print(chat, ending)?.1)
+        Ok(self.print(chat, ending)?.text)
     }
 
     /// Renders a conversation and locates the assistant's text.
     pub fn render_turns(&self, chat: &Conversation) -> Result<RenderedChat, TemplateError> {
-        let (chat, text) = self.print(chat, AddGenerationPrompt::No)?;
-        let spans = if chat.has_assistant() { self.for_chat(&chat).spans(&chat, &text)? } else { Vec::new() };
-        Ok(RenderedChat { text, spans })
-    }
-
-    /// Renders a conversation. Returns the text and the form of the conversation that the template accepted.
-    fn print<'a>(
-        &self,
-        chat: &'a Conversation,
-        ending: AddGenerationPrompt,
-    ) -> Result<(Cow<'a, Conversation>, String), TemplateError> {
-        let template = self.for_chat(chat);
-        if chat.messages.is_empty() {
-            return Err(TemplateError::Empty { name: template.name.clone() });
-        }
-        let error = match template.run(TEXT, template.context(chat, ending, None)) {
-            Ok(text) => return Ok((Cow::Borrowed(chat), text)),
-            Err(error @ TemplateError::LimitExceeded { .. }) => return Err(error),
-            Err(error) => error,
-        };
-        for form in fallback::forms(chat) {
-            if let Ok(text) = template.run(TEXT, template.context(&form, ending, None)) {
-                return Ok((Cow::Owned(form), text));
-            }
-        }
-        Err(error.because(fallback::odd_content(chat)))
+        let printed = self.print(chat, AddGenerationPrompt::No)?;
+        Ok(RenderedChat { spans: printed.turns()?, text: printed.text })
     }
 
     fn for_chat(&self, chat: &Conversation) -> &ChatTemplate {
@@ -330,7 +309,7 @@ impl ChatTemplate {
         text: &str,
         pieces: &[MessageText],
     ) -> Result<Vec<MessageSpan>, TemplateError> {
-        let delimiters = self.delimiters()?;
+        let delimiters = self.delimiters(chat)?;
         let mut spans: Vec<MessageSpan> = Vec::new();
         for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
             let piece = match piece_of(pieces, message) {
@@ -347,43 +326,6 @@ impl ChatTemplate {
             spans.push(MessageSpan { message: Some(message), range });
         }
         Ok(spans)
-    }
-
-    /// Returns the text around an assistant message, found by rendering small example chats.
-    fn delimiters(&self) -> Result<&TurnDelimiters, TemplateError> {
-        if let Some(delimiters) = self.delimiters.get() {
-            return Ok(delimiters);
-        }
-        let question = Conversation::new([Message::new("user", "question")]);
-        let closed = self.run(TEXT, self.context(&question, AddGenerationPrompt::No, None))?;
-        let open = self.run(TEXT, self.context(&question, AddGenerationPrompt::Yes, None))?;
-        let added = open.strip_prefix(closed.as_str()).unwrap_or_default();
-        let marks = self.marks(MARKED, &question, AddGenerationPrompt::Yes, &open)?;
-        let tail = &open[marks.last().map_or(open.len(), |(at, _)| *at)..];
-        // The messages of each pair differ in their first and last character.
-        let (first, second) = (self.probe("one", "two")?, self.probe("six", "four")?);
-        let pairs = first.into_iter().zip(second);
-        let probes: Vec<Probe> = pairs
-            .map(|((text, piece), (other, other_piece))| {
-                let other = other[other_piece.range].to_owned();
-                Probe { text, piece, other }
-            })
-            .collect();
-        Ok(self.delimiters.get_or_init(|| TurnDelimiters::learn(&Prompts { added, tail }, &probes)))
-    }
-
-    /// Renders an example chat with two assistant messages and returns both turns.
-    fn probe(&self, early: &str, late: &str) -> Result<Vec<(String, MessageText)>, TemplateError> {
-        let chat = Conversation::new([
-            Message::new("user", "question"),
-            Message::new("assistant", early),
-            Message::new("user", "question"),
-            Message::new("assistant", late),
-        ]);
-        let text = self.run(TEXT, self.context(&chat, AddGenerationPrompt::No, None))?;
-        let pieces = turns::pieces(&self.marks(MARKED, &chat, AddGenerationPrompt::No, &text)?);
-        let turn = |message| piece_of(&pieces, message).map(|piece| (text.clone(), piece.clone()));
-        [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
     }
 
     /// Renders the conversation with markers, removes them and returns their positions.

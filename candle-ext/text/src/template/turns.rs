@@ -30,6 +30,14 @@ pub enum TurnError {
         /// Generation prompt of the template.
         prompt: String,
     },
+    /// The template fails on chats with other answers, which locate the assistant's text.
+    #[error("the template fails on example chats, which locate the text, in line {line}: {message}")]
+    ExampleFailed {
+        /// Line in the template, from 1.
+        line: usize,
+        /// Message of the template engine.
+        message: String,
+    },
     /// A `generation` block is nested or not closed.
     #[error("a generation block begins or ends inside another one")]
     UnbalancedBlocks,
@@ -183,8 +191,9 @@ impl TurnDelimiters {
     }
 
     /// Returns the texts that end a turn, without white space at their ends. Empty if the template prints none.
-    pub(super) fn ends_of_turn(&self) -> Vec<&str> {
-        let mut ends: Vec<&str> = self.footers.iter().chain([&self.closing]).map(|text| text.trim()).collect();
+    pub(super) fn ends_of_turn(&self) -> Vec<String> {
+        let mut ends: Vec<String> =
+            self.footers.iter().chain([&self.closing]).map(|text| text.trim().to_owned()).collect();
         ends.retain(|end| !end.is_empty());
         ends.dedup();
         ends

@@ -1,4 +1,4 @@
-//! Tool calls that a template does not render, and empty answers, with the stock templates of three families.
+//! Messages and tool calls that a template does not render, and empty answers, with the stock templates of the families.
 
 use std::path::PathBuf;
 
@@ -42,6 +42,7 @@ impl Family {
             SampleWarning::ToolDefinitionsNotRendered,
             SampleWarning::ReasoningNotRendered,
             SampleWarning::TokenSpansPromptBoundary,
+            SampleWarning::MessageNotRendered,
         ];
         let found: Vec<SampleWarning> =
             all.into_iter().filter(|finding| sample.sample_warnings.contains(*finding)).collect();
@@ -105,13 +106,110 @@ fn reading_tool_calls_is_not_rendering_them() {
     let calls = two.fields()["tool_calls"].as_array().unwrap().clone();
     two = two.with("tool_calls", json!([calls[0], calls[0]]));
     let unrendered = |template: &ChatTemplate, message: &Message| {
-        template.unrendered_parts(&Conversation::new([user("Oslo?"), message.clone()])).tool_calls
+        let chat = Conversation::new([user("Oslo?"), message.clone()]);
+        template.unrendered_parts(&chat, AddGenerationPrompt::No).tool_calls
     };
     assert_eq!(unrendered(&chatml("a call"), &call()), [1]);
     let first = chatml("{{ m.tool_calls[0].function.name }}");
     assert_eq!(unrendered(&first, &call()), Vec::<usize>::new());
     assert_eq!(unrendered(&first, &two), [1]);
     assert_eq!(unrendered(&smollm.template, &two), [1]);
+}
+
+/// Checks the text of an adapted chat: it has `want`, and omits the contents of the messages `omitted`.
+#[track_caller]
+fn check_contents(template: &ChatTemplate, messages: &[(&str, &str)], want: &str, omitted: &[usize]) {
+    let chat = Conversation::new(messages.iter().map(|(role, content)| Message::new(*role, *content)));
+    let adapted = template.adapt(&chat);
+    let text = template.render(&adapted, AddGenerationPrompt::No).unwrap();
+    assert!(text.contains(want), "{text}");
+    for ending in [AddGenerationPrompt::No, AddGenerationPrompt::Yes] {
+        assert_eq!(template.unrendered_parts(&adapted, ending).contents, omitted, "{text}");
+    }
+}
+
+#[test]
+fn a_role_that_a_template_does_not_render_gets_its_usual_name() {
+    let template = |name| Family::new(name).template;
+    let rhyme = [("developer", "Rhyme."), ("user", "hi"), ("assistant", "bye")];
+    check_contents(&template("qwen2_5"), &rhyme, "<|im_start|>system\nRhyme.<|im_end|>\n<|im_start|>user", &[]);
+    check_contents(&template("qwen3"), &rhyme, "<|im_start|>system\nRhyme.<|im_end|>", &[]);
+    check_contents(&template("smollm2"), &rhyme, "<|im_start|>developer\nRhyme.<|im_end|>", &[]);
+    check_contents(&template("llama3_2"), &rhyme, "<|start_header_id|>developer<|end_header_id|>\n\nRhyme.", &[]);
+    for role in ["function", "observation", "ipython", "tool_response", "tool"] {
+        for result in ["rain", ""] {
+            let talk = [("user", "Oslo?"), ("assistant", "Wait."), (role, result), ("assistant", "It rains.")];
+            let want = format!("<tool_response>\n{result}\n</tool_response>");
+            check_contents(&template("qwen2_5"), &talk, &want, &[]);
+            check_contents(&template("qwen3"), &talk, &want, &[]);
+            check_contents(&template("smollm2"), &talk, &format!("<|im_start|>{role}\n{result}<"), &[]);
+        }
+    }
+    let talk = [("user", "Oslo?"), ("observation", "rain"), ("assistant", "It rains.")];
+    check_contents(&template("llama3_2"), &talk, "<|start_header_id|>observation<|end_header_id|>\n\nrain", &[]);
+    // A template may reject the role, or both names.
+    let strict = |roles: &str| {
+        let source = format!(
+            "{{% for m in messages %}}{{% if m.role not in {roles} %}}{{{{ raise_exception('unknown role') }}}}\
+             {{% endif %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% endfor %}}"
+        );
+        ChatTemplate::new("strict", &source).unwrap()
+    };
+    check_contents(&strict("['system', 'user', 'assistant']"), &rhyme, "<system>Rhyme.<user>hi", &[]);
+    let chat = Conversation::new([Message::new("developer", "Rhyme."), user("hi")]);
+    assert_eq!(strict("['user', 'assistant']").adapt(&chat).messages, chat.messages);
+}
+
+#[test]
+fn messages_that_a_template_does_not_render_are_found() {
+    let qwen3 = Family::new("qwen3").template;
+    let text = "<|im_start|>user";
+    check_contents(&qwen3, &[("narrator", "Once upon a time."), ("user", "hi"), ("assistant", "ho")], text, &[0]);
+    // The text has the content as a part of a header, or of another message.
+    check_contents(&qwen3, &[("narrator", "a"), ("user", "hi"), ("assistant", "ho")], text, &[0]);
+    let story = "Once upon a time, there was a queen.";
+    check_contents(&qwen3, &[("narrator", story), ("user", story), ("assistant", story)], text, &[0]);
+    let quoted = format!("You say {story}");
+    check_contents(&qwen3, &[("user", story), ("narrator", story), ("assistant", &quoted)], text, &[1]);
+    let first_system = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}\
+                        {% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}";
+    let late = [("system", "Be kind."), ("user", "hi"), ("system", "Be brief."), ("assistant", "ho")];
+    check_contents(&ChatTemplate::new("first", first_system).unwrap(), &late, text, &[2]);
+    // A template of content parts iterates over the letters of a text.
+    let parts = "{% for m in messages %}<|im_start|>{{ m.role }}\n\
+                 {% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}";
+    check_contents(&ChatTemplate::new("parts", parts).unwrap(), &[("user", "hi"), ("assistant", "ho")], text, &[0, 1]);
+}
+
+#[test]
+fn rendered_messages_are_found_in_changed_form() {
+    let [qwen3, llama] = ["qwen3", "llama3_2"].map(|name| Family::new(name).template);
+    let long = "x".repeat(40);
+    for content in ["", " \n ", " so \n", "a \"b\"\n\\ é", "<think>\nno\n</think>\n\nyes", "<think>no</think>", &long]
+    {
+        for template in [&qwen3, &llama] {
+            let talk = [
+                ("user", content),
+                ("assistant", content),
+                ("tool", content),
+                ("user", content),
+                ("assistant", content),
+            ];
+            check_contents(template, &talk, "", &[]);
+        }
+    }
+    let tags = format!("<tool_response>\n{long}\n</tool_response>");
+    check_contents(&qwen3, &[("user", &long), ("assistant", &long), ("user", &tags), ("assistant", "ho")], "", &[]);
+}
+
+#[test]
+fn a_turn_that_is_not_rendered_whole_is_not_learned() {
+    let beside = call().with("content", json!("Let me look."));
+    let rest = [Message::new("tool", "rain"), assistant("Rain.")];
+    let chat = Conversation::new([user("Oslo?"), beside].into_iter().chain(rest));
+    Family::new("llama3_2").check(&chat, &[SampleWarning::MessageNotRendered], "Rain.<|eot_id|>");
+    let narrated = Conversation::new([Message::new("narrator", "Once."), user("hi"), assistant("ho")]);
+    Family::new("qwen3").check(&narrated, &[SampleWarning::MessageNotRendered], "<think>\n\n</think>\n\nho<|im_end|>");
 }
 
 #[test]
@@ -129,6 +227,14 @@ fn reasoning_of_earlier_answers_is_left_out_by_design() {
     qwen3.check(&chat, &[], "one<|im_end|><think>\nso so\n</think>\n\ntwo<|im_end|>");
     let smollm = Family::new("smollm2");
     smollm.check(&chat, &[SampleWarning::ReasoningNotRendered], "one<|im_end|>two<|im_end|>");
+
+    let needs_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}\
+                        {% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}\
+                        {% if add_generation_prompt %}[assistant]{% endif %}";
+    let template = ChatTemplate::new("needs system", needs_system).unwrap();
+    let chat = Conversation::new([Message::new("system", "s"), user("1"), thought("one")]);
+    let sample = render_chat(&smollm.tokenizer, &template, &chat, RenderOptions::default()).unwrap();
+    assert!(sample.sample_warnings.contains(SampleWarning::ReasoningNotRendered));
 
     // An answer of reasoning alone is lost if the template does not print reasoning.
     let chat = Conversation::new([user("1"), thought(""), user("2"), assistant("two")]);
@@ -225,6 +331,6 @@ fn arguments_of_documents_are_encoded_once() {
         ChatTemplate::new("raw", "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}");
     let printed = printed.unwrap();
     let only_call = Conversation::new([call()]);
-    let text = printed.render(&printed.with_parsed_tool_arguments(&only_call), AddGenerationPrompt::No).unwrap();
+    let text = printed.render(&printed.adapt(&only_call), AddGenerationPrompt::No).unwrap();
     assert_eq!(text, r#"{"city": "Oslo"}"#);
 }

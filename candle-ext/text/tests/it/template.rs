@@ -152,6 +152,39 @@ fn ambiguous_turns_are_an_error() {
     check(headless, &TALK, Err(advice));
 }
 
+/// A template that fails on the program's example chats is tried with the conversation and other answers.
+#[test]
+fn a_template_may_fail_on_example_chats() {
+    let turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                 {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let unless = |condition: &str| {
+        format!("{{% if not ({condition}) %}}{{{{ raise_exception('refused') }}}}{{% endif %}}\n{turns}")
+    };
+    let needs_system = unless("messages[0].role == 'system'");
+    let system = ("system", "same");
+    check(&needs_system, &[system, TALK[0], TALK[1]], Ok(&["same<|im_end|>"]));
+    check(&needs_system, &[system, TALK[0], TALK[1], TALK[2], TALK[3]], Ok(&["same<|im_end|>", "same<|im_end|>"]));
+    let one_exchange = unless("messages | length <= 3");
+    check(&one_exchange, &TALK[..2], Ok(&["same<|im_end|>"]));
+    check(&one_exchange, &[system, TALK[0], TALK[1]], Ok(&["same<|im_end|>"]));
+    check(
+        &unless("messages[0].role == 'assistant'"),
+        &[TALK[1], TALK[0], TALK[1], TALK[2]],
+        Ok(&["same<|im_end|>"; 2]),
+    );
+    let fixed_answer = unless("messages | length == 1 or messages[1].content == 'same'");
+    check(&fixed_answer, &TALK, Err("the template fails on example chats, which locate the text, in line 1: refused"));
+    check(&fixed_answer, &TALK, Err("Put {% generation %} ... {% endgeneration %} around it in the template"));
+
+    let answer = Message::new("assistant", "same").with("id", json!(1)).with("reasoning_content", json!("hm"));
+    let chat = Conversation::new([Message::new("user", "same"), answer]).with_tools(json!([{"type": "function"}]));
+    for condition in ["tools", "messages | length == 1 or messages[1].id is defined"] {
+        let rendered = ChatTemplate::new("test.jinja", &unless(condition)).unwrap().render_turns(&chat).unwrap();
+        let spans: Vec<&str> = rendered.spans.iter().map(|span| &rendered.text[span.range.clone()]).collect();
+        assert_eq!(spans, ["same<|im_end|>"], "{condition}");
+    }
+}
+
 #[test]
 fn generation_blocks_have_the_last_word() {
     let source = "{% for m in messages %}\n{{ m.role }}: \n{%- if m.role == 'assistant' %}\n\

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use serde_json::{Value, json};
 
 use super::{CHAT, COMPLETIONS, Server, received, user, with};
+use crate::support::scripted::Scripted;
 
 #[test]
 fn bad_requests_get_errors_that_name_the_field() {
@@ -101,6 +102,33 @@ fn bad_requests_get_errors_that_name_the_field() {
         CHAT,
         &chat(json!({"response_format": {"type": "text"}, "presence_penalty": 0.0, "tools": [], "user": "u"})).1,
     );
+}
+
+/// Template that prints three roles.
+const THREE_ROLES: Scripted<'_> = Scripted {
+    chat_template: "{% for m in messages if m.role in ['system', 'user', 'assistant'] %}\
+                    {{ m.role }}: {{ m.content }}\n{% endfor %}{{ '\n' }}",
+    added_tokens: &[],
+    scripts: &["\n12"],
+};
+
+#[test]
+fn messages_that_the_template_does_not_render_are_renamed_or_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = THREE_ROLES.export(folder.path());
+    let server = Server::start_model(&[], folder, model);
+    let body = |role: &str| {
+        let messages = json!([{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}]);
+        json!({"messages": messages, "max_tokens": 2})
+    };
+    let n_tokens = |role: &str| server.ok(CHAT, &body(role))["usage"]["prompt_tokens"].as_u64().unwrap();
+    assert_eq!(n_tokens("developer"), n_tokens("system"));
+    for role in ["tool", "function", "narrator"] {
+        let (status, response) = server.post(CHAT, &body(role));
+        assert_eq!((status, &response["error"]["param"]), (400, &json!("messages")), "{response}");
+        let want = format!("does not render the content of message 0 ({role})");
+        assert!(response["error"]["message"].as_str().unwrap().contains(&want), "{response}");
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::masking::{self, Masking};
 use super::resolver::Resolver;
 use super::{mixture, sources, streaming, tokenize_kwargs};
 use crate::data::{
-    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedToolCalls, default_cache_dir,
+    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedMessages, default_cache_dir,
 };
 use crate::plan::{ModelPlan, TokenizerPlan};
 use crate::recipe::{DataType, Origin, PadTo};
@@ -47,10 +47,10 @@ pub(super) fn resolve(
         train_on_eos,
         ignore_empty_think: resolver.pick("data.ignore_empty_think", data.ignore_empty_think, false),
         train_on_empty_answers: resolver.pick("data.train_on_empty_answers", data.train_on_empty_answers, false),
-        unrendered_tool_calls: resolver.pick(
-            "data.unrendered_tool_calls",
-            data.unrendered_tool_calls,
-            UnrenderedToolCalls::Error,
+        unrendered_messages: resolver.pick(
+            "data.unrendered_messages",
+            data.unrendered_messages,
+            UnrenderedMessages::Error,
         ),
         add_bos_token: add_bos_token(resolver),
         add_eos_token: resolver.pick("data.add_eos_token", data.add_eos_token, true),

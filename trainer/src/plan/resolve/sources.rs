@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::resolver::Resolver;
 use super::snowflake;
-use crate::data::{DataKind, Sampling, SourcePlan};
+use crate::data::{DataKind, Sampling, SourcePlan, TOKEN_IDS};
 use crate::recipe::{DataSource, HumanFloat, JsonMap, SourceOptions, SourceType};
 
 /// Returns the training sources, the evaluation sources, and the held-out fraction of the training data.
@@ -66,6 +66,7 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind: DataKi
         content_key: source.content_key.clone(),
         column: source.column.clone(),
         apply_chat_template: source.apply_chat_template.unwrap_or(true),
+        remove_none_values: source.remove_none_values,
         sampling: sampling(resolver, path, source),
         sample_seed: source.sample_seed.map_or(42, |seed| seed.0 as u64),
         snowflake,
@@ -168,9 +169,6 @@ fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceOptions, kind:
         check_format(resolver, &format!("{path}.format"), format);
     }
 }
-
-/// The format of tokenized rows.
-const TOKEN_IDS: &str = "token_ids";
 
 /// Returns the name of the row format. `process: false` is ArcticTraining's name of `token_ids`.
 fn format(resolver: &mut Resolver, path: &str, source: &SourceOptions) -> Option<String> {

@@ -52,6 +52,28 @@ fn roles(pairs: &[(&str, &str)]) -> FormatRequest {
 const USER: &str = r#"{"role":"user","content":"hi"}"#;
 const ASSISTANT: &str = r#"{"role":"assistant","content":"yo"}"#;
 
+/// datasets stores a `Sequence` of messages so.
+#[test]
+fn messages_as_a_struct_of_lists() {
+    let row = r#"{"messages":{"role":["user","assistant"],"content":["hi","yo"],"name":null}}"#;
+    check(row, &["reads as messages: messages", USER, ASSISTANT]);
+    let row = r#"{"conversations":{"from":["human","gpt"],"value":["hi","yo"]}}"#;
+    check(row, &["reads as sharegpt: conversations", USER, ASSISTANT]);
+    let row = r#"{"prompt":{"role":["user"],"content":["hi"]},"completion":{"role":["assistant"],"content":["yo"]}}"#;
+    let context = r#"{"role":"user","content":"hi","weight":0}"#;
+    check(row, &["reads as prompt/completion: prompt, completion", context, ASSISTANT]);
+    let row = r#"{"turns":{"role":["user","assistant"],"text":["hi","yo"]}}"#;
+    let mapping = roles(&[("user", "turns.role.user"), ("assistant", "turns.role.assistant")]);
+    assert!(read(row, &mapping).unwrap().ends_with(&[USER, ASSISTANT].join("\n")));
+    let row = r#"{"messages":{"role":["user","assistant"],"content":["hi"]}}"#;
+    let want = "`messages.content` is a list of 1, expected a list of 2, as `messages.role` is";
+    refused(row, &request(), &["read a.jsonl:1 as messages", want]);
+    let row = r#"{"messages":{"role":["user"],"content":"hi"}}"#;
+    refused(row, &request(), &["`messages.content` is a string, expected a list of 1"]);
+    refused(r#"{"messages":{"a":1}}"#, &request(), &["`messages` is an object, expected a list of messages"]);
+    refused(r#"{"messages":null}"#, &request(), &["its columns are of no known format\n"]);
+}
+
 #[test]
 fn messages() {
     let row = format!("{{\"prompt\":\"hi\",\"messages\":[{USER},{ASSISTANT}]}}");

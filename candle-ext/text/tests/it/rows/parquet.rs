@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use candlewick_text::source::ReadOptions;
+use candlewick_text::format::{FormatRequest, RowFormat};
+use candlewick_text::source::{ConcatSource, NullFieldRemoval, ReadOptions, RowSource, SliceSource, WithoutNullFields};
 use parquet::data_type::{ByteArray, ByteArrayType, FixedLenByteArray, FixedLenByteArrayType};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
@@ -28,6 +29,38 @@ fn parquet_lists_and_structs_come_out_as_json() {
     assert_eq!(folder.short(source.locate(4)), "chat.parquet row 4");
     let backwards: Vec<_> = (0..5).rev().map(|i| source.row(i).unwrap()["id"].clone()).collect();
     assert_eq!(backwards, [4, 3, 2, 1, 0]);
+}
+
+/// All structs of a Parquet column have the same fields. datasets and pyarrow return nulls for those that a row lacks.
+#[test]
+fn null_fields_that_parquet_adds_are_removed() {
+    let folder = Folder::new(&[
+        ("tools.parquet", include_bytes!("../../fixtures/tools.parquet")),
+        ("tools.jsonl", include_bytes!("../../fixtures/tools.jsonl")),
+        ("nulls.jsonl", br#"{"a":{"b":null}}"#),
+    ]);
+    let open = |name: &str, remove_none_values| {
+        let inner = folder.open(name, &ReadOptions::default()).unwrap();
+        WithoutNullFields::new(inner.into(), NullFieldRemoval::of(remove_none_values))
+    };
+    let documents = |source: &WithoutNullFields| {
+        let format = RowFormat::find(&FormatRequest::default(), source).unwrap();
+        (0..source.len()).map(|row| format!("{:?}", format.read(source, row).unwrap())).collect::<Vec<_>>()
+    };
+    let (lines, parquet, kept) =
+        (open("tools.jsonl", None), open("tools.parquet", None), open("tools.parquet", Some(false)));
+    assert_eq!(documents(&parquet), documents(&lines));
+    assert!(documents(&kept)[0].contains(r#""city": String("Oslo"), "a": Null"#), "{}", documents(&kept)[0]);
+    let first = |source: &WithoutNullFields| source.first_without_null_fields().map(|place| folder.short(place));
+    assert_eq!(first(&parquet).as_deref(), Some("tools.parquet row 0"));
+    assert_eq!([first(&lines), first(&kept)], [None, None]);
+    let nulls = |remove_none_values| show(&open("nulls.jsonl", remove_none_values)).unwrap();
+    assert_eq!(nulls(None), [r#"{"a":{"b":null}}"#]);
+    assert_eq!(nulls(Some(true)), [r#"{"a":{}}"#]);
+    let inner = folder.open("tools.parquet", &ReadOptions::default()).unwrap();
+    let nested = ConcatSource::new(vec![folder.open("tools.jsonl", &ReadOptions::default()).unwrap(), inner]);
+    let nested = SliceSource::new(Box::new(nested), 1..3);
+    assert_eq!([nested.adds_null_fields(0), nested.adds_null_fields(1)], [false, true]);
 }
 
 #[test]
