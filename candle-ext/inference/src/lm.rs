@@ -13,6 +13,7 @@ use candlewick_model::{AdapterFolder, Config, FP8_SCALES, Model, read_fp8_scales
 use candlewick_ops::AttentionChoice;
 use candlewick_parallel::{Engine, EngineSpec, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::files::is_present;
 use candlewick_text::render::{RenderOptions, render_chat, render_prompt};
 use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, Clock};
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
@@ -67,7 +68,7 @@ impl<'a> LmHandle<'a> {
     /// one.
     pub fn new(engine: &'a Engine, tokenizer: &'a Tokenizer, folders: impl IntoIterator<Item = &'a Path>) -> Self {
         let mut folders = folders.into_iter();
-        let generation_config = folders.find(|folder| folder.join("generation_config.json").is_file());
+        let generation_config = folders.find(|folder| is_present(&folder.join("generation_config.json")));
         Self { engine, tokenizer, generation_config }
     }
 }
@@ -273,7 +274,7 @@ impl Lm {
 /// Loads tokenizer and chat template from the adapter folder if it has them, else from the model folder. The model's
 /// stop tokens apply to both.
 fn tokenizer_of(folder: &Path, adapter: Option<&Path>) -> Result<Tokenizer> {
-    let own = adapter.filter(|adapter| adapter.join("tokenizer.json").is_file());
+    let own = adapter.filter(|adapter| is_present(&adapter.join("tokenizer.json")));
     match own {
         Some(own) => Ok(Tokenizer::from_directory(own)?.with_eos_ids_from(folder)?),
         None => Ok(Tokenizer::from_directory(folder)?),

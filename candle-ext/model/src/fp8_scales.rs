@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candlewick_ops::Fp8LinearScales;
+use candlewick_text::files::is_present;
 use serde_json::{Map, Value, json};
 
 use crate::{Config, ModelError, config::json::read_own_object};
@@ -45,7 +46,7 @@ pub fn read_fp8_scales(
     config: &Config,
 ) -> Result<Option<BTreeMap<String, Vec<Fp8LinearScales>>>, ModelError> {
     let path = folder.join(FP8_SCALES);
-    if !path.is_file() {
+    if !is_present(&path) {
         return Ok(None);
     }
     let of_module = |(module, scales): (String, Value)| {

@@ -2,7 +2,7 @@
 //!
 //! A path given by a user may be a pipe, a device or a link to one, whose bytes never end.
 
-use std::fs::{File, create_dir_all, metadata};
+use std::fs::{File, Metadata, create_dir_all, metadata, symlink_metadata};
 use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -14,6 +14,13 @@ pub const MAX_CONFIG_FILE_BYTES: u64 = 64 << 20;
 /// Size limit in bytes of a file that a program writes: a vocabulary, a list of requests. The largest vocabularies
 /// in use take 35 MB.
 pub const MAX_GENERATED_FILE_BYTES: u64 = 1 << 30;
+
+/// Returns true unless the folder of `path` has no entry of that name. A pipe, a folder, a dangling link and an unreadable
+/// entry count as present: a program that reads an optional file must not take them for an absent one.
+pub fn is_present(path: &Path) -> bool {
+    let is_absent = |error: io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
+    symlink_metadata(path).map_or_else(|error| !is_absent(error), |_| true)
+}
 
 /// Reads a regular file of at most `most` bytes.
 ///
@@ -175,6 +182,22 @@ mod tests {
         drop(writer);
         let of_shell = format!("/dev/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&reader));
         assert_eq!(read_text_or_stdin(Path::new(&of_shell), 10).unwrap(), "text");
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_not_absent() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::write(path("file"), "").unwrap();
+        std::fs::create_dir(path("folder")).unwrap();
+        std::os::unix::fs::symlink("nowhere", path("dangling")).unwrap();
+        std::os::unix::fs::symlink("itself", path("itself")).unwrap();
+        for name in ["file", "folder", "dangling", "itself"] {
+            assert!(is_present(&path(name)), "{name}");
+        }
+        for name in ["none", "none/file", "file/none"] {
+            assert!(!is_present(&path(name)), "{name}");
+        }
     }
 
     fn names(folder: &Path) -> Vec<String> {

@@ -7,6 +7,7 @@ pub mod format;
 pub mod hub;
 pub mod printable;
 pub mod render;
+mod response_body;
 pub mod sample_warning;
 pub mod snowflake;
 pub mod source;

@@ -6,6 +6,7 @@ use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::{Launcher, RankEnv};
 use candlewick_runtime::progress::{ProgressDisplay, show_downloads};
 use candlewick_runtime::rank_env::rank_env;
+use candlewick_text::files::is_present;
 use candlewick_text::hub::{Hub, HubError, HubSettings, LockContext};
 use clap::{Args, ValueEnum};
 
@@ -90,7 +91,7 @@ pub(super) fn recipe_hub(recipe: &Path) -> Result<Hub> {
 /// Opens the Hub for a recipe like [`recipe_hub`], with these settings and no progress bar.
 pub(super) fn locked_hub(recipe: &Path, settings: HubSettings) -> Result<Hub> {
     let context = lock_context(recipe);
-    match context.path.is_file() {
+    match is_present(&context.path) {
         true => context.locked_hub(settings).map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage)),
         false => Ok(Hub::new(settings)?),
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_file_or_pipe};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, is_present, read_file_or_pipe};
 
 use super::deprecated::{OldName, rename_all};
 use super::error::{BaseRecipe, Fault, RecipeSource};
@@ -12,6 +12,9 @@ use super::{shipped, tilde};
 
 /// Maps that are one value: the including recipe replaces them.
 const REPLACED_MAPS: [&[&str]; 1] = [&["model", "activation_checkpoint"]];
+
+/// The largest number of bases of a recipe, one included by the other.
+const MAX_BASES: usize = 32;
 
 /// Parses the recipe and its bases, and merges them. Adds the bases to `source`.
 pub(super) fn read_merged(source: &mut RecipeSource) -> Result<(RecipeNode, Vec<OldName>), Fault> {
@@ -85,6 +88,11 @@ fn find_base(tree: &RecipeNode, source: &RecipeSource) -> Result<Option<BaseReci
         let message = format!("a recipe cannot include itself: {} -> {}", chain.join(" -> "), path.display());
         return Err(fault(message));
     }
+    if source.bases.len() == MAX_BASES {
+        let chain: Vec<String> = included.iter().map(|path| path.display().to_string()).collect();
+        let message = format!("a recipe has at most {MAX_BASES} bases: {} -> {}", chain.join(" -> "), path.display());
+        return Err(fault(message));
+    }
     let RecipeLocation::File { line: included_at, .. } = entry.place else { return Ok(None) };
     Ok(Some(BaseRecipe { path, text, included_at }))
 }
@@ -92,7 +100,7 @@ fn find_base(tree: &RecipeNode, source: &RecipeSource) -> Result<Option<BaseReci
 /// Returns the path and the text of the recipe that `including` names: a file, else a shipped recipe.
 fn open(name: &str, including: &Path) -> Result<(PathBuf, String), String> {
     let path = including.with_file_name(name);
-    if path.exists() && !path.is_dir() {
+    if is_present(&path) && !path.is_dir() {
         return read_text(&path).map(|text| (path, text));
     }
     // A shipped recipe names others by their paths in the shipped folder.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use candlewick_text::files::is_present;
 use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
@@ -47,7 +48,7 @@ impl Loaded {
     /// Reads a recipe file and applies `key=value` arguments. If there is no such file, `path` may be the name of a shipped
     /// recipe.
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
-        let is_file = path.exists() && !path.is_dir();
+        let is_file = is_present(path) && !path.is_dir();
         if !is_file && let Some(recipe) = path.to_str().and_then(shipped::find) {
             return Self::parse(&recipe.path(), recipe.text.to_owned(), arguments);
         }

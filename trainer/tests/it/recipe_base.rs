@@ -123,6 +123,20 @@ fn a_recipe_that_includes_itself_is_refused() {
 }
 
 #[test]
+fn a_chain_of_bases_has_at_most_32() {
+    let names: Vec<String> = (0..=33).map(|idx| format!("{idx}.yaml")).collect();
+    let texts: Vec<String> = (1..=34).map(|idx| format!("base: {idx}.yaml\n")).collect();
+    let chain = |n_bases: usize| {
+        let files = names.iter().zip(&texts).take(n_bases).map(|(name, text)| (name.as_str(), text.as_str()));
+        let last = (names[n_bases].as_str(), "seed: 1\n");
+        Folder::new(&files.chain([last]).collect::<Vec<_>>())
+    };
+    assert_eq!(chain(32).load("0.yaml", &[]).unwrap().recipe.seed.unwrap().0, 1);
+    let error = chain(33).load("0.yaml", &[]).unwrap_err().to_string();
+    assert!(error.contains("32.yaml:1:7: base: a recipe has at most 32 bases: "), "{error}");
+}
+
+#[test]
 fn a_base_that_does_not_exist_is_refused() {
     let refused = |base: &str, want: &[&str]| Folder::new(&[("r.yaml", base)]).refused(want);
     refused(

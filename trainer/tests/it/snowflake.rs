@@ -74,7 +74,7 @@ fn texts(numbers: std::ops::Range<usize>) -> Value {
 
 fn metadata(n_partitions: usize) -> Value {
     json!({
-        "numRows": 80,
+        "numRows": 40 * n_partitions,
         "rowType": [{"name": "TEXT", "type": "text"}, {"name": "ID", "type": "fixed", "scale": 0}],
         "partitionInfo": vec![json!({"rowCount": 40}); n_partitions],
     })
@@ -91,6 +91,13 @@ fn train(run: &Run, source: &str, url: &str, authenticator: &str, more: &[&str])
     let mut command = run.command("train", &keys);
     command.env("SNOWFLAKE_HOST", url).env("SNOWFLAKE_TOKEN", "t0k3n").env("SNOWFLAKE_WAREHOUSE", "WH");
     command.env("SNOWFLAKE_AUTHENTICATOR", authenticator).output().unwrap()
+}
+
+/// Lists the cached results of queries.
+fn cached_rows(run: &Run) -> Vec<std::path::PathBuf> {
+    let is_result = |path: &std::path::PathBuf| path.to_string_lossy().contains("snowflake-");
+    let entries = std::fs::read_dir(run.path().join("cache")).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(is_result).collect()
 }
 
 const TABLE: &str = "table_name: DB.S.BOOKS, column_mapping: {TEXT: text}";
@@ -154,6 +161,12 @@ fn a_limit_leaves_out_the_other_partitions() {
 fn refusals_name_the_problem_and_the_remedy() {
     let run = Run::new();
     let one = |status: u16, body: Value| Snowflake::start(vec![(status, body)]).url;
+    let two = |metadata: Value, second: Value| {
+        let first = json!({"statementHandle": HANDLE, "resultSetMetaData": metadata, "data": texts(0..40)});
+        Snowflake::start(vec![(200, first), (200, json!({"data": second}))]).url
+    };
+    let mut without_counts = metadata(2);
+    without_counts["partitionInfo"] = json!([{}, {}]);
     let result = |data: Value| json!({"statementHandle": HANDLE, "resultSetMetaData": metadata(1), "data": data});
     for (url, source, authenticator, want) in [
         (
@@ -174,7 +187,16 @@ fn refusals_name_the_problem_and_the_remedy() {
             "oauth",
             "rename column \"TEX\": the result has the columns TEXT, ID; did you mean \"TEXT\"?",
         ),
-        (one(200, result(json!([["a"]]))), TABLE, "oauth", "a row has 1 values, but there are 2 columns"),
+        (
+            one(200, result(vec![json!(["a"]); 40].into())),
+            TABLE,
+            "oauth",
+            "a row has 1 values, but there are 2 columns",
+        ),
+        (one(200, result(texts(0..39))), TABLE, "oauth", "partition 0 has 39 rows, but 40 are announced"),
+        (two(metadata(2), texts(40..79)), TABLE, "oauth", "partition 1 has 39 rows, but 40 are announced"),
+        (two(metadata(2), json!([])), TABLE, "oauth", "partition 1 has 0 rows, but 40 are announced"),
+        (two(without_counts, texts(40..79)), TABLE, "oauth", "the result has 79 rows, but 80 are announced"),
         (
             one(200, json!({"statementHandle": "../x", "resultSetMetaData": metadata(1)})),
             TABLE,
@@ -184,10 +206,17 @@ fn refusals_name_the_problem_and_the_remedy() {
         (one(200, json!([])), TABLE, "oauth", "read Snowflake's response"),
         ("http://127.0.0.1:1".into(), TABLE, "externalbrowser", "set SNOWFLAKE_AUTHENTICATOR"),
         ("http://127.0.0.1:1".into(), TABLE, "oauth", "reach Snowflake at http://127.0.0.1:1"),
+        (
+            one(401, json!({})).replace("http://", "http://me:t0k3n@"),
+            TABLE,
+            "oauth",
+            "log in to Snowflake at http://127.0.0.1:",
+        ),
     ] {
         let output = train(&run, source, &url, authenticator, &[]);
         assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
         assert!(stderr(&output).contains(want), "no {want:?} in {}", stderr(&output));
         assert!(!stderr(&output).contains("t0k3n"), "{}", stderr(&output));
+        assert!(cached_rows(&run).is_empty(), "{want}");
     }
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_text::files::is_present;
 use candlewick_text::hub::{DownloadCallback, Hub, HubError, HubLock, HubSettings, LockContext, LockFault, LockedRepo};
 use clap::Args;
 
@@ -50,7 +51,7 @@ impl Prefetch<'_> {
 
     fn download(&self, settings: HubSettings, open: impl FnOnce(&Hub) -> Result<Vec<PathBuf>>) -> Result<String> {
         let folder = self.options.output.as_deref().map(PortableFolder::create).transpose()?;
-        let kept = match self.lock.exists() && !self.options.update {
+        let kept = match is_present(self.lock) && !self.options.update {
             true => Some(HubLock::read(self.lock).map_err(usage)?),
             false => None,
         };

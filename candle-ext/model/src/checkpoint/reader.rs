@@ -8,6 +8,7 @@ use std::{
 };
 
 use candle_core::{DType, Device, Tensor};
+use candlewick_text::files::is_present;
 use half::{bf16, f16};
 use memmap2::Mmap;
 #[cfg(target_os = "linux")]
@@ -56,7 +57,7 @@ impl Checkpoint {
     /// Opens `model.safetensors`, or the shards of `model.safetensors.index.json`, in a model folder.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
-        match (single.is_file(), index.is_file()) {
+        match (is_present(&single), is_present(&index)) {
             (true, _) => Self::open_file(&single),
             (false, true) => Self::open_shards(folder, &index),
             (false, false) => Err(ModelError::mismatch(folder, what_is_there(folder))),

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use candlewick_text::files::is_present;
 use serde_json::json;
 
 use crate::{ModelError, config::json::read_own_object};
@@ -27,7 +28,7 @@ impl BaseModelRecord {
     /// Reads the record of an adapter folder; `None` for an adapter that PEFT saved.
     pub(super) fn read(folder: &Path) -> Result<Option<Self>, ModelError> {
         let path = folder.join(BASE_MODEL_RECORD);
-        if !path.exists() {
+        if !is_present(&path) {
             return Ok(None);
         }
         let map = read_own_object(&path)?;

@@ -14,9 +14,11 @@
 //! | `commit_of` | a reference holds a commit hash and is below `refs` |
 //! | `lock` | waits for a lock as long as the other download runs, not ten seconds |
 //! | `link` | a link is replaced by a rename, never removed first |
+//! | `create_parent`, `evict` | no link leads a write or a removal out of the repository's folder |
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Component, Path, PathBuf};
 
 use super::{HubError, ListedFile, RepoId};
@@ -31,8 +33,13 @@ impl HubCache {
         Self { root: root.to_owned() }
     }
 
+    /// Returns the folder of a repository.
+    pub(crate) fn repo_folder(&self, repo: &RepoId) -> PathBuf {
+        self.root.join(repo.folder())
+    }
+
     pub(crate) fn snapshot(&self, repo: &RepoId, commit: &str) -> PathBuf {
-        self.root.join(repo.folder()).join("snapshots").join(commit)
+        self.repo_folder(repo).join("snapshots").join(commit)
     }
 
     pub(crate) fn pointer(&self, repo: &RepoId, commit: &str, path: &str) -> PathBuf {
@@ -40,7 +47,7 @@ impl HubCache {
     }
 
     pub(crate) fn blob(&self, repo: &RepoId, etag: &str) -> PathBuf {
-        self.root.join(repo.folder()).join("blobs").join(etag)
+        self.repo_folder(repo).join("blobs").join(etag)
     }
 
     /// Returns the commit of `revision` at the last request to the Hub.
@@ -55,7 +62,7 @@ impl HubCache {
     /// Records `commit` as the commit of `revision`.
     pub(crate) fn set_commit(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
         match self.ref_path(repo, revision).filter(|_| !is_commit(revision)) {
-            Some(path) => write(&path, commit.as_bytes()),
+            Some(path) => self.write(repo, &path, commit.as_bytes()),
             None => Ok(()),
         }
     }
@@ -71,7 +78,7 @@ impl HubCache {
             return Ok(());
         }
         let text = serde_json::to_vec(files).expect("paths and sizes are JSON");
-        write(&self.listing_path(repo, commit), &text)
+        self.write(repo, &self.listing_path(repo, commit), &text)
     }
 
     /// Lists the files of a snapshot whose links lead to a blob.
@@ -89,7 +96,7 @@ impl HubCache {
                 let name = format!("{folder}{}", entry.file_name().to_string_lossy());
                 match fs::metadata(entry.path()) {
                     Ok(found) if found.is_dir() => folders.push(format!("{name}/")),
-                    Ok(found) => files.push(ListedFile { path: name, size: found.len() }),
+                    Ok(found) => files.push(ListedFile { path: name, size: found.len(), sha256: None }),
                     Err(_) => {}
                 }
             }
@@ -106,13 +113,57 @@ impl HubCache {
             Ok(found) => {
                 let (size, file) = (found.len(), &listed.path);
                 tracing::warn!("cached {file} has {size} bytes, not {}: removed", listed.size);
-                if let Ok(blob) = fs::canonicalize(&pointer) {
-                    fs::remove_file(&blob).map_err(|e| HubError::cache(blob, e))?;
-                }
-                Ok(false)
+                self.evict(repo, commit, &listed.path).map(|()| false)
             }
             Err(_) => Ok(false),
         }
+    }
+
+    /// Removes a file from a snapshot, and the blob that it links to. A blob that is a link itself loses the link alone.
+    pub(crate) fn evict(&self, repo: &RepoId, commit: &str, path: &str) -> Result<(), HubError> {
+        let pointer = self.pointer(repo, commit, path);
+        self.create_parent(repo, &pointer)?;
+        let removed = |path: &Path| match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(HubError::cache(path, error)),
+            _ => Ok(()),
+        };
+        if let Some(blob) = self.blob_of(repo, &pointer) {
+            self.create_parent(repo, &blob)?;
+            removed(&blob)?;
+        }
+        removed(&pointer)
+    }
+
+    /// Returns the entry in `blobs` that a link of a snapshot names.
+    fn blob_of(&self, repo: &RepoId, pointer: &Path) -> Option<PathBuf> {
+        let target = pointer.parent()?.join(fs::read_link(pointer).ok()?);
+        let blob = self.blob(repo, target.file_name()?.to_str()?);
+        let folders = [target.parent()?, blob.parent()?].map(|folder| fs::canonicalize(folder).ok());
+        (folders[0].is_some() && folders[0] == folders[1]).then_some(blob)
+    }
+
+    /// Creates the folder of a file in the repository's folder. Refuses a link that leads out of it.
+    pub(crate) fn create_parent(&self, repo: &RepoId, path: &Path) -> Result<(), HubError> {
+        let own = self.repo_folder(repo);
+        let parent = path.parent().unwrap_or(path);
+        let create = || {
+            fs::create_dir_all(&own)?;
+            let existing = parent.ancestors().find(|folder| folder.exists()).unwrap_or(parent);
+            if !fs::canonicalize(existing)?.starts_with(fs::canonicalize(&own)?) {
+                let problem = format!(
+                    "a link leads from {} out of the repository's folder; remove the link, or move the whole folder",
+                    existing.display()
+                );
+                return Err(io::Error::other(problem));
+            }
+            fs::create_dir_all(parent)
+        };
+        create().map_err(|error| HubError::cache(parent, error))
+    }
+
+    fn write(&self, repo: &RepoId, path: &Path, bytes: &[u8]) -> Result<(), HubError> {
+        self.create_parent(repo, path)?;
+        write_atomically(path, |file| file.write_all(bytes)).map_err(|error| HubError::cache(path, error))
     }
 
     /// Returns true if the file is cached with its listed size. Never removes a file.
@@ -130,7 +181,10 @@ impl HubCache {
     pub(crate) fn lock(&self, repo: &RepoId, etag: &str) -> Result<File, HubError> {
         let path = self.root.join(".locks").join(repo.folder()).join(format!("{etag}.lock"));
         make_parent(&path)?;
-        let file = File::create(&path).map_err(|e| HubError::cache(&path, e))?;
+        // A link is not followed, and no file is emptied.
+        let mut options = OpenOptions::new();
+        options.create(true).truncate(false).write(true).custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(&path).map_err(|e| HubError::cache(&path, e))?;
         file.lock().map_err(|e| HubError::cache(&path, e))?;
         Ok(file)
     }
@@ -138,19 +192,19 @@ impl HubCache {
     /// Creates the link from a snapshot to a blob.
     pub(crate) fn link(&self, repo: &RepoId, commit: &str, path: &str, etag: &str) -> Result<(), HubError> {
         let pointer = self.pointer(repo, commit, path);
-        let blob = self.blob(repo, etag);
+        self.create_parent(repo, &pointer)?;
         let up = "../".repeat(2 + path.split('/').count() - 1);
         let relative = format!("{up}blobs/{etag}");
-        let linked = replace_atomically(&pointer, |unfinished| point(&blob, &relative, unfinished));
+        let linked = replace_atomically(&pointer, |unfinished| symlink(&relative, unfinished));
         linked.map_err(|e| HubError::cache(pointer, e))
     }
 
     fn listing_path(&self, repo: &RepoId, commit: &str) -> PathBuf {
-        self.root.join(repo.folder()).join(".listings").join(format!("{commit}.json"))
+        self.repo_folder(repo).join(".listings").join(format!("{commit}.json"))
     }
 
     fn ref_path(&self, repo: &RepoId, revision: &str) -> Option<PathBuf> {
-        is_inside(revision).then(|| self.root.join(repo.folder()).join("refs").join(revision))
+        is_inside(revision).then(|| self.repo_folder(repo).join("refs").join(revision))
     }
 }
 
@@ -167,18 +221,4 @@ pub(crate) fn is_commit(revision: &str) -> bool {
 pub(crate) fn make_parent(path: &Path) -> Result<(), HubError> {
     let parent = path.parent().unwrap_or(path);
     fs::create_dir_all(parent).map_err(|e| HubError::cache(parent, e))
-}
-
-fn write(path: &Path, bytes: &[u8]) -> Result<(), HubError> {
-    write_atomically(path, |file| file.write_all(bytes)).map_err(|e| HubError::cache(path, e))
-}
-
-#[cfg(unix)]
-fn point(_: &Path, relative: &str, link: &Path) -> io::Result<()> {
-    std::os::unix::fs::symlink(relative, link)
-}
-
-#[cfg(not(unix))]
-fn point(blob: &Path, _: &str, link: &Path) -> io::Result<()> {
-    fs::copy(blob, link).map(|_| ())
 }

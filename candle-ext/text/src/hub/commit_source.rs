@@ -48,15 +48,21 @@ impl EnforcedLock {
         })
     }
 
-    /// Checks that the lock has a file of a listing, with the listed size.
-    pub(super) fn check(&self, listing: &Listing, listed: &ListedFile) -> Result<(), HubError> {
+    /// Returns the entry of a file of a listing, which must have the listed size.
+    pub(super) fn check(&self, listing: &Listing, listed: &ListedFile) -> Result<&LockedFile, HubError> {
         let locked = self.find(&listing.repo, &listing.revision)?;
         match locked.file(&listed.path) {
-            Some(file) if file.size == listed.size => Ok(()),
+            Some(file) if file.size == listed.size => Ok(file),
             _ => {
                 Err(self.not_locked(format!("{} of the {} {}", listed.path, listing.repo.kind().name(), listing.repo)))
             }
         }
+    }
+
+    /// Returns the error of a cached file that differs from its entry.
+    pub(super) fn damaged(&self, repo: &RepoId, file: &LockedFile, problem: String) -> HubError {
+        let LockContext { path: lock, prefetch } = self.context.clone();
+        HubError::LockedFileDamaged { id: repo.to_string(), file: file.path.clone(), lock, problem, prefetch }
     }
 
     fn not_locked(&self, entry: String) -> HubError {
@@ -95,10 +101,31 @@ impl LockRecorder {
         of_lock.map(|locked| locked.commit.clone()).or_else(used)
     }
 
-    /// Returns the hash of a file at the same commit in the earlier lock.
+    /// Returns the hash of a file in the earlier lock.
     pub(super) fn kept_hash(&self, listing: &Listing, path: &str) -> Option<String> {
         let kept = self.kept.as_ref()?.find(&listing.repo, &listing.revision)?;
-        kept.file(path).filter(|_| kept.commit == listing.commit).map(|file| file.sha256.clone())
+        Some(kept.file(path)?.sha256.to_ascii_lowercase())
+    }
+
+    /// Checks that the file list of a locked commit has the files of the earlier lock, with their sizes.
+    pub(super) fn check_list(&self, listing: &Listing) -> Result<(), HubError> {
+        let Some(kept) = self.kept.as_ref().and_then(|kept| kept.find(&listing.repo, &listing.revision)) else {
+            return Ok(());
+        };
+        let problem = kept.files.iter().find_map(|file| {
+            let LockedFile { path, size, .. } = file;
+            match listing.files.iter().find(|listed| listed.path == *path) {
+                None => Some(format!("the file list of the commit {} lacks {path} of the lock file", kept.commit)),
+                Some(listed) if listed.size != *size => {
+                    Some(format!("{path} has {} bytes, but {size} in the lock file", listed.size))
+                }
+                Some(_) => None,
+            }
+        });
+        match problem {
+            None => Ok(()),
+            Some(problem) => Err(HubError::DiffersFromLock { id: listing.repo.to_string(), problem }),
+        }
     }
 
     /// Returns true if the file is recorded.

@@ -187,6 +187,23 @@ pub enum HubError {
         /// Command that downloads the files.
         prefetch: String,
     },
+    /// A cached file differs from its entry in a lock file.
+    #[error(
+        "load {file} of {id}: {problem} in {}; run `{prefetch}` with a network to download it again",
+        lock.display()
+    )]
+    LockedFileDamaged {
+        /// The repository.
+        id: String,
+        /// The file.
+        file: String,
+        /// The lock file.
+        lock: PathBuf,
+        /// Found and expected size or hash.
+        problem: String,
+        /// Command that downloads the file.
+        prefetch: String,
+    },
     /// A lock file cannot be read.
     #[error("read the lock file {}: {problem}; remove it and run prefetch again", path.display())]
     InvalidLock {
@@ -213,6 +230,27 @@ pub enum HubError {
         id: String,
         /// The commit.
         commit: String,
+    },
+    /// The Hub answers with another commit than the requested one.
+    #[error(
+        "download {id}: the commit {requested} was requested, but the Hub answers with {answered}; check HF_ENDPOINT and the \
+         proxies on the way to it"
+    )]
+    OtherCommit {
+        /// The repository.
+        id: String,
+        /// The requested commit.
+        requested: String,
+        /// The commit of the answer.
+        answered: String,
+    },
+    /// The file list of a locked commit differs from the lock file.
+    #[error("download {id}: {problem}; check HF_ENDPOINT, or run prefetch with --update to lock the current files")]
+    DiffersFromLock {
+        /// The repository.
+        id: String,
+        /// The file, and the difference.
+        problem: String,
     },
     /// The repository is unusable: required files are missing, or its commit or address is invalid.
     #[error("use {id}: {problem}")]

@@ -10,19 +10,19 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use reqwest::header::{
-    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE, RETRY_AFTER,
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE,
 };
 use reqwest::{Client, ClientBuilder, Response, StatusCode, Url};
 
-use super::cache::{HubCache, is_inside, make_parent};
+use super::cache::{HubCache, is_inside};
 use super::error::innermost;
 use super::partial_download::{FileMetadata, PartialDownload};
 use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
-use super::retry_after::retry_after;
 use super::{HubError, HubSettings, ListedFile, RepoId};
+use crate::response_body::{MIN_RATE, ResponseRate};
 
 /// Progress of one file's download.
 #[derive(Debug, Clone, Copy)]
@@ -63,10 +63,8 @@ impl Download<'_> {
 
 const MAX_REDIRECTS: usize = 10;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
-/// Least accepted rate in bytes per second. A read timeout alone lets a server send one byte a minute.
-const MIN_RATE: u64 = 1024;
 /// Timeout of a response without a large body, as a multiple of [`HubSettings::read_timeout`].
-const RESPONSE_TIMEOUT_FACTOR: u32 = 4;
+pub(crate) const RESPONSE_TIMEOUT_FACTOR: u32 = 4;
 
 impl Downloader {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
@@ -97,14 +95,16 @@ impl Downloader {
     ) -> Result<(), HubError> {
         let asked = RequestTarget { repo, revision: commit, file: Some(&listed.path) };
         let url = self.url(repo, commit, &listed.path)?;
-        let metadata =
-            with_retries(&self.settings, &asked, || self.runtime.block_on(self.head(&url, listed, known.as_deref())))?;
+        let metadata = with_retries(&self.settings, &asked, || {
+            let metadata = self.runtime.block_on(self.head(&url, commit, listed, known.as_deref()))?;
+            compared(metadata, listed)
+        })?;
         let _lock = cache.lock(repo, &metadata.etag)?;
         let blob = cache.blob(repo, &metadata.etag);
         if fs::metadata(&blob).is_ok_and(|found| found.len() == metadata.size) {
             return cache.link(repo, commit, &listed.path, &metadata.etag);
         }
-        make_parent(&blob)?;
+        cache.create_parent(repo, &blob)?;
         let partial = blob.with_file_name(format!("{}.incomplete", metadata.etag));
         tracing::info!("downloading {} of {repo}, {} bytes", listed.path, metadata.size);
         let download = Download { asked, url, partial: &partial, metadata: &metadata };
@@ -150,7 +150,13 @@ impl Downloader {
     }
 
     /// Requests ETag and size. Follows redirects within the Hub only.
-    async fn head(&self, url: &Url, listed: &ListedFile, known: Option<&str>) -> Result<FileMetadata, AttemptError> {
+    async fn head(
+        &self,
+        url: &Url,
+        commit: &str,
+        listed: &ListedFile,
+        known: Option<&str>,
+    ) -> Result<FileMetadata, AttemptError> {
         let mut url = url.clone();
         for _ in 0..MAX_REDIRECTS {
             let mut request = self.unredirected.head(url.clone()).headers(self.headers());
@@ -168,9 +174,9 @@ impl Downloader {
                     url = url.join(location).map_err(|e| AttemptError::InvalidResponse(e.to_string()))?;
                 }
                 None if status.is_success() || status.is_redirection() => {
-                    return announced(&answer, listed);
+                    return announced(&answer, commit, listed);
                 }
-                None => return Err(refusal(answer).await),
+                None => return Err(self.refusal(answer).await),
             }
         }
         Err(AttemptError::InvalidResponse(format!("more than {MAX_REDIRECTS} redirects from {url}")))
@@ -193,21 +199,17 @@ impl Downloader {
                 body.restart()?;
                 return Err(AttemptError::InvalidResponse("the server cannot continue the file".into()));
             }
-            _ => return Err(refusal(answer).await),
+            _ => return Err(self.refusal(answer).await),
         }
-        let (mut since, mut n_before) = (Instant::now(), body.n_bytes);
+        let mut rate = ResponseRate::start(self.settings.read_timeout, body.n_bytes);
         loop {
             match answer.chunk().await {
                 Ok(Some(piece)) => body.write(&piece)?,
                 Ok(None) => return body.verify(),
                 Err(error) => return Err(body.interrupted(&innermost(&error))),
             }
-            let elapsed = since.elapsed();
-            if elapsed > self.settings.read_timeout {
-                if ((body.n_bytes - n_before) as f64) < MIN_RATE as f64 * elapsed.as_secs_f64() {
-                    return Err(body.too_slow(MIN_RATE));
-                }
-                (since, n_before) = (Instant::now(), body.n_bytes);
+            if rate.is_too_low(body.n_bytes) {
+                return Err(body.too_slow(MIN_RATE));
             }
             if let Some(on_progress) = &self.on_progress {
                 on_progress(DownloadProgress {
@@ -217,6 +219,10 @@ impl Downloader {
                 });
             }
         }
+    }
+
+    async fn refusal(&self, answer: Response) -> AttemptError {
+        AttemptError::Status(ErrorResponse::read(answer, self.settings.read_timeout).await)
     }
 
     fn headers(&self) -> HeaderMap {
@@ -231,12 +237,7 @@ impl Downloader {
     }
 }
 
-/// Builds the HTTP client for listings. They are small, so the whole response has a timeout.
-pub(crate) fn listing_client(settings: &HubSettings) -> ClientBuilder {
-    client(settings).timeout(RESPONSE_TIMEOUT_FACTOR * settings.read_timeout)
-}
-
-/// Builds the HTTP client for files.
+/// Builds the HTTP client.
 pub(crate) fn client(settings: &HubSettings) -> ClientBuilder {
     Client::builder()
         .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
@@ -255,8 +256,11 @@ fn drop_unless_resumable(partial: &Path, metadata: &FileMetadata) {
     }
 }
 
-fn announced(answer: &Response, listed: &ListedFile) -> Result<FileMetadata, AttemptError> {
+fn announced(answer: &Response, commit: &str, listed: &ListedFile) -> Result<FileMetadata, AttemptError> {
     let header = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
+    if let Some(other) = header("x-repo-commit").filter(|other| !other.eq_ignore_ascii_case(commit)) {
+        return Err(AttemptError::InvalidResponse(format!("the file is of the commit {other}, not of {commit}")));
+    }
     let etag = header("x-linked-etag").or_else(|| header(ETAG.as_str())).unwrap_or_default();
     let etag = etag.trim_start_matches("W/").trim_matches('"').to_owned();
     if !is_inside(&etag) || etag.contains(['/', '\\']) {
@@ -267,22 +271,26 @@ fn announced(answer: &Response, listed: &ListedFile) -> Result<FileMetadata, Att
     Ok(FileMetadata { etag, size: size.unwrap_or(listed.size) })
 }
 
+/// Checks that the answer to a HEAD request agrees with the file list.
+fn compared(metadata: FileMetadata, listed: &ListedFile) -> Result<FileMetadata, AttemptError> {
+    let differs = |what: &str, announced: &str, in_list: &str| {
+        AttemptError::InvalidResponse(format!(
+            "its {what} is announced as {announced}, but the file list has {in_list}"
+        ))
+    };
+    if metadata.size != listed.size {
+        return Err(differs("size", &metadata.size.to_string(), &listed.size.to_string()));
+    }
+    match (metadata.sha256(), listed.sha256.as_deref()) {
+        (Some(announced), Some(in_list)) if !announced.eq_ignore_ascii_case(in_list) => {
+            Err(differs("sha256", announced, in_list))
+        }
+        _ => Ok(metadata),
+    }
+}
+
 fn redirect_within(answer: &Response) -> Option<&str> {
     let location = answer.headers().get(LOCATION)?.to_str().ok()?;
     let is_relative = !location.starts_with("//") && Url::parse(location).is_err();
     (answer.status().is_redirection() && is_relative).then_some(location)
-}
-
-async fn refusal(answer: Response) -> AttemptError {
-    let header = |name: &str| {
-        let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
-        value.unwrap_or_default().to_owned()
-    };
-    AttemptError::Status(ErrorResponse {
-        status: answer.status().as_u16(),
-        code: header("x-error-code"),
-        message: header("x-error-message"),
-        url: answer.url().to_string(),
-        wait: retry_after(&header(RETRY_AFTER.as_str()), SystemTime::now()),
-    })
 }

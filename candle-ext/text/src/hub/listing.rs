@@ -35,11 +35,15 @@ pub struct LockContext {
     pub prefetch: String,
 }
 
-/// One file of a repository: path and size in bytes.
+/// One file of a repository.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ListedFile {
     pub(super) path: String,
+    /// Size in bytes.
     pub(super) size: u64,
+    /// SHA-256 of the contents, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) sha256: Option<String>,
 }
 
 impl Listing {

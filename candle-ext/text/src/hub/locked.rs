@@ -1,16 +1,13 @@
 //! The Hub client's use of lock files: recording, verification, copies.
 
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
 use std::path::Path;
 
 use rayon::prelude::*;
-use sha2::{Digest, Sha256};
 
 use super::cache::HubCache;
 use super::commit_source::{CommitSource, EnforcedLock, LockRecorder};
 use super::listing::LockContext;
-use super::partial_download::hex;
 use super::{Hub, HubError, HubLock, HubSettings, ListedFile, Listing, LockedFile, LockedRepo, RepoId};
 
 impl LockContext {
@@ -79,7 +76,7 @@ impl Hub {
         let files: Vec<_> =
             repos.iter().flat_map(|(id, repo)| repo.files.iter().map(move |file| (id, *repo, file))).collect();
         let fault = |(id, repo, file): &(&RepoId, &LockedRepo, &LockedFile)| {
-            let problem = fault_of(&self.cache.pointer(id, &repo.commit, &file.path), file)?;
+            let problem = self.cache.fault(id, &repo.commit, file)?;
             Some(LockFault { id: repo.id.clone(), file: file.path.clone(), problem })
         };
         Ok(files.par_iter().filter_map(fault).collect())
@@ -124,16 +121,23 @@ impl Hub {
         let pointer = self.cache.pointer(&listing.repo, &listing.commit, &listed.path);
         let expected = || recorder.kept_hash(listing, &listed.path).or_else(|| self.announced_hash(&pointer));
         fetch()?;
-        let mut sha256 = sha256_of(&pointer).map_err(|error| HubError::cache(&pointer, error))?;
+        let hashed = || {
+            let sha256 = self.cache.hashed(&listing.repo, &listing.commit, listed);
+            sha256.map_err(|error| HubError::cache(&pointer, error))
+        };
+        let mut sha256 = hashed()?;
         if expected().is_some_and(|expected| expected != sha256) && self.online.is_some() {
             tracing::warn!("cached {} of {} is damaged: removed", listed.path, listing.repo);
-            let blob = fs::canonicalize(&pointer).map_err(|error| HubError::cache(&pointer, error))?;
-            fs::remove_file(&blob).map_err(|error| HubError::cache(&blob, error))?;
+            self.cache.evict(&listing.repo, &listing.commit, &listed.path)?;
             fetch()?;
-            sha256 = sha256_of(&pointer).map_err(|error| HubError::cache(&pointer, error))?;
+            sha256 = hashed()?;
         }
         if let Some(expected) = expected().filter(|expected| *expected != sha256) {
             let problem = format!("its sha256 is {sha256}, expected {expected}");
+            if recorder.kept_hash(listing, &listed.path).is_some() {
+                let problem = format!("{} differs from the lock file: {problem}", listed.path);
+                return Err(HubError::DiffersFromLock { id: listing.repo.to_string(), problem });
+            }
             return Err(HubError::CorruptDownload { id: listing.repo.to_string(), file: listed.path.clone(), problem });
         }
         recorder.add(listing, LockedFile { path: listed.path.clone(), size: listed.size, sha256 });
@@ -147,35 +151,6 @@ impl Hub {
         let name = blob.file_name()?.to_str()?;
         let is_hash = name.len() == 64 && name.bytes().all(|b| b.is_ascii_hexdigit());
         (is_blob && is_hash).then(|| name.to_owned())
-    }
-}
-
-/// Returns the difference between a file on disk and its entry, if there is one.
-fn fault_of(path: &Path, file: &LockedFile) -> Option<String> {
-    let size = match fs::metadata(path) {
-        Ok(found) => found.len(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Some("it is not in the cache".to_owned()),
-        Err(error) => return Some(error.to_string()),
-    };
-    if size != file.size {
-        return Some(format!("it has {size} bytes, expected {}", file.size));
-    }
-    match sha256_of(path) {
-        Ok(sha256) if sha256 == file.sha256 => None,
-        Ok(sha256) => Some(format!("its sha256 is {sha256}, expected {}", file.sha256)),
-        Err(error) => Some(error.to_string()),
-    }
-}
-
-/// Returns the SHA-256 of a file in hexadecimal digits.
-fn sha256_of(path: &Path) -> io::Result<String> {
-    let (mut hasher, mut file) = (Sha256::new(), File::open(path)?);
-    let mut piece = vec![0; 1 << 20];
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(hex(&hasher.finalize())),
-            n => hasher.update(&piece[..n]),
-        }
     }
 }
 

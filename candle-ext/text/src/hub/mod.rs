@@ -1,15 +1,17 @@
 //! Models and data sets of the Hugging Face Hub, as verified local files.
 //!
-//! hf-hub provides repository metadata and file lists. This crate downloads the files itself: hf-hub 1.0 does not
-//! check status, size or hash of a download. It also stops waiting for a lock after ten seconds. The files use the
+//! This crate sends its own requests. hf-hub 1.0 does not check status, size or hash of a download, and stops waiting for
+//! a lock after ten seconds. Its file lists have no limit, and its token follows them to other hosts. The files use the
 //! standard Hugging Face cache layout.
 //!
 //! | module | check that hf-hub lacks |
 //! |---|---|
+//! | [`api`](api) | limits of answers, the requested commit, no token to other hosts |
 //! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD response; least accepted download rate |
 //! | [`partial_download`](partial_download) | size and SHA-256 of a file, also after a resumed download |
 //! | [`retry`](retry) | limit on each wait that a server requests |
-//! | [`cache`](cache) | sizes of cached files, and complete snapshots offline |
+//! | [`cache`](cache) | sizes of cached files, complete snapshots offline, no writes through links |
+//! | [`verified_files`](verified_files) | SHA-256 of locked files |
 
 mod api;
 mod cache;
@@ -29,6 +31,7 @@ mod retry_after;
 mod settings;
 mod upload;
 mod upload_client;
+mod verified_files;
 
 pub use dataset::DatasetRequest;
 pub use error::HubError;
@@ -105,14 +108,18 @@ impl Hub {
         if let CommitSource::Lock(enforced) = &self.commits {
             return work(&self.locked(enforced, repo, revision)?);
         }
-        let Some((remote, _)) = &self.online else {
-            return work(&self.cached(repo, revision)?);
-        };
         let kept = self.recorder().and_then(|recorder| recorder.kept_commit(repo, revision));
+        let work = |listing: &Listing| {
+            self.recorder().map_or(Ok(()), |recorder| recorder.check_list(listing))?;
+            work(listing)
+        };
+        let Some((remote, _)) = &self.online else {
+            return work(&self.cached(repo, revision, kept.as_deref())?);
+        };
         let (commit, files) = match self.list(remote, repo, kept.as_deref().unwrap_or(revision)) {
             Ok(found) => found,
             Err(error) if error.is_transient() && self.recorder().is_none() => {
-                return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
+                return match self.cached(repo, revision, None).and_then(|listing| work(&listing)) {
                     Err(HubError::Offline { .. }) => Err(error),
                     other => {
                         tracing::warn!("{repo} is loaded from the cache, because the Hub does not respond: {error}");
@@ -174,8 +181,12 @@ impl Hub {
         match &self.commits {
             CommitSource::Revisions => self.fetch_file(listing, listed, previous),
             CommitSource::Lock(enforced) => {
-                enforced.check(listing, listed)?;
-                self.fetch_file(listing, listed, previous)
+                let file = enforced.check(listing, listed)?;
+                self.fetch_file(listing, listed, previous)?;
+                match self.cache.locked_file_fault(&listing.repo, &listing.commit, file) {
+                    None => Ok(()),
+                    Some(problem) => Err(enforced.damaged(&listing.repo, file, problem)),
+                }
             }
             CommitSource::Recorder(recorder) => {
                 self.fetch_and_record(recorder, listing, listed, || self.fetch_file(listing, listed, previous))
@@ -199,8 +210,12 @@ impl Hub {
     /// Returns the file list of a locked commit: the cached one, else that of the lock.
     fn locked(&self, enforced: &EnforcedLock, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
         let locked = enforced.find(repo, revision)?;
-        let of_lock =
-            || locked.files.iter().map(|file| ListedFile { path: file.path.clone(), size: file.size }).collect();
+        let listed = |file: &LockedFile| ListedFile {
+            path: file.path.clone(),
+            size: file.size,
+            sha256: Some(file.sha256.to_ascii_lowercase()),
+        };
+        let of_lock = || locked.files.iter().map(listed).collect();
         Ok(Listing {
             repo: repo.clone(),
             revision: revision.to_owned(),
@@ -215,11 +230,12 @@ impl Hub {
         self.lock().is_some_and(|(lock, _)| lock.find(repo, "main").is_some())
     }
 
-    fn cached(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
+    /// Returns the file list of a cached revision, at the commit `kept` if there is one.
+    fn cached(&self, repo: &RepoId, revision: &str, kept: Option<&str>) -> Result<Listing, HubError> {
         let nothing = |missing: String| HubError::offline(repo, revision, missing);
         let commit = self
             .cache
-            .commit_of(repo, revision)
+            .commit_of(repo, kept.unwrap_or(revision))
             .ok_or_else(|| nothing(format!("the cache has no files of revision {revision:?}")))?;
         // Other tools store no file list. Their cached files count as complete.
         let files = match self.cache.listing(repo, &commit) {

@@ -1,7 +1,8 @@
 //! File download into the cache: byte count, SHA-256, resumption after an interruption, verification.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -25,11 +26,16 @@ pub(super) struct PartialDownload<'a> {
 }
 
 impl<'a> PartialDownload<'a> {
-    /// Opens the partial download at `path`. Keeps its bytes if a SHA-256 can verify the whole file.
+    /// Opens the partial download at `path`. Keeps its bytes if a SHA-256 can verify the whole file. Replaces a link or
+    /// pipe of that name.
     pub(super) fn resume(path: &Path, metadata: &'a FileMetadata) -> Result<Self, AttemptError> {
         let told = |e| AttemptError::Hub(HubError::cache(path, e));
-        let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
-        let file = file.map_err(told)?;
+        if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file()) {
+            fs::remove_file(path).map_err(told)?;
+        }
+        let mut options = OpenOptions::new();
+        options.create(true).truncate(false).read(true).append(true).custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(path).map_err(told)?;
         let mut body = Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, metadata };
         let n_here = body.file.metadata().map_err(told)?.len();
         if n_here >= metadata.size || metadata.sha256().is_none() {

@@ -1,8 +1,15 @@
 //! Retries while the Hub is busy or unreachable, with the waits that it requests, up to a limit.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use reqwest::Response;
+use reqwest::header::RETRY_AFTER;
+use serde_json::Value;
+
+use super::error::innermost;
+use super::retry_after::retry_after;
 use super::{HubError, HubSettings, RepoId};
+use crate::response_body::{BodyError, MIN_RATE, read_body};
 
 /// Failure of one attempt.
 #[derive(Debug)]
@@ -31,6 +38,9 @@ pub(crate) struct ErrorResponse {
     pub(crate) url: String,
     pub(crate) wait: Option<Duration>,
 }
+
+/// The largest body of an error response.
+const MAX_ERROR_BYTES: u64 = 64 << 10;
 
 /// Repository, revision and file of a request, to interpret a 404.
 pub(crate) struct RequestTarget<'a> {
@@ -68,6 +78,39 @@ pub(crate) fn retry<T>(
         }
         tracing::info!("{} is busy or out of reach, next try in {wait:?}", settings.redact(&settings.endpoint));
         std::thread::sleep(wait);
+    }
+}
+
+impl ErrorResponse {
+    /// Reads the headers of an error response, and the message in its body if the headers have none.
+    pub(crate) async fn read(answer: Response, read_timeout: Duration) -> Self {
+        let header = |name: &str| {
+            let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
+            value.unwrap_or_default().to_owned()
+        };
+        let (code, mut message) = (header("x-error-code"), header("x-error-message"));
+        let wait = retry_after(&header(RETRY_AFTER.as_str()), SystemTime::now());
+        let (status, url) = (answer.status().as_u16(), answer.url().to_string());
+        if message.is_empty() {
+            let body = read_body(answer, MAX_ERROR_BYTES, read_timeout).await.unwrap_or_default();
+            let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+            message = body.get("error").and_then(Value::as_str).unwrap_or_default().to_owned();
+        }
+        Self { status, code, message, url, wait }
+    }
+}
+
+impl From<BodyError> for AttemptError {
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::TooLong { max_bytes } => {
+                Self::InvalidResponse(format!("the answer has more than {max_bytes} bytes"))
+            }
+            BodyError::TooSlow => Self::TooSlow(format!(
+                "fewer than {MIN_RATE} bytes a second arrive; try again later, or set HF_ENDPOINT to a mirror"
+            )),
+            BodyError::Lost(error) => Self::NoResponse(innermost(&error)),
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::response_body::userinfo;
+
 /// Settings of Hub access. Binaries read them from the environment once.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubSettings {
@@ -80,17 +82,10 @@ impl HubSettings {
             Some(token) => text.replace(token.as_str(), "(token)"),
             None => text.to_owned(),
         };
-        match self.userinfo() {
+        match userinfo(&self.endpoint) {
             Some(userinfo) => masked.replace(&format!("{userinfo}@"), ""),
             None => masked,
         }
-    }
-
-    /// Returns `name:password` of the Hub's URL.
-    fn userinfo(&self) -> Option<&str> {
-        let (_, rest) = self.endpoint.split_once("://")?;
-        let host = rest.split('/').next()?;
-        host.rsplit_once('@').map(|(userinfo, _)| userinfo)
     }
 }
 

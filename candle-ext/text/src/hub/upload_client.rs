@@ -3,17 +3,16 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
-use std::time::SystemTime;
 
-use reqwest::header::{ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER};
-use reqwest::{Client, Method, Response};
+use reqwest::header::{ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
+use reqwest::{Client, Method};
 use serde_json::Value as Json;
 
 use super::HubSettings;
 use super::error::innermost;
 use super::fetch::client;
 use super::retry::{AttemptError, ErrorResponse, retry};
-use super::retry_after::retry_after;
+use crate::response_body::read_body;
 
 pub(super) const LFS_JSON: &str = "application/vnd.git-lfs+json";
 pub(super) const JSON: &str = "application/json";
@@ -21,6 +20,9 @@ pub(super) const NEWLINE_JSON: &str = "application/x-ndjson";
 
 /// Part of a file that is read into memory at once; longer ones are streamed.
 const MAX_BYTES_IN_MEMORY: u64 = 64 << 20;
+
+/// The largest answer. It names some addresses for each file.
+const MAX_ANSWER_BYTES: u64 = 32 << 20;
 
 /// A file to upload.
 pub(super) struct LocalFile {
@@ -125,10 +127,11 @@ impl<'a> UploadClient<'a> {
         };
         let answer = sent.send().await.map_err(lost)?;
         if !answer.status().is_success() {
-            return Err(refusal(answer).await);
+            return Err(AttemptError::Status(ErrorResponse::read(answer, self.settings.read_timeout).await));
         }
         let headers = answer.headers().clone();
-        Ok(UploadResponse { headers, body: answer.bytes().await.map_err(lost)?.to_vec() })
+        let body = read_body(answer, MAX_ANSWER_BYTES, self.settings.read_timeout).await?;
+        Ok(UploadResponse { headers, body })
     }
 }
 
@@ -143,19 +146,6 @@ pub(super) enum Authorization {
 pub(super) struct UploadResponse {
     pub(super) headers: HeaderMap,
     pub(super) body: Vec<u8>,
-}
-
-async fn refusal(answer: Response) -> AttemptError {
-    let header = |name: &str| {
-        let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
-        value.unwrap_or_default().to_owned()
-    };
-    let (status, url, said, code) =
-        (answer.status().as_u16(), answer.url().to_string(), header("x-error-message"), header("x-error-code"));
-    let wait = retry_after(&header(RETRY_AFTER.as_str()), SystemTime::now());
-    let body: Json = serde_json::from_slice(&answer.bytes().await.unwrap_or_default()).unwrap_or(Json::Null);
-    let message = if said.is_empty() { body["error"].as_str().unwrap_or_default().to_owned() } else { said };
-    AttemptError::Status(ErrorResponse { status, code, message, url, wait })
 }
 
 /// Reads a part of a file.

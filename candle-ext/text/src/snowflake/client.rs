@@ -1,7 +1,7 @@
 //! Requests of the SQL REST API: statements, their status and the partitions of their results.
 
 use std::io::Read;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flate2::read::MultiGzDecoder;
 use reqwest::header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE};
@@ -13,6 +13,7 @@ use tokio::runtime::{Builder, Runtime};
 use super::error::SnowflakeError;
 use super::settings::SnowflakeSettings;
 use super::values::ResultColumn;
+use crate::response_body::{BodyError, read_body};
 
 const STATEMENTS: &str = "/api/v2/statements";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -22,7 +23,9 @@ const MAX_ATTEMPTS: usize = 5;
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 /// The longest wait between two requests for the status of a statement.
 const MAX_POLL_WAIT: Duration = Duration::from_secs(5);
-/// The largest uncompressed response. Snowflake's partitions have about 16 MB.
+/// Time between two log lines about a running statement.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(30);
+/// The largest response, compressed or not. Snowflake's partitions have about 16 MB.
 const MAX_RESPONSE_BYTES: u64 = 1 << 30;
 /// The part of a statement that an error shows, in characters.
 const MAX_SHOWN: usize = 80;
@@ -41,8 +44,18 @@ pub(super) struct SnowflakeClient<'a> {
 pub(super) struct StatementResult {
     pub(super) handle: String,
     pub(super) columns: Vec<ResultColumn>,
-    pub(super) n_partitions: usize,
+    /// Announced rows of all partitions, if the server announces them.
+    pub(super) n_rows: Option<usize>,
+    /// Announced rows of each partition.
+    pub(super) partitions: Vec<PartitionInfo>,
     pub(super) first_rows: Vec<Vec<Value>>,
+}
+
+/// Announced size of a partition.
+#[derive(Clone, Copy, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct PartitionInfo {
+    pub(super) row_count: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -59,8 +72,9 @@ struct ResultSet {
 #[serde(rename_all = "camelCase")]
 struct ResultSetMetaData {
     row_type: Vec<ResultColumn>,
+    num_rows: Option<usize>,
     #[serde(default)]
-    partition_info: Vec<Value>,
+    partition_info: Vec<PartitionInfo>,
 }
 
 /// Status and body of a response.
@@ -80,7 +94,7 @@ impl<'a> SnowflakeClient<'a> {
             missing(problem, "SNOWFLAKE_AUTHENTICATOR")
         };
         let token_type = settings.token_type.ok_or_else(other_type)?.header();
-        let failed = |reason: String| SnowflakeError::Unreachable { url: url.to_owned(), reason };
+        let failed = |reason: String| SnowflakeError::Unreachable { url: settings.shown_url(), reason };
         let client = Client::builder()
             .connect_timeout(CONNECT_TIMEOUT)
             .read_timeout(READ_TIMEOUT)
@@ -93,7 +107,7 @@ impl<'a> SnowflakeClient<'a> {
         Ok(Self { settings, url, token, token_type, client, runtime })
     }
 
-    /// Runs a statement and waits for its result.
+    /// Runs a statement and waits for its result, at most [`SnowflakeSettings::statement_timeout`].
     pub(super) fn run(&self, statement: &str) -> Result<StatementResult, SnowflakeError> {
         let mut body = json!({ "statement": statement });
         for (name, value) in &self.settings.context {
@@ -101,12 +115,24 @@ impl<'a> SnowflakeClient<'a> {
         }
         let body = body.to_string();
         let post = || self.client.post(format!("{}{STATEMENTS}", self.url)).body(body.clone());
+        let (start, mut reported) = (Instant::now(), Instant::now());
         let mut response = self.send(&post)?;
         let mut wait = FIRST_WAIT;
         let mut handle = String::new();
         while response.status == 202 {
             if handle.is_empty() {
                 handle = checked_handle(&parse(&response.body)?.statement_handle)?;
+            }
+            if start.elapsed() >= self.settings.statement_timeout {
+                let reason = format!(
+                    "it still runs after {} s; query fewer rows, or a table with the result",
+                    self.settings.statement_timeout.as_secs()
+                );
+                return Err(SnowflakeError::Statement { statement: shortened(statement), reason });
+            }
+            if reported.elapsed() >= PROGRESS_INTERVAL {
+                tracing::info!("the Snowflake query runs since {} s", start.elapsed().as_secs());
+                reported = Instant::now();
             }
             std::thread::sleep(wait);
             wait = (wait * 2).min(MAX_POLL_WAIT);
@@ -115,10 +141,15 @@ impl<'a> SnowflakeClient<'a> {
         let result = parse(&self.accepted(response, statement)?)?;
         let no_columns = || SnowflakeError::InvalidResponse("it has no resultSetMetaData".into());
         let metadata = result.result_set_meta_data.ok_or_else(no_columns)?;
+        let mut partitions = metadata.partition_info;
+        if partitions.is_empty() {
+            partitions.push(PartitionInfo { row_count: metadata.num_rows });
+        }
         Ok(StatementResult {
             handle: checked_handle(&result.statement_handle)?,
             columns: metadata.row_type,
-            n_partitions: metadata.partition_info.len().max(1),
+            n_rows: metadata.num_rows,
+            partitions,
             first_rows: result.data,
         })
     }
@@ -141,13 +172,10 @@ impl<'a> SnowflakeClient<'a> {
         let message = message.as_ref().and_then(|body| body["message"].as_str());
         let reason = message
             .map_or_else(|| format!("HTTP status {status}"), |message| format!("{message} (HTTP status {status})"));
-        let (url, reason) = (self.url.to_owned(), reason.replace(self.token, "(token)"));
+        let (url, reason) = (self.settings.shown_url(), reason.replace(self.token, "(token)"));
         Err(match status {
             401 | 403 => SnowflakeError::AccessDenied { url, reason },
-            400..500 => {
-                let statement = statement.chars().take(MAX_SHOWN).collect();
-                SnowflakeError::Statement { statement, reason }
-            }
+            400..500 => SnowflakeError::Statement { statement: shortened(statement), reason },
             _ => SnowflakeError::Unreachable { url, reason },
         })
     }
@@ -163,7 +191,7 @@ impl<'a> SnowflakeClient<'a> {
                 Err(_) => true,
             };
             if !is_temporary || n_attempts == MAX_ATTEMPTS {
-                let url = self.url.to_owned();
+                let url = self.settings.shown_url();
                 return attempt.map_err(|reason| SnowflakeError::Unreachable { url, reason });
             }
             std::thread::sleep(FIRST_WAIT * (1 << (n_attempts - 1)));
@@ -189,15 +217,27 @@ impl<'a> SnowflakeClient<'a> {
         let status = response.status().as_u16();
         let encoding = response.headers().get(CONTENT_ENCODING).and_then(|value| value.to_str().ok());
         let is_gzip = encoding.is_some_and(|encoding| encoding.eq_ignore_ascii_case("gzip"));
-        let body = response.bytes().await.map_err(reason)?.to_vec();
+        let body = read_body(response, MAX_RESPONSE_BYTES, READ_TIMEOUT).await.map_err(|error| match error {
+            BodyError::TooLong { max_bytes } => format!("the response has more than {max_bytes} bytes"),
+            BodyError::TooSlow => "the response is too slow".to_owned(),
+            BodyError::Lost(error) => reason(error),
+        })?;
         Ok(HttpResponse { status, body: if is_gzip { gunzip(&body)? } else { body } })
     }
 }
 
 fn gunzip(body: &[u8]) -> Result<Vec<u8>, String> {
     let mut text = Vec::new();
-    MultiGzDecoder::new(body).take(MAX_RESPONSE_BYTES).read_to_end(&mut text).map_err(|error| error.to_string())?;
-    Ok(text)
+    let unpacked = MultiGzDecoder::new(body).take(MAX_RESPONSE_BYTES + 1).read_to_end(&mut text);
+    match unpacked.map_err(|error| error.to_string())? as u64 > MAX_RESPONSE_BYTES {
+        false => Ok(text),
+        true => Err(format!("the response unpacks to more than {MAX_RESPONSE_BYTES} bytes")),
+    }
+}
+
+/// Returns the beginning of a statement, for an error.
+fn shortened(statement: &str) -> String {
+    statement.chars().take(MAX_SHOWN).collect()
 }
 
 fn parse(body: &[u8]) -> Result<ResultSet, SnowflakeError> {
@@ -228,6 +268,24 @@ mod tests {
         let body = encoder.finish().unwrap();
         assert_eq!(parse(&gunzip(&body).unwrap()).unwrap().data, [[Value::from("a"), Value::Null]]);
         assert!(gunzip(&body[..body.len() / 2]).is_err());
+    }
+
+    #[test]
+    fn a_statement_that_runs_for_ever_is_given_up() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let body = r#"{"statementHandle": "01b2-c3"}"#;
+        let answer = format!("HTTP/1.1 202 X\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}", body.len());
+        std::thread::spawn(move || {
+            for mut stream in listener.incoming().flatten() {
+                let _ = stream.read(&mut [0; 4096]).and_then(|_| stream.write_all(answer.as_bytes()));
+            }
+        });
+        let variables = [("SNOWFLAKE_HOST", url.as_str()), ("SNOWFLAKE_TOKEN", "t")];
+        let lookup = |name: &str| variables.iter().find(|(own, _)| *own == name).map(|(_, value)| (*value).to_owned());
+        let settings = SnowflakeSettings { statement_timeout: Duration::ZERO, ..SnowflakeSettings::from_vars(lookup) };
+        let error = SnowflakeClient::new(&settings).unwrap().run("SELECT 1").err().unwrap().to_string();
+        assert!(error.starts_with("run the Snowflake query `SELECT 1`: it still runs after 0 s; "), "{error}");
     }
 
     #[test]

@@ -35,7 +35,8 @@ pub struct SnowflakeQuery {
 /// The file appears complete or not at all, and only its owner can read it. Memory holds one partition of the result.
 ///
 /// # Errors
-/// If the server cannot be reached, the query fails, a mapped column is missing, or the file cannot be written.
+/// If the server cannot be reached, the query fails, a mapped column is missing, a partition has other rows than
+/// announced, or the file cannot be written.
 pub fn write_rows(query: &SnowflakeQuery, settings: &SnowflakeSettings, path: &Path) -> Result<usize, SnowflakeError> {
     let client = SnowflakeClient::new(settings)?;
     let result = client.run(&query.statement)?;
@@ -44,23 +45,38 @@ pub fn write_rows(query: &SnowflakeQuery, settings: &SnowflakeSettings, path: &P
     let mut writer = BufWriter::new(file);
     let most = query.limit.unwrap_or(usize::MAX);
     let mut n_rows = 0;
-    for partition in 0..result.n_partitions {
+    for (partition_idx, announced) in result.partitions.iter().enumerate() {
         if n_rows >= most {
             break;
         }
-        let rows = match partition {
+        let rows = match partition_idx {
             0 => result.first_rows.clone(),
-            _ => client.partition(&result.handle, partition)?,
+            _ => client.partition(&result.handle, partition_idx)?,
         };
+        check_rows(&format!("partition {partition_idx}"), rows.len(), announced.row_count)?;
         for row in rows.into_iter().take(most - n_rows) {
             writeln!(writer, "{}", object(&result, &names, row)?)?;
             n_rows += 1;
         }
     }
+    if n_rows < most {
+        check_rows("the result", n_rows, result.n_rows)?;
+    }
     let file = writer.into_inner().map_err(std::io::IntoInnerError::into_error)?;
     file.as_file().sync_all()?;
     file.persist(path).map_err(|error| error.error)?;
     Ok(n_rows)
+}
+
+/// Compares a number of rows with the announced one.
+fn check_rows(part: &str, n_rows: usize, announced: Option<usize>) -> Result<(), SnowflakeError> {
+    match announced {
+        Some(announced) if announced != n_rows => {
+            let problem = format!("{part} has {n_rows} rows, but {announced} are announced; start again");
+            Err(SnowflakeError::InvalidResponse(problem))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the names of the columns after renaming.

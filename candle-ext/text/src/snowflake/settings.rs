@@ -1,5 +1,12 @@
 //! The connection to Snowflake, from the environment variables of its clients.
 
+use std::time::Duration;
+
+use crate::response_body::userinfo;
+
+/// Longest time of a statement. Snowflake ends statements after two days by default.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(4 * 3600);
+
 /// Settings of the connection.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SnowflakeSettings {
@@ -11,6 +18,8 @@ pub struct SnowflakeSettings {
     pub token_type: Option<TokenType>,
     /// Session parameters of a statement by name: `warehouse`, `role`, `database` and `schema`.
     pub context: Vec<(&'static str, String)>,
+    /// Longest time of a statement.
+    pub statement_timeout: Duration,
 }
 
 /// Type of a token.
@@ -58,14 +67,25 @@ impl SnowflakeSettings {
             token: var("TOKEN"),
             token_type,
             context: context.collect(),
+            statement_timeout: STATEMENT_TIMEOUT,
+        }
+    }
+
+    /// Returns the URL for messages, without user name and password.
+    pub(super) fn shown_url(&self) -> String {
+        let url = self.url.as_deref().unwrap_or_default();
+        match userinfo(url) {
+            Some(userinfo) => url.replace(&format!("{userinfo}@"), ""),
+            None => url.to_owned(),
         }
     }
 }
 
-/// Shows no token.
+/// Shows no token and no password.
 impl std::fmt::Debug for SnowflakeSettings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { url, token_type, context, .. } = self;
+        let url = url.as_ref().map(|_| self.shown_url());
         write!(f, "SnowflakeSettings({url:?}, {token_type:?}, {context:?})")
     }
 }
@@ -95,5 +115,8 @@ mod tests {
         assert_eq!(host.url.as_deref(), Some("https://a.b"));
         assert_eq!(host.token_type, Some(TokenType::ProgrammaticAccessToken));
         assert_eq!(of(&[("SNOWFLAKE_AUTHENTICATOR", "externalbrowser")]).token_type, None);
+        let with_password = of(&[("SNOWFLAKE_HOST", "http://me:pass@a.b:1/")]);
+        assert_eq!(with_password.shown_url(), "http://a.b:1");
+        assert!(!format!("{with_password:?}").contains("pass"));
     }
 }

@@ -1,5 +1,6 @@
 //! CSV and TSV files with a header. The offset of each record is indexed; every value is a string.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, StringRecord};
@@ -110,14 +111,13 @@ fn broken(file: &MappedFile, start: usize, error: &csv::Error) -> SourceError {
 }
 
 fn check_header(path: &Path, header: &[String]) -> Result<(), SourceError> {
-    for (idx, name) in header.iter().enumerate() {
-        if header[..idx].contains(name) {
-            return Err(SourceError::invalid_data(
-                format!("{}:1", path.display()),
-                format!("the header names the column {name:?} twice"),
-                "give each column its own name",
-            ));
-        }
+    let mut names = HashSet::new();
+    match header.iter().find(|name| !names.insert(name.as_str())) {
+        None => Ok(()),
+        Some(name) => Err(SourceError::invalid_data(
+            format!("{}:1", path.display()),
+            format!("the header names the column {name:?} twice"),
+            "give each column its own name",
+        )),
     }
-    Ok(())
 }

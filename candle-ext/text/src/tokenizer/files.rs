@@ -1,12 +1,11 @@
 //! Files of a tokenizer's folder.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json};
 
 use super::TokenizerError;
-use crate::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, without_bom};
+use crate::files::{MAX_GENERATED_FILE_BYTES, is_present, read_regular_file, without_bom};
 
 /// Chat template with its name (`default`, `tool_use`, ...), its file and its source.
 #[derive(Clone, Debug)]
@@ -23,7 +22,7 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
             path: path.to_owned(),
             message: format!("not UTF-8 at byte {}", error.utf8_error().valid_up_to()),
         }),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(_) if !is_present(path) => Ok(None),
         Err(source) => Err(TokenizerError::Read { path: path.to_owned(), source }),
     }
 }
@@ -64,7 +63,11 @@ pub(super) fn chat_templates(
 }
 
 fn additional_templates(directory: &Path) -> Result<Vec<NamedTemplate>, TokenizerError> {
-    let Ok(entries) = std::fs::read_dir(directory) else { return Ok(Vec::new()) };
+    if !is_present(directory) {
+        return Ok(Vec::new());
+    }
+    let unread = |source| TokenizerError::Read { path: directory.to_owned(), source };
+    let entries = std::fs::read_dir(directory).map_err(unread)?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "jinja"));
     paths.sort();

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use rustix::fs::{CWD, Mode, mkfifoat};
 use serde_json::{Value, json};
+use suite::root;
 
 /// A file that a program reads.
 pub(crate) struct File {
@@ -406,7 +407,115 @@ pub(crate) const ATTACKS: &[Attack] = &[
         code: 5,
         words: &["not finite"],
     },
+    Attack {
+        name: "garbage after a list of rows",
+        path: "chats.json",
+        apply: |path| write(path, format!("[{CHAT}]\n[{CHAT}]\ngarbage")),
+        command: &with_sources("data.sources=[chats.json]"),
+        code: 3,
+        words: &["chats.json:3", "expected a list or an object"],
+    },
+    Attack {
+        name: "a Parquet file with another number of rows in its footer",
+        path: "chats.parquet",
+        apply: |path| {
+            let mut file = fs::read(root().join("candle-ext/text/tests/fixtures/chat.parquet")).unwrap();
+            let n_footer = u32::from_le_bytes(file[file.len() - 8..file.len() - 4].try_into().unwrap()) as usize;
+            let footer = file.len() - 8 - n_footer;
+            // The first field with the thrift header 0x16: 5 rows, as a zigzag varint.
+            let at = footer + file[footer..].windows(2).position(|bytes| bytes == [0x16, 10]).unwrap();
+            file[at + 1] = 12;
+            write(path, file);
+        },
+        command: &with_sources("data.sources=[chats.parquet]"),
+        code: 3,
+        words: &["chats.parquet", "5 rows", "announces 6"],
+    },
+    Attack {
+        name: "a folder in the place of a lock file",
+        path: "recipe.yaml.lock",
+        apply: |path| fs::create_dir(path).unwrap(),
+        command: CHECK,
+        code: 2,
+        words: &["recipe.yaml.lock", "not a regular file"],
+    },
+    Attack {
+        name: "a pipe in the place of a lock file",
+        path: "recipe.yaml.lock",
+        apply: |path| mkfifoat(CWD, path, Mode::from_raw_mode(0o600)).unwrap(),
+        command: TRAIN,
+        code: 2,
+        words: &["recipe.yaml.lock", "not a regular file"],
+    },
+    Attack {
+        name: "a lock file that is a dangling link",
+        path: "recipe.yaml.lock",
+        apply: |path| std::os::unix::fs::symlink("nowhere", path).unwrap(),
+        command: CHECK,
+        code: 2,
+        words: &["recipe.yaml.lock", "No such file"],
+    },
+    Attack {
+        name: "a dangling link in the place of a lock file, for prefetch",
+        path: "recipe.yaml.lock",
+        apply: |path| std::os::unix::fs::symlink("nowhere", path).unwrap(),
+        command: &["trainer", "prefetch", "recipe.yaml"],
+        code: 2,
+        words: &["recipe.yaml.lock", "No such file"],
+    },
+    Attack {
+        name: "a locked file with other bytes in the cache",
+        path: "recipe.yaml.lock",
+        apply: |path| write_locked_cache(path),
+        command: &["trainer", "train", "recipe.yaml", "model.name_or_path=tiny/base"],
+        code: 3,
+        words: &["recipe.yaml.lock", "its sha256 is ", "expected 0000", "run `trainer prefetch recipe.yaml`"],
+    },
+    Attack {
+        name: "a chain of 40 bases",
+        path: "recipe.yaml",
+        apply: |path| {
+            for base in 0..40 {
+                write(&path.with_file_name(format!("{base}.yaml")), format!("base: {}.yaml\n", base + 1));
+            }
+            append(path, "base: 0.yaml\n");
+        },
+        command: CHECK,
+        code: 2,
+        words: &["31.yaml", "a recipe has at most 32 bases", "recipe.yaml -> 0.yaml"],
+    },
+    Attack {
+        name: "a shipped recipe's name that is a dangling link",
+        path: "quickstart",
+        apply: |path| std::os::unix::fs::symlink("nowhere", path).unwrap(),
+        command: &["trainer", "check", "quickstart"],
+        code: 2,
+        words: &["quickstart", "No such file"],
+    },
 ];
+
+const CHAT: &str = r#"{"messages": [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "Yes."}]}"#;
+
+/// Command [`TRAIN`] with other data.
+const fn with_sources(sources: &'static str) -> [&'static str; 4] {
+    [TRAIN[0], TRAIN[1], TRAIN[2], sources]
+}
+
+/// Writes a lock file of the model, copies the model into the Hub cache, and gives the weights another hash.
+fn write_locked_cache(lock: &Path) {
+    let (folder, commit) = (lock.parent().unwrap(), "1".repeat(40));
+    let cache = folder.parent().unwrap().join(".cache/huggingface/hub/models--tiny--base");
+    let snapshot = cache.join("snapshots").join(&commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder.join("model")).unwrap().map(Result::unwrap) {
+        let name = entry.file_name().into_string().unwrap();
+        fs::copy(entry.path(), snapshot.join(&name)).unwrap();
+        files.push(json!({"path": name, "size": entry.metadata().unwrap().len(), "sha256": "0".repeat(64)}));
+    }
+    let repository = json!({"type": "model", "id": "tiny/base", "revision": "main", "commit": commit, "files": files});
+    write(lock, json!({"version": 1, "endpoint": "http://hub", "repositories": [repository]}).to_string());
+}
 
 /// Command [`RUN`] with one more option.
 const fn with_task(option: &'static str, value: &'static str) -> [&'static str; 10] {

@@ -193,10 +193,10 @@ fn a_hub_that_drips_is_given_up() {
     let slow = Reply::new(200, &text).drip();
     let bench = bench();
     bench.server.answer("GET", "/tree/", FOREVER, slow.clone());
-    fails(&impatient(&bench, 50), ID, None, &["reach", "timed out"]);
-    let bench = self::bench();
+    fails(&impatient(&bench, 50), ID, None, &["the listing of tiny/llama", "fewer than 1024 bytes a second"]);
+    assert_eq!(bench.server.count("GET", "/tree/"), 1);
+    let bench = Bench::new(HubServer::start([repo().with("config.json", text.as_bytes())]));
     bench.server.answer("GET", "config.json", FOREVER, slow);
-    bench.server.answer("HEAD", "config.json", FOREVER, Reply::new(200, &text).header("ETag", "\"x\""));
     fails(&impatient(&bench, 300), ID, None, &["config.json", "fewer than 1024 bytes a second"]);
     assert_eq!(bench.server.count("GET", "config.json"), 1);
 }
@@ -313,4 +313,129 @@ fn offline_uses_the_cache_and_only_the_cache() {
     fails(&bench.offline(), ID, None, &["model.safetensors is not in the cache", "unset HF_HUB_OFFLINE"]);
     fails(&bench.offline(), ID, Some("v2"), &["hf download tiny/llama --revision v2"]);
     assert_eq!(bench.server.log().len(), n_requests);
+}
+
+#[test]
+fn an_answer_about_another_commit_or_file_is_refused() {
+    let (asked, other) = (repo().commit().to_owned(), "1".repeat(40));
+    let bench = bench();
+    let answer = format!("{{\"id\":\"x\",\"sha\":\"{other}\"}}");
+    bench.server.answer("GET", "/revision/", 1, Reply::new(200, &answer));
+    fails(&bench.hub(), ID, Some(&asked), &[&asked, &other, "was requested", "HF_ENDPOINT"]);
+    let head = |size: usize, sha256: &str, commit: &str| {
+        let reply = Reply::new(302, "").header("Location", "http://127.0.0.1:1/").header("X-Linked-Size", size);
+        reply.header("X-Linked-Etag", format!("\"{sha256}\"")).header("X-Repo-Commit", commit)
+    };
+    let sha256 = etag("model.safetensors", WEIGHTS.as_bytes());
+    for (reply, want) in [
+        (head(14, &sha256, &asked), "its size is announced as 14, but the file list has 15"),
+        (head(15, &"0".repeat(64), &asked), "its sha256 is announced as 000"),
+        (head(15, &sha256, &other), "the file is of the commit 111"),
+    ] {
+        bench.server.answer("HEAD", "model.safetensors", 1, reply);
+        fails(&bench.hub(), ID, Some(&asked), &["model.safetensors", want]);
+    }
+    recovers(&bench);
+}
+
+#[test]
+fn a_file_list_without_end_is_refused() {
+    let page = r#"[{"type": "file", "oid": "a", "size": 2, "path": "config.json"}]"#;
+    let endless = "[".repeat(33 << 20);
+    for (body, wants) in [
+        (page, &["its file list names \"config.json\" twice"][..]),
+        ("[]", &["a page of its file list is empty, but another page follows"]),
+        (&endless, &["the listing of tiny/llama", "more than 33554432 bytes"]),
+    ] {
+        let bench = bench();
+        let next = format!("<{}/api/models/tiny/llama/tree/x?cursor=1>; rel=\"next\"", bench.server.endpoint());
+        bench.server.answer("GET", "/tree/", FOREVER, Reply::new(200, body).header("Link", next));
+        fails(&bench.hub(), ID, None, wants);
+        assert!(bench.server.count("GET", "/tree/") <= 2);
+    }
+}
+
+#[test]
+fn the_token_does_not_follow_a_file_list_to_another_host() {
+    let (bench, elsewhere) = (Bench::new(HubServer::start([repo().gated_by("hf_secret")])), bench());
+    let page = r#"[{"type": "file", "oid": "a", "size": 2, "path": "config.json"}]"#;
+    let rest = format!("[{{\"type\": \"file\", \"oid\": \"a\", \"size\": 15, \"path\": \"model.safetensors\"}}]");
+    let next = format!("<{}/api/models/tiny/llama/tree/x>; rel=\"next\"", elsewhere.server.endpoint());
+    bench.server.answer("GET", "/tree/", 1, Reply::new(200, page).header("Link", next));
+    elsewhere.server.answer("GET", "/tree/", 1, Reply::new(200, &rest));
+    let settings = HubSettings { token: Some("hf_secret".into()), ..bench.settings() };
+    Hub::new(settings).unwrap().model(ID, None, ModelFiles::All).unwrap();
+    assert_eq!(elsewhere.server.count("GET", "/tree/"), 1);
+    assert!(elsewhere.server.log().iter().all(|request| request.header("authorization").is_none()));
+    assert!(bench.server.log().iter().any(|request| request.header("authorization").is_some()));
+}
+
+/// Returns the folder of the repository in the cache.
+fn repo_folder(bench: &Bench) -> std::path::PathBuf {
+    bench.cache.path().join("models--tiny--llama")
+}
+
+#[test]
+fn a_link_out_of_the_cache_is_not_followed_to_write_or_remove() {
+    use std::os::unix::fs::symlink;
+    let outside = tempfile::tempdir().unwrap();
+    let victim = outside.path().join("victim");
+    let sha256 = etag("model.safetensors", WEIGHTS.as_bytes());
+    // The name of a link in the repository's folder or in `.locks`.
+    for name in [
+        format!("snapshots/{}/model.safetensors", repo().commit()),
+        format!("blobs/{sha256}"),
+        format!("blobs/{sha256}.incomplete"),
+        format!(".locks/{sha256}.lock"),
+    ] {
+        let bench = bench();
+        std::fs::write(&victim, "of the user").unwrap();
+        let path = match name.strip_prefix(".locks") {
+            Some(name) => bench.cache.path().join(".locks/models--tiny--llama").join(&name[1..]),
+            None => repo_folder(&bench).join(&name),
+        };
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        symlink(&victim, &path).unwrap();
+        let found = bench.hub().model(ID, None, ModelFiles::All);
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "of the user", "{name}");
+        match name.starts_with(".locks") {
+            true => assert!(found.unwrap_err().to_string().contains(&sha256), "{name}"),
+            false => {
+                let weights = found.unwrap().join("model.safetensors");
+                assert_eq!(std::fs::read_to_string(weights).unwrap(), WEIGHTS, "{name}");
+            }
+        }
+    }
+    // A folder that is a link is refused by name.
+    for name in ["blobs", "snapshots", "refs", ".listings"] {
+        let bench = bench();
+        std::fs::create_dir_all(repo_folder(&bench)).unwrap();
+        symlink(outside.path(), repo_folder(&bench).join(name)).unwrap();
+        fails(&bench.hub(), ID, None, &[name, "out of the repository's folder"]);
+        assert_eq!(std::fs::read_dir(outside.path()).unwrap().count(), 1, "{name}");
+    }
+}
+
+#[test]
+fn a_blob_on_another_disk_is_read_and_keeps_its_file() {
+    let bench = bench();
+    let folder = bench.hub().model(ID, None, ModelFiles::All).unwrap();
+    let (blob, disk) = (std::fs::canonicalize(folder.join("model.safetensors")).unwrap(), tempfile::tempdir().unwrap());
+    let moved = disk.path().join("weights");
+    std::fs::rename(&blob, &moved).unwrap();
+    std::os::unix::fs::symlink(&moved, &blob).unwrap();
+    let n_requests = bench.server.count("GET", "model.safetensors");
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
+    assert_eq!(bench.server.count("GET", "model.safetensors"), n_requests);
+    std::fs::write(&moved, "other").unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
+    assert_eq!(std::fs::read_to_string(&moved).unwrap(), "other");
+    // A whole repository may be on another disk.
+    let there = disk.path().join("repository");
+    std::fs::rename(repo_folder(&bench), &there).unwrap();
+    std::os::unix::fs::symlink(&there, repo_folder(&bench)).unwrap();
+    std::fs::remove_file(folder.join("model.safetensors")).unwrap();
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
 }

@@ -241,3 +241,70 @@ fn a_recorder_does_not_fall_back_to_the_cache() {
     hub.model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(hub.recorded().n_files(), 3);
 }
+
+/// Checks that `hub` records no other lock than `lock`: an error, which contains `want`.
+#[track_caller]
+fn keeps(hub: Hub, lock: &HubLock, want: &[&str]) {
+    let error = hub.with_recorder(Some(lock.clone())).model(ID, None, ModelFiles::All).unwrap_err().to_string();
+    for want in want {
+        assert!(error.contains(want), "{want:?} is not in {error:?}");
+    }
+}
+
+#[test]
+fn a_lock_is_not_recorded_anew_from_other_answers() {
+    let bench = Bench::new(HubServer::start([model()]));
+    let lock = bench.lock(None);
+    let (commit, other) = (commit_in(&lock).to_owned(), "1".repeat(40));
+    let elsewhere = |answers: &[(&'static str, Reply)]| {
+        let bench = Bench::new(HubServer::start([model()]));
+        for (part, reply) in answers {
+            bench.server.answer("GET", part, FOREVER, reply.clone());
+        }
+        bench
+    };
+    let revision = Reply::new(200, &format!("{{\"id\":\"x\",\"sha\":\"{other}\"}}"));
+    keeps(elsewhere(&[("/revision/", revision)]).hub(), &lock, &[&commit, &other, "was requested"]);
+    let without = r#"[{"type": "file", "size": 2, "path": "config.json"}, {"type": "file", "size": 1200, "path": "model.safetensors"}]"#;
+    let lacks = format!("the file list of the commit {commit} lacks tokenizer.json of the lock file");
+    keeps(elsewhere(&[("/tree/", Reply::new(200, without))]).hub(), &lock, &[&lacks, "--update"]);
+    let shorter = without
+        .replace("1200", "1199")
+        .replace("}]", "}, {\"type\": \"file\", \"size\": 13, \"path\": \"tokenizer.json\"}]");
+    let want = ["model.safetensors has 1199 bytes, but 1200 in the lock file"];
+    keeps(elsewhere(&[("/tree/", Reply::new(200, &shorter))]).hub(), &lock, &want);
+    let changed = elsewhere(&[("config.json", Reply::new(200, "[]"))]);
+    keeps(changed.hub(), &lock, &["config.json differs from the lock file: its sha256 is ", "--update"]);
+    // Offline, the branch of the cache may be at a newer commit.
+    bench.server.replace(model().with("config.json", b"{\"new\": 1}"));
+    bench.hub().model(ID, None, ModelFiles::All).unwrap();
+    let offline = bench.offline().with_recorder(Some(lock.clone()));
+    offline.model(ID, None, ModelFiles::All).unwrap();
+    assert_eq!(offline.recorded(), lock);
+}
+
+#[test]
+fn a_locked_run_refuses_a_flipped_byte_and_hashes_a_file_once() {
+    let bench = Bench::new(HubServer::start([model()]));
+    let lock = bench.lock(None);
+    let load = || bench.locked(&lock).model(ID, None, ModelFiles::All).map_err(|error| error.to_string());
+    let folder = load().unwrap();
+    for file in ["model.safetensors", "config.json"] {
+        let blob = fs::canonicalize(folder.join(file)).unwrap();
+        let modified = fs::metadata(&blob).unwrap().modified().unwrap();
+        let own = fs::read(&blob).unwrap();
+        damage(&folder.join(file));
+        let error = load().unwrap_err();
+        for want in [file, "its sha256 is ", "r.yaml.lock", "run `trainer prefetch r.yaml` with a network"] {
+            assert!(error.contains(want), "{want:?} is not in {error:?}");
+        }
+        // A file with its old modification time is not hashed again.
+        fs::File::options().write(true).open(&blob).unwrap().set_modified(modified).unwrap();
+        assert_eq!(load().as_ref(), Ok(&folder));
+        fs::write(&blob, own).unwrap();
+        load().unwrap();
+        damage(&folder.join(file));
+        assert_eq!(bench.lock(Some(lock.clone())), lock, "prefetch repairs the cache");
+        load().unwrap();
+    }
+}

@@ -400,7 +400,11 @@ impl State {
         }
         let start: usize = query.split("cursor=").nth(1).map_or(0, |cursor| cursor.parse().unwrap());
         let page = repo.files.iter().skip(start).take(repo.page_size).map(|(path, bytes)| {
-            serde_json::json!({"type": "file", "oid": etag(path, bytes), "size": bytes.len(), "path": path})
+            let mut entry = json!({"type": "file", "oid": &hash(bytes)[..40], "size": bytes.len(), "path": path});
+            if is_large(path) {
+                entry["lfs"] = json!({"oid": hash(bytes), "size": bytes.len(), "pointerSize": 130});
+            }
+            entry
         });
         let reply = Reply::new(200, &serde_json::Value::from_iter(page).to_string());
         match start + repo.page_size < repo.files.len() {

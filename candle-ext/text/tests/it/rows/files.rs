@@ -101,10 +101,9 @@ fn every_value_of_a_json_file_is_read_or_refused() {
 fn every_frame_of_a_compressed_file_is_read_or_refused() {
     let [a, b] = ["{\"a\":1}\n", "{\"a\":2}\n"];
     let zstd = |text: &str| zstd::encode_all(text.as_bytes(), 0).unwrap();
-    for (name, first, second) in [
-        ("a.jsonl.gz", gzip(a.as_bytes()), gzip(b.as_bytes())),
-        ("a.jsonl.zst", zstd(a), zstd(b)),
-    ] {
+    for (name, first, second) in
+        [("a.jsonl.gz", gzip(a.as_bytes()), gzip(b.as_bytes())), ("a.jsonl.zst", zstd(a), zstd(b))]
+    {
         check(name, &[&first[..], &second].concat(), &[a.trim(), b.trim()]);
         refused(name, &[&first[..], b"garbage after the frame"].concat(), "it cannot be unpacked");
         refused(name, &[&first[..], &second[..second.len() - 3]].concat(), "it cannot be unpacked");
