@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::num::NonZeroUsize;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_text::hub::Hub;
@@ -39,14 +40,23 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N")]
     max_model_len: Option<NonZeroUsize>,
     /// Maximum number of sequences that are generated at the same time [default: 64 on a CPU, 256 on a GPU]
-    #[arg(long, value_name = "N")]
-    max_num_seqs: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = n_sequences)]
+    max_num_seqs: Option<usize>,
     /// Number of tokens in the KV cache [default: 2 GiB of them on a CPU, 8 GiB on a GPU]
     #[arg(long, value_name = "N")]
     max_total_tokens: Option<NonZeroUsize>,
     /// Maximum number of waiting sequences; a request that exceeds it gets status 429
-    #[arg(long, value_name = "N", default_value = "256")]
-    max_queue: NonZeroUsize,
+    #[arg(long, value_name = "N", default_value = "256", value_parser = n_sequences)]
+    max_queue: usize,
+    /// Time in seconds of running requests after SIGINT or SIGTERM
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    shutdown_timeout: u32,
+    /// Host names that a server on a loopback address answers, besides localhost: those of a reverse proxy
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    allowed_hosts: Vec<String>,
+    /// Origins of web pages that may send requests, such as https://chat.example.org; * is any
+    #[arg(long, value_name = "ORIGIN", num_args = 1..)]
+    allowed_origins: Vec<String>,
     /// Format of the model's thinking in chats
     #[arg(long, value_enum, value_name = "FORMAT", default_value_t = ReasoningFormat::Auto)]
     reasoning_format: ReasoningFormat,
@@ -68,6 +78,14 @@ fn lora_module(text: &str) -> Result<LoraModule, String> {
         }
         _ => Err("expected NAME=PATH, such as sql=runs/sql-lora".to_owned()),
     }
+}
+
+/// Largest number of sequences that run or wait.
+const MAX_SEQUENCES: usize = 1 << 16;
+
+fn n_sequences(text: &str) -> Result<usize, String> {
+    let n = text.parse().ok().filter(|n| (1..=MAX_SEQUENCES).contains(n));
+    n.ok_or_else(|| format!("expected an integer from 1 to {MAX_SEQUENCES}"))
 }
 
 impl ServeOptions {
@@ -115,15 +133,13 @@ pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
         model_names,
         api_key: options.api_key.clone().filter(|key| !key.is_empty()),
         max_model_len: options.max_model_len.map(NonZeroUsize::get),
-        max_num_seqs: options.max_num_seqs.map(NonZeroUsize::get),
+        max_num_seqs: options.max_num_seqs,
         max_total_tokens: options.max_total_tokens.map(NonZeroUsize::get),
-        max_queue: options.max_queue.get(),
+        max_queue: options.max_queue,
+        shutdown_timeout: Duration::from_secs(options.shutdown_timeout.into()),
+        allowed_hosts: options.allowed_hosts.clone(),
+        allowed_origins: options.allowed_origins.clone(),
         reasoning_format: options.reasoning_format,
     };
-    let address = listener.local_addr().context("failed to read the server's address")?;
-    if !address.ip().is_loopback() && settings.api_key.is_none() {
-        print_note(&format!("warning: other machines can send requests to {address} without a key; set --api-key"));
-    }
-    print_note(&format!("serving {} at http://{address}/v1", settings.model_names.join(", ")));
     serve::serve(&models, listener, &settings)
 }

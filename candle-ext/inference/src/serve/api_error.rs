@@ -4,6 +4,8 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value as Json, json};
 
+use super::access_log::RefusalReason;
+
 /// Error of a request, as OpenAI's clients read it.
 #[derive(Clone, Debug)]
 pub(super) struct ApiError {
@@ -64,6 +66,7 @@ impl IntoResponse for ApiError {
         if let Some((name, value)) = header {
             response.headers_mut().insert(name, header::HeaderValue::from_static(value));
         }
+        response.extensions_mut().insert(RefusalReason(self.message));
         response
     }
 }

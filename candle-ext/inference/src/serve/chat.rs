@@ -3,8 +3,8 @@
 use axum::http::StatusCode;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::format::message_from_fields;
-use candlewick_text::render::render_prompt;
 use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, check_variable};
+use candlewick_text::tokenizer::SpecialTokens;
 use serde_json::{Map, Value as Json};
 
 use super::api_error::ApiError;
@@ -27,8 +27,11 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
     let chat = template.adapt(&chat);
     refuse_unrendered_parts(&template, &chat)?;
-    let ids = render_prompt(&model.tokenizer, &template, &chat)
-        .map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
+    let text = template.render(&chat, AddGenerationPrompt::Yes);
+    let text = text.map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
+    state.check_length(model, &text)?;
+    let ids = model.tokenizer.encode(&text, SpecialTokens::Exclude);
+    let ids = ids.map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
     if ids.is_empty() {
         return Err(ApiError::field("messages", "the chat template renders the messages as an empty prompt"));
     }

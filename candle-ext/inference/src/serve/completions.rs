@@ -1,5 +1,7 @@
 //! Requests of `POST /v1/completions`.
 
+use std::sync::Arc;
+
 use candlewick_text::tokenizer::{SpecialTokens, TokenizerError};
 use serde_json::Value as Json;
 
@@ -26,22 +28,45 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         true => SpecialTokens::Include,
         false => SpecialTokens::Exclude,
     };
-    let written = written(&mut fields)?;
+    let written = written(&mut fields, |n_prompts| state.check_choices(n_prompts, generation.n))?;
     let (mut prompts, mut echoes) = (Vec::new(), Vec::new());
     for written in written {
-        let ids = written.ids(model, specials)?;
+        let ids = written.ids(model, specials, state)?;
         let n_max = state.n_max(ids.len(), Some(max_tokens))?;
         if echo {
             let text = written.text(model).map_err(|error| ApiError::internal(&error.into()))?;
-            echoes.extend(std::iter::repeat_n(text, generation.n));
+            echoes.extend(std::iter::repeat_n(Arc::<str>::from(text), generation.n));
         }
         prompts.push(TokenizedPrompt { ids, n_max });
     }
     let n_prompt = prompts.iter().map(|prompt| prompt.ids.len()).sum();
+    if echo {
+        check_echo(&echoes, n_prompt * generation.n * n_top.map_or(0, |n_top| n_top + 1))?;
+    }
     let (jobs, events) = generation.jobs(prompts, logprobs, &model.stop_ids, state);
     let format = ResponseFormat::new(ResponseKind::Completion, &model.name, logprobs.is_some());
     let reasoning = ReasoningParser::default();
     Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes, reasoning })
+}
+
+/// Largest size of the prompts in a response with `echo`.
+const MAX_ECHO_BYTES: usize = 16 << 20;
+
+/// Largest number of log-probabilities of the prompts in a response.
+const MAX_ECHO_LOGPROBS: usize = 1 << 21;
+
+/// Fails if a response with `echo` would be too large. It has the prompt in each choice.
+fn check_echo(echoes: &[Arc<str>], n_logprobs: usize) -> Result<(), ApiError> {
+    let n_bytes: usize = echoes.iter().map(|echo| echo.len()).sum();
+    for (what, n, max) in [("bytes", n_bytes, MAX_ECHO_BYTES), ("log-probabilities", n_logprobs, MAX_ECHO_LOGPROBS)] {
+        if n > max {
+            let problem = format!(
+                "echo returns {n} {what} of the prompts, at most {max} are possible; send fewer prompts or choices"
+            );
+            return Err(ApiError::field("echo", problem));
+        }
+    }
+    Ok(())
 }
 
 /// A prompt as the request has it.
@@ -50,8 +75,12 @@ enum WrittenPrompt {
     Ids(Vec<u64>),
 }
 
-/// Takes the prompts: a string, an array of strings, an array of token ids, or an array of such arrays.
-fn written(fields: &mut Fields) -> Result<Vec<WrittenPrompt>, ApiError> {
+/// Takes the prompts: a string, an array of strings, an array of token ids, or an array of such arrays. Calls `check` with
+/// their number first.
+fn written(
+    fields: &mut Fields,
+    check: impl FnOnce(usize) -> Result<(), ApiError>,
+) -> Result<Vec<WrittenPrompt>, ApiError> {
     let wrong = |value: &Json| {
         let shown = shown(value);
         let problem =
@@ -69,16 +98,20 @@ fn written(fields: &mut Fields) -> Result<Vec<WrittenPrompt>, ApiError> {
         Json::String(text) => Ok(vec![WrittenPrompt::Text(text.clone())]),
         Json::Array(items) if items.is_empty() => Err(wrong(&value)),
         Json::Array(items) if items[0].is_number() => ids(items).map(|ids| vec![ids]).ok_or_else(|| wrong(&value)),
-        Json::Array(items) => items.iter().map(item).collect::<Option<_>>().ok_or_else(|| wrong(&value)),
+        Json::Array(items) => {
+            check(items.len())?;
+            items.iter().map(item).collect::<Option<_>>().ok_or_else(|| wrong(&value))
+        }
         _ => Err(wrong(&value)),
     }
 }
 
 impl WrittenPrompt {
     /// Returns the token ids, at least one.
-    fn ids(&self, model: &ServedModel, specials: SpecialTokens) -> Result<Vec<u32>, ApiError> {
+    fn ids(&self, model: &ServedModel, specials: SpecialTokens, state: &ServerState) -> Result<Vec<u32>, ApiError> {
         let ids = match self {
             Self::Text(text) => {
+                state.check_length(model, text)?;
                 let refused = |error: TokenizerError| ApiError::field("prompt", format!("failed to {error}"));
                 model.tokenizer.encode(text, specials).map_err(refused)?
             }
@@ -105,4 +138,18 @@ impl WrittenPrompt {
 fn checked_id(id: u64, n_vocab: usize) -> Result<u32, ApiError> {
     let outside = || ApiError::field("prompt", format!("prompt has the token {id}, but the vocabulary has {n_vocab}"));
     u32::try_from(id).ok().filter(|id| (*id as usize) < n_vocab).ok_or_else(outside)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_echo_has_a_bounded_size() {
+        let echo = Arc::<str>::from("a".repeat(1 << 10));
+        let echoes = |n| vec![Arc::clone(&echo); n];
+        assert!(check_echo(&echoes(1 << 14), MAX_ECHO_LOGPROBS).is_ok());
+        assert!(check_echo(&echoes((1 << 14) + 1), 0).is_err());
+        assert!(check_echo(&echoes(1), MAX_ECHO_LOGPROBS + 1).is_err());
+    }
 }

@@ -43,6 +43,9 @@ pub(super) struct TokenizedPrompt {
 /// Largest number of stop strings.
 const MAX_STOPS: usize = 64;
 
+/// Largest size of a stop string.
+const MAX_STOP_BYTES: usize = 1024;
+
 /// Largest number of most probable tokens at a position.
 pub(super) const MAX_TOP_LOGPROBS: usize = 20;
 
@@ -55,6 +58,7 @@ impl GenerationFields {
         if n == 0 {
             return Err(ApiError::field("n", "n is 0, expected at least 1"));
         }
+        state.check_choices(1, n)?;
         let seed = fields.integer("seed")?.map_or_else(rand::random, i64::cast_unsigned);
         Ok(Self { n, model, stream: stream(fields)?, sampling: sampling(fields)?, seed, stop: stop(fields)? })
     }
@@ -140,6 +144,10 @@ fn stop(fields: &mut Fields) -> Result<Arc<[String]>, ApiError> {
     let stop = fields.texts("stop")?.unwrap_or_default();
     if stop.len() > MAX_STOPS {
         let problem = format!("stop has {} strings, at most {MAX_STOPS} are possible", stop.len());
+        return Err(ApiError::field("stop", problem));
+    }
+    if let Some(long) = stop.iter().find(|stop| stop.len() > MAX_STOP_BYTES) {
+        let problem = format!("stop has a string of {} bytes, at most {MAX_STOP_BYTES} are possible", long.len());
         return Err(ApiError::field("stop", problem));
     }
     if stop.iter().any(String::is_empty) {

@@ -1,56 +1,54 @@
 //! The HTTP server: routes, authorization and shutdown.
 
 use std::net::TcpListener;
-use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use axum::Router;
-use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, FromRequest, FromRequestParts, Path, Request, State};
+use axum::body::Body;
+use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
 use axum::http::{Method, StatusCode, Uri, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use futures_util::future::select;
 use serde_json::{Value as Json, json};
 use tokio::runtime::Builder;
-use tokio::sync::watch;
 
 use super::api_error::ApiError;
+use super::body::RequestBody;
+use super::connections::{ClientAddress, ConnectionDeadlines, serve_connections};
 use super::fields::Fields;
+use super::origin::{allow_origin, preflight};
 use super::response::{ParsedRequest, json_response};
 use super::server_state::{ServedModel, ServerState};
 use super::{chat, completions};
 
-/// Largest body of a request, in bytes.
-const MAX_BODY_BYTES: usize = 16 << 20;
-
 /// Threads that parse and tokenize requests.
 const N_PARSERS: usize = 2;
 
-/// Serves requests until the first signal, and completes running ones until the second. `signals` counts them.
-pub(super) fn run(listener: TcpListener, state: Arc<ServerState>, signals: watch::Receiver<usize>) -> Result<()> {
+/// Smallest size of a large body, in bytes.
+const LARGE_BODY_BYTES: usize = 64 << 10;
+
+/// Time until the head of a request is complete.
+const HEAD_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Serves requests until the first signal, and completes running ones until the second or the deadline.
+pub(super) fn run(listener: TcpListener, state: Arc<ServerState>) -> Result<()> {
     let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(N_PARSERS).build();
     let runtime = runtime.context("failed to start the HTTP server")?;
     let served = runtime.block_on(async {
         listener.set_nonblocking(true)?;
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        let (first, second) = (n_signals(signals.clone(), 1), n_signals(signals, 2));
-        let served = axum::serve(listener, router(state)).with_graceful_shutdown(first);
-        select(pin!(std::future::IntoFuture::into_future(served)), pin!(second)).await;
+        let deadlines = ConnectionDeadlines { head: HEAD_DEADLINE, shutdown: state.shutdown_timeout };
+        let signals = state.signals.clone();
+        serve_connections(listener, router(state), deadlines, signals).await;
         std::io::Result::Ok(())
     });
     // Open connections are closed here.
     runtime.shutdown_background();
     served.context("failed to serve HTTP")
-}
-
-/// Waits for the n-th signal.
-async fn n_signals(mut signals: watch::Receiver<usize>, n: usize) {
-    if signals.wait_for(|received| *received >= n).await.is_err() {
-        std::future::pending::<()>().await;
-    }
 }
 
 fn router(state: Arc<ServerState>) -> Router {
@@ -62,7 +60,7 @@ fn router(state: Arc<ServerState>) -> Router {
         .route("/v1/completions", post(text_completions))
         .fallback(unknown_url)
         .method_not_allowed_fallback(wrong_method)
-        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(from_fn_with_state(Arc::clone(&state), checked))
         .with_state(state)
 }
 
@@ -92,32 +90,23 @@ fn is_equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && std::hint::black_box(differences) == 0
 }
 
-impl FromRequest<Arc<ServerState>> for Fields {
-    type Rejection = ApiError;
-
-    async fn from_request(request: Request, state: &Arc<ServerState>) -> Result<Self, ApiError> {
-        // A web page can send other types to a server on the loopback interface without the user's consent.
-        let content_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        let media_type = content_type.and_then(|value| value.split(';').next()).map(str::trim);
-        if !media_type.is_some_and(|media_type| media_type.eq_ignore_ascii_case("application/json")) {
-            let problem = "the request needs the header `Content-Type: application/json`";
-            return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, problem));
-        }
-        let length =
-            request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-        if length.is_some_and(|length: usize| length > MAX_BODY_BYTES) {
-            return Err(too_large());
-        }
-        let body = Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
-            StatusCode::PAYLOAD_TOO_LARGE => too_large(),
-            status => ApiError::new(status, format!("failed to read the body: {rejection}")),
-        })?;
-        Self::parse(&body)
+/// Checks the host and origin of a request, and logs it.
+async fn checked(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
+    let (method, uri) = (request.method().clone(), request.uri().clone());
+    let client = request.extensions().get::<ClientAddress>().copied();
+    let listed = state.origins.listed(request.headers());
+    let mut response = match state.origins.check(&uri, request.headers()) {
+        Err(error) => error.into_response(),
+        Ok(()) => match listed.as_ref().and_then(|_| preflight(&method)) {
+            Some(response) => response,
+            None => next.run(request).await,
+        },
+    };
+    if let Some(origin) = listed {
+        allow_origin(&mut response, origin);
     }
-}
-
-fn too_large() -> ApiError {
-    ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {MAX_BODY_BYTES} bytes"))
+    state.log.log(client.as_ref(), (&method, &uri), response.status(), response.extensions().get());
+    response
 }
 
 async fn health() -> Response {
@@ -148,27 +137,34 @@ fn card(state: &ServerState, model: &ServedModel) -> Json {
 async fn chat_completions(
     State(state): State<Arc<ServerState>>,
     _: Authorized,
-    fields: Fields,
+    body: RequestBody,
 ) -> Result<Response, ApiError> {
-    respond(state, fields, chat::parse).await
+    respond(state, body, chat::parse).await
 }
 
 async fn text_completions(
     State(state): State<Arc<ServerState>>,
     _: Authorized,
-    fields: Fields,
+    body: RequestBody,
 ) -> Result<Response, ApiError> {
-    respond(state, fields, completions::parse).await
+    respond(state, body, completions::parse).await
 }
 
 /// Parses a request on another thread, and answers it.
 async fn respond(
     state: Arc<ServerState>,
-    fields: Fields,
+    body: RequestBody,
     parse: fn(Fields, &ServerState) -> Result<ParsedRequest, ApiError>,
 ) -> Result<Response, ApiError> {
     let of_parser = Arc::clone(&state);
-    let parsed = tokio::task::spawn_blocking(move || parse(fields, &of_parser)).await;
+    let is_large = body.bytes.len() >= LARGE_BODY_BYTES;
+    let permit = if is_large { Arc::clone(&state.large_parser).acquire_owned().await.ok() } else { None };
+    let parsed = tokio::task::spawn_blocking(move || {
+        // A cancelled request holds its memory and its permit until the thread is free.
+        let (body, _permit) = (body, permit);
+        parse(Fields::parse(&body.bytes)?, &of_parser)
+    })
+    .await;
     let parsed = parsed.map_err(|error| ApiError::internal(&error.into()))??;
     match parsed.stream {
         None => Ok(json_response(&parsed.complete(&state).await?)),

@@ -3,14 +3,18 @@
 //! [`http`] runs on a thread of its own. It parses requests, and sends jobs to the model's [`worker`] through a bounded
 //! queue. The worker sends tokens back, and a dropped request cancels its jobs.
 
+mod access_log;
 mod api_error;
+mod body;
 mod chat;
 mod completions;
+mod connections;
 mod fields;
 mod generation_fields;
 mod http;
 mod job;
 mod logprobs;
+mod origin;
 mod prefix_rows;
 mod response;
 mod sequence;
@@ -23,30 +27,38 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_runtime::terminal::print_note;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tokio::sync::{mpsc, watch};
 
 use crate::lm::Lm;
-use server_state::{ServerState, limits};
+use server_state::{ServerEndpoints, ServerState, limits};
 pub use settings::ServeSettings;
 use worker::Worker;
 
-/// Serves models on `listener` until SIGINT or SIGTERM. Running requests are completed; a second signal cancels them.
+/// Serves models on `listener` until SIGINT or SIGTERM. Running requests are completed until the deadline of the settings; a
+/// second signal cancels them.
 ///
 /// The models are the first one and adapters on it. They run on the calling thread.
 pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> Result<()> {
     let first = models.first().context("failed to serve: there is no model")?;
     let (limits, max_model_len) = limits(first, settings)?;
+    let address = listener.local_addr().context("failed to read the server's address")?;
     let (queue, jobs) = mpsc::channel(settings.max_queue);
-    let state = Arc::new(ServerState::new(models, settings, max_model_len, queue));
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to watch for signals")?;
     let handle = signals.handle();
     let (count, counted) = watch::channel(0);
+    let endpoints = ServerEndpoints { address, queue, signals: counted };
+    let state = Arc::new(ServerState::new(models, settings, max_model_len, endpoints));
+    if !address.ip().is_loopback() && settings.api_key.is_none() {
+        print_note(&format!("warning: other machines can send requests to {address} without a key; set --api-key"));
+    }
+    print_note(&format!("serving {} at http://{address}/v1", settings.model_names.join(", ")));
     thread::scope(|scope| {
         scope.spawn(move || signals.forever().for_each(|_| count.send_modify(|n| *n += 1)));
         let server = scope.spawn(move || {
-            let served = http::run(listener, state, counted);
+            let served = http::run(listener, state);
             handle.close();
             served
         });

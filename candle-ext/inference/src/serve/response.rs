@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::sync::Arc;
 
 use axum::http::StatusCode;
 use futures_util::Stream;
@@ -24,7 +25,7 @@ pub(super) struct ParsedRequest {
     /// Tokens of all prompts.
     pub(super) n_prompt: usize,
     /// Text that precedes each choice, if the request has `echo`.
-    pub(super) echoes: Vec<String>,
+    pub(super) echoes: Vec<Arc<str>>,
     /// Parser of each choice.
     pub(super) reasoning: ReasoningParser,
 }
@@ -212,7 +213,7 @@ impl ParsedRequest {
     fn choices(&mut self) -> Vec<Choice> {
         let choice = |_| Choice { parser: self.reasoning.clone(), ..Choice::default() };
         let mut choices: Vec<Choice> = self.jobs.iter().map(choice).collect();
-        choices.iter_mut().zip(self.echoes.drain(..)).for_each(|(choice, echo)| choice.text.content = echo);
+        choices.iter_mut().zip(self.echoes.drain(..)).for_each(|(choice, echo)| choice.text.content = echo.to_string());
         choices
     }
 

@@ -1,17 +1,23 @@
 //! State of the server that all requests read.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use axum::http::StatusCode;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
-use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{Semaphore, mpsc, watch};
 
+use super::access_log::AccessLog;
 use super::api_error::ApiError;
+use super::body::BodyMemory;
+use super::fields::shown;
 use super::job::GenerationJob;
+use super::origin::OriginPolicy;
 use super::settings::ServeSettings;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
@@ -28,7 +34,25 @@ pub(super) struct ServerState {
     pub(super) reasoning_format: ReasoningFormat,
     /// Start of the server, in seconds since 1970.
     pub(super) created: u64,
+    /// Time of running requests after the first signal.
+    pub(super) shutdown_timeout: Duration,
+    pub(super) origins: OriginPolicy,
+    pub(super) bodies: BodyMemory,
+    /// Permit to parse a large body. One thread is left for small ones.
+    pub(super) large_parser: Arc<Semaphore>,
+    pub(super) log: AccessLog,
+    /// Number of stop signals.
+    pub(super) signals: watch::Receiver<usize>,
     queue: mpsc::Sender<GenerationJob>,
+}
+
+/// Address of the server, and the channels between its threads.
+pub(super) struct ServerEndpoints {
+    pub(super) address: SocketAddr,
+    /// Jobs of the worker.
+    pub(super) queue: mpsc::Sender<GenerationJob>,
+    /// Number of stop signals.
+    pub(super) signals: watch::Receiver<usize>,
 }
 
 /// A model, or an adapter on the first one.
@@ -45,6 +69,8 @@ pub(super) struct ServedModel {
     pub(super) chat_stop_ids: Arc<[u32]>,
     /// Rows of the model's embedding.
     pub(super) n_vocab: usize,
+    /// Bytes of the longest token in the vocabulary.
+    max_token_bytes: usize,
 }
 
 impl ServedModel {
@@ -58,20 +84,28 @@ impl ServedModel {
             template: lm.shared_template(),
             chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
             stop_ids,
+            max_token_bytes: max_token_bytes(&tokenizer),
             n_vocab: lm.engine().model().config().vocab_size(),
             tokenizer,
         }
     }
 }
 
+/// Returns the length of the longest token, as the vocabulary spells it.
+fn max_token_bytes(tokenizer: &Tokenizer) -> usize {
+    let texts = (0..tokenizer.min_embedding_rows()).filter_map(|id| tokenizer.id_to_token(id));
+    texts.map(|text| text.len()).max().unwrap_or(1)
+}
+
 impl ServerState {
-    /// Creates the state of a server. Jobs are sent to `queue`.
+    /// Creates the state of a server.
     pub(super) fn new(
         models: &[Lm],
         settings: &ServeSettings,
         max_model_len: usize,
-        queue: mpsc::Sender<GenerationJob>,
+        endpoints: ServerEndpoints,
     ) -> Self {
+        let ServerEndpoints { address, queue, signals } = endpoints;
         let names = &settings.model_names;
         let model = |(idx, (lm, name)): (usize, (&Lm, &String))| {
             ServedModel::new(lm, name, names.first().filter(|_| idx > 0).map(String::as_str))
@@ -82,6 +116,16 @@ impl ServerState {
             max_model_len,
             reasoning_format: settings.reasoning_format,
             created: seconds_since_1970(),
+            shutdown_timeout: settings.shutdown_timeout,
+            origins: OriginPolicy {
+                is_loopback: address.ip().is_loopback(),
+                hosts: settings.allowed_hosts.clone(),
+                origins: settings.allowed_origins.clone(),
+            },
+            bodies: BodyMemory::default(),
+            large_parser: Arc::new(Semaphore::new(1)),
+            log: AccessLog::default(),
+            signals,
             queue,
         }
     }
@@ -91,7 +135,8 @@ impl ServerState {
         let Some(name) = name else { return Ok(0) };
         self.models.iter().position(|model| model.name == name).ok_or_else(|| {
             let names: Vec<String> = self.models.iter().map(|model| format!("{:?}", model.name)).collect();
-            let problem = format!("model is {name:?}, but this server has {}", names.join(", "));
+            let name = shown(&name.into());
+            let problem = format!("model is {name}, but this server has {}", names.join(", "));
             ApiError::new(StatusCode::NOT_FOUND, problem).with_code("model_not_found")
         })
     }
@@ -112,13 +157,33 @@ impl ServerState {
         }
     }
 
+    /// Fails if a text has more bytes than the tokens of the longest possible prompt. Tokenizing takes memory and time.
+    pub(super) fn check_length(&self, model: &ServedModel, text: &str) -> Result<(), ApiError> {
+        let max = self.max_model_len.saturating_mul(model.max_token_bytes);
+        if text.len() <= max {
+            return Ok(());
+        }
+        let problem = format!(
+            "the prompt has {} bytes, at most {max} are possible, because the server's limit for prompt and completion is \
+             {} tokens; shorten the prompt",
+            text.len(),
+            self.max_model_len
+        );
+        Err(ApiError::new(StatusCode::BAD_REQUEST, problem).with_code("context_length_exceeded"))
+    }
+
+    /// Fails if a request has more choices than the queue can have.
+    pub(super) fn check_choices(&self, n_prompts: usize, n: usize) -> Result<(), ApiError> {
+        let (n_choices, max) = (n_prompts.saturating_mul(n), self.queue.max_capacity());
+        if n_choices <= max {
+            return Ok(());
+        }
+        let problem = format!("the request has {n_choices} prompts or choices, at most {max} are possible");
+        Err(ApiError::new(StatusCode::BAD_REQUEST, problem))
+    }
+
     /// Appends the jobs of a request to the queue, all or none.
     pub(super) fn submit(&self, jobs: Vec<GenerationJob>) -> Result<(), ApiError> {
-        let max = self.queue.max_capacity();
-        if jobs.len() > max {
-            let problem = format!("the request has {} prompts or choices, at most {max} are possible", jobs.len());
-            return Err(ApiError::new(StatusCode::BAD_REQUEST, problem));
-        }
         match self.queue.try_reserve_many(jobs.len()) {
             Ok(permits) => {
                 permits.zip(jobs).for_each(|(permit, job)| permit.send(job));

@@ -1,5 +1,7 @@
 //! Settings of the server.
 
+use std::time::Duration;
+
 use crate::reasoning::ReasoningFormat;
 
 /// Settings of the server.
@@ -17,6 +19,12 @@ pub struct ServeSettings {
     pub max_total_tokens: Option<usize>,
     /// Maximum number of waiting sequences. A request that exceeds it is refused.
     pub max_queue: usize,
+    /// Time of running requests after the first signal.
+    pub shutdown_timeout: Duration,
+    /// Host names that a server on a loopback address answers, besides its own.
+    pub allowed_hosts: Vec<String>,
+    /// Origins of web pages that may send requests; `*` is any.
+    pub allowed_origins: Vec<String>,
     /// Format of the thinking in chats.
     pub reasoning_format: ReasoningFormat,
 }

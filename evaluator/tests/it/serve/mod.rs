@@ -170,6 +170,9 @@ fn a_server_that_cannot_start_reports_the_option() {
         (&["--port", "0", "--max-model-len", "65"], "--max-model-len 65: the model's context has 64 tokens".to_owned()),
         (&["--host", "example.org"], "invalid value 'example.org' for '--host <ADDRESS>'".to_owned()),
         (&["--max-queue", "0"], "invalid value '0' for '--max-queue <N>'".to_owned()),
+        (&["--max-queue", "2305843009213693952"], "expected an integer from 1 to 65536".to_owned()),
+        (&["--max-num-seqs", "2305843009213693952"], "expected an integer from 1 to 65536".to_owned()),
+        (&["--shutdown-timeout", "x"], "invalid value 'x' for '--shutdown-timeout".to_owned()),
         (&["--lora-modules", "first"], "expected NAME=PATH".to_owned()),
         (&["--served-model-name", "a", "--lora-modules", "a=x"], "the name a is used twice".to_owned()),
         (&["--max-model-len", "60", "--max-total-tokens", "59"], "--max-total-tokens must be at least".to_owned()),
@@ -178,5 +181,6 @@ fn a_server_that_cannot_start_reports_the_option() {
     ] {
         let (code, said) = serve(options);
         assert!(code == Some(2) && said.contains(&want), "{options:?}: {code:?} {said}");
+        assert!(!said.contains("serving"), "{options:?}: {said}");
     }
 }

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 
 use serde_json::{Value, json};
 
-use super::{CHAT, COMPLETIONS, Server, received, user, with};
+use super::{CHAT, COMPLETIONS, Server, read, received, user, with};
 use crate::support::scripted::Scripted;
 
 #[test]
@@ -172,4 +172,96 @@ fn an_api_key_is_required_except_for_health() {
     assert_eq!(get("/v1/models/tiny", "Authorization: Bearer secret\r\n").0, 200);
     assert_eq!(get("/v1/models/owner/other", "Authorization: Bearer secret\r\n").0, 404);
     assert_eq!(server.post(CHAT, &json!({"messages": user("Hi")})).0, 401);
+}
+
+/// Returns the largest memory of the server so far, in MB.
+fn peak_memory(server: &Server) -> usize {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    peak.trim().strip_suffix(" kB").unwrap().parse::<usize>().unwrap() / 1024
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn hostile_requests_are_refused_before_memory_is_allocated() {
+    let server = Server::start(&["--max-queue", "4"]);
+    let before = peak_memory(&server);
+    let long = "a".repeat(15 << 20);
+    let chat = |text: &str| json!({"messages": user(text)}).to_string();
+    for (path, body, want) in [
+        (COMPLETIONS, json!({"prompt": "a", "n": 5_000_000}).to_string(), "at most 4"),
+        (COMPLETIONS, json!({"prompt": "a", "n": 5_000_000, "echo": true}).to_string(), "at most 4"),
+        (COMPLETIONS, json!({"prompt": "a", "n": u64::MAX}).to_string(), "at most 4"),
+        (COMPLETIONS, json!({"prompt": ["a", "b"], "n": 3}).to_string(), "at most 4"),
+        (COMPLETIONS, json!({"prompt": "a", "best_of": 5_000_000}).to_string(), "not supported"),
+        (COMPLETIONS, json!({"prompt": "a", "stop": "b".repeat(1025)}).to_string(), "at most 1024"),
+        (CHAT, json!({"messages": user("a"), "n": 5_000_000}).to_string(), "at most 4"),
+        (CHAT, json!({"messages": user("a"), "model": long}).to_string(), "model is \"aaaa"),
+        (COMPLETIONS, format!("{{\"prompt\":[{}\"a\"]}}", "\"a\",".repeat(1_000_000)), "at most 4"),
+        (COMPLETIONS, format!("{{\"prompt\":[{}0]}}", "0,".repeat(7_000_000)), "values or commas"),
+        (COMPLETIONS, format!("{{\"prompt\":[{}[]]}}", "[],".repeat(5_000_000)), "values or commas"),
+        (COMPLETIONS, json!({"prompt": long}).to_string(), "bytes, at most"),
+        (COMPLETIONS, json!({"prompt": ["a", long]}).to_string(), "bytes, at most"),
+        (CHAT, chat(&long), "bytes, at most"),
+    ] {
+        let shown = &body[..body.len().min(60)];
+        let (status, response) = received(server.send(&format!("POST {path}"), &body));
+        let message = response["error"]["message"].as_str().unwrap();
+        assert!((400..500).contains(&status) && message.contains(want), "{shown}: {status} {message:.200}");
+        assert!(message.len() < 300, "{shown}: {} bytes", message.len());
+    }
+    let grown = peak_memory(&server) - before;
+    assert!(grown < 250, "the requests took {grown} MB");
+    server.ok(COMPLETIONS, &json!({"prompt": "Hi", "max_tokens": 1}));
+}
+
+#[test]
+fn a_web_page_is_refused_unless_its_origin_is_allowed() {
+    let server = Server::start(&["--allowed-hosts", "gpu-box", "--allowed-origins", "https://chat.example"]);
+    let get = |headers: &str| read(server.send(&format!("GET /v1/models HTTP/1.0\r\n{headers}X: "), ""));
+    for (headers, status, want) in [
+        ("Host: localhost:8000\r\n", "200", ""),
+        ("Host: gpu-box\r\n", "200", ""),
+        ("Host: evil.example\r\n", "403", "start it with --allowed-hosts"),
+        ("Host: evil.example\r\nHost: localhost\r\n", "403", "host_not_allowed"),
+        ("Origin: https://evil.example\r\n", "403", "start it with --allowed-origins"),
+        ("Origin: null\r\n", "403", "origin_not_allowed"),
+        ("Origin: http://localhost:3000\r\n", "200", ""),
+        ("Origin: https://chat.example\r\n", "200", "access-control-allow-origin: https://chat.example"),
+    ] {
+        let text = get(headers);
+        assert!(
+            text.starts_with(&format!("HTTP/1.1 {status}")) || text.starts_with(&format!("HTTP/1.0 {status}")),
+            "{headers}: {text}"
+        );
+        assert!(text.contains(want), "{headers}: {text}");
+    }
+    let preflight = |origin| read(server.send(&format!("OPTIONS {CHAT} HTTP/1.0\r\nOrigin: {origin}\r\nX: "), ""));
+    let allowed = preflight("https://chat.example");
+    assert!(allowed.contains(" 204 ") && allowed.contains("content-type"), "{allowed}");
+    assert!(preflight("https://evil.example").contains(" 403 "));
+    assert!(preflight("http://localhost:3000").contains(" 405 "));
+}
+
+#[test]
+fn half_requests_do_not_keep_a_stopping_server() {
+    let mut server = Server::start(&[]);
+    let half = [
+        "",
+        "POST ",
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+    ];
+    let half: Vec<_> = half
+        .iter()
+        .map(|sent| {
+            let mut stream = server.connect();
+            stream.write_all(sent.as_bytes()).unwrap();
+            stream
+        })
+        .collect();
+    server.ok(COMPLETIONS, &json!({"prompt": "Hi", "max_tokens": 1}));
+    server.signal("-TERM");
+    assert!(server.wait().success());
+    drop(half);
 }

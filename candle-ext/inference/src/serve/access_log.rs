@@ -1,0 +1,104 @@
+//! Log of requests: refusals as warnings, answered ones at the level `info`.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use axum::http::{Method, StatusCode, Uri};
+use candlewick_text::printable::printable;
+
+use super::connections::ClientAddress;
+
+/// Log of requests, with a bounded number of lines for refusals.
+pub(super) struct AccessLog(Mutex<LogPeriod>);
+
+/// Reason of a refusal, in a response's extensions.
+#[derive(Clone, Debug)]
+pub(super) struct RefusalReason(pub(super) String);
+
+/// Lines of a period.
+struct LogPeriod {
+    began: Instant,
+    n_logged: usize,
+    n_dropped: usize,
+}
+
+/// Largest number of logged refusals in a period.
+const MAX_LINES: usize = 10;
+
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Largest number of characters of a path or reason.
+const MAX_CHARS: usize = 200;
+
+impl Default for AccessLog {
+    fn default() -> Self {
+        Self(Mutex::new(LogPeriod { began: Instant::now(), n_logged: 0, n_dropped: 0 }))
+    }
+}
+
+impl AccessLog {
+    /// Logs a request, with the reason if it was refused.
+    pub(super) fn log(
+        &self,
+        client: Option<&ClientAddress>,
+        (method, uri): (&Method, &Uri),
+        status: StatusCode,
+        reason: Option<&RefusalReason>,
+    ) {
+        let client = client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
+        let request = format!("{client} \"{method} {}\" {}", shortened(uri.path()), status.as_u16());
+        let Some(RefusalReason(reason)) = reason else {
+            tracing::info!("{request}");
+            return;
+        };
+        let mut period = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(n_dropped) = period.count(Instant::now()) {
+            if n_dropped > 0 {
+                tracing::warn!("{n_dropped} more requests were refused");
+            }
+            tracing::warn!("{request}: {}", shortened(reason));
+        }
+    }
+}
+
+impl LogPeriod {
+    /// Counts a refusal. Returns `None` if the period has too many, else the number that earlier periods dropped.
+    fn count(&mut self, now: Instant) -> Option<usize> {
+        if now.duration_since(self.began) >= PERIOD {
+            (self.began, self.n_logged) = (now, 0);
+        }
+        if self.n_logged >= MAX_LINES {
+            self.n_dropped += 1;
+            return None;
+        }
+        self.n_logged += 1;
+        Some(std::mem::take(&mut self.n_dropped))
+    }
+}
+
+/// Returns the beginning of a text on one line, for a terminal.
+fn shortened(text: &str) -> String {
+    let start: String = text.chars().take(MAX_CHARS).collect();
+    printable(&start).replace(['\n', '\t'], " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_period_has_a_bounded_number_of_lines() {
+        let began = Instant::now();
+        let mut period = LogPeriod { began, n_logged: 0, n_dropped: 0 };
+        let n_logged = (0..100).filter(|_| period.count(began).is_some()).count();
+        assert_eq!(n_logged, MAX_LINES);
+        assert_eq!(period.count(began + PERIOD), Some(90));
+        assert_eq!(period.count(began + PERIOD), Some(0));
+    }
+
+    #[test]
+    fn a_line_has_no_control_characters() {
+        assert_eq!(shortened("a\n\u{1b}[2Jb"), "a \\u{1b}[2Jb");
+        assert_eq!(shortened(&"x".repeat(1000)).len(), MAX_CHARS);
+    }
+}
