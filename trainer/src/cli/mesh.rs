@@ -40,7 +40,7 @@ pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exit
         text += &stages(&plan)?;
     }
     if args.schedule {
-        text += &schedule(&plan);
+        text += &schedule(&plan)?;
     }
     plan.notes.iter().try_for_each(|note| write!(text, "\nnote: {note}"))?;
     ui.print(text.trim_end())?;
@@ -86,10 +86,21 @@ fn stages(plan: &Plan) -> Result<String> {
     Ok(text + "\n")
 }
 
-fn schedule(plan: &Plan) -> String {
+/// Size limit of a printed schedule, in forward passes of all stages.
+const MAX_PASSES: usize = 1_000_000;
+
+fn schedule(plan: &Plan) -> Result<String> {
     let (pipeline, n_micros) = (&plan.pipeline, plan.data.gradient_accumulation_steps);
+    let n_passes = n_micros.saturating_mul(pipeline.stages * pipeline.chunks);
+    if n_passes > MAX_PASSES {
+        let problem = anyhow!(
+            "failed to print the schedule: it has {n_passes} forward passes, over the limit of {MAX_PASSES}; lower \
+             gradient_accumulation_steps for this command"
+        );
+        return Err(problem.context(ExitCode::Usage));
+    }
     let table = PipelineSchedule::new(pipeline.schedule_kind(), pipeline.stages, pipeline.chunks, n_micros);
-    format!(
+    Ok(format!(
         "\n{n_micros} micro-batches; a backward pass, in brackets, takes twice the time of a forward pass\n{table}\n"
-    )
+    ))
 }

@@ -32,6 +32,9 @@ fn a_plan_shows_mesh_stages_and_schedule() {
     for part in ["4 ranks: pp 2 x tp 2", "rank  pp  tp", "stage 0: embedding", "head", "[3]", "bubble 20.0 %"] {
         assert!(text.contains(part), "no {part:?} in:\n{text}");
     }
+    let (code, text) = run("mesh", &[&pipeline[..], &["gradient_accumulation_steps=100000000"]].concat());
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("200000000 forward passes, over the limit of 1000000"), "{text}");
     let (code, text) = run("mesh", &["--ranks", "3", "tensor_parallel_size=2"]);
     assert_eq!(code, 2, "{text}");
     assert!(text.contains("3 ranks cannot be divided into groups of 2"), "{text}");

@@ -9,6 +9,7 @@ mod charsmap;
 mod error;
 mod files;
 mod gguf;
+mod growth;
 mod special;
 mod split_rule;
 mod token_bytes;
@@ -349,7 +350,7 @@ fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
             *value = Json::Null;
         }
     }
-    charsmap::check(&json).map_err(content)?;
+    charsmap::check(&json).and_then(|()| growth::check(&json)).map_err(content)?;
     let ids = added_ids(&json);
     let read = catch_panic(|| serde_json::from_value(json).map_err(|error| error.to_string()));
     let inner: tokenizers::Tokenizer = read.and_then(|read| read).map_err(content)?;
