@@ -2,7 +2,7 @@
 //!
 //! A path given by a user may be a pipe, a device or a link to one, whose bytes never end.
 
-use std::fs::{File, Metadata, create_dir_all, metadata, symlink_metadata};
+use std::fs::{File, create_dir_all, metadata, symlink_metadata};
 use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
