@@ -70,7 +70,7 @@ pub(super) struct TokenLogprobs {
 /// Text of a token in its context.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TokenText {
-    /// Text; `bytes:\\xf0\\x9f` if the token is a part of a character, as in OpenAI's API.
+    /// Text; `bytes:\xf0\x9f` if the token is a part of a character, as in OpenAI's API.
     pub(super) text: String,
     pub(super) bytes: Vec<u8>,
 }
