@@ -126,6 +126,6 @@ fn two_runs_are_compared_on_a_page() {
     assert_eq!(texts(&page, "<td class=\"number value\""), ["+0.4167"]);
     assert_eq!(texts(&page, "<td class=\"flips\""), ["gained 54 5 6 7 8"]);
     assert_eq!(page.matches("<svg class=\"interval sure\"").count(), 1);
-    let output = workspace.evaluator(&["compare", "a", "b", "--html", "a/nowhere/page.html"]).output().unwrap();
+    let output = workspace.evaluator(&["compare", "a", "b", "--html", "page.html/page.html"]).output().unwrap();
     assert!(!output.status.success() && String::from_utf8_lossy(&output.stderr).contains("failed to write"));
 }
