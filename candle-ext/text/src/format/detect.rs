@@ -1,5 +1,7 @@
 //! Row format detection: the recipe's options, else the first rows.
 
+use std::collections::HashSet;
+
 use serde_json::Value;
 
 use super::error::type_name;
@@ -129,12 +131,8 @@ impl FirstRows {
     fn of(source: &dyn RowSource) -> Result<Self, FormatError> {
         let n_rows = source.len().min(N_LOOKED_AT);
         let rows = (0..n_rows).map(|i| source.row(i)).collect::<Result<Vec<_>, _>>()?;
-        let mut columns: Vec<String> = Vec::new();
-        for column in rows.iter().flat_map(Row::keys) {
-            if !columns.contains(column) {
-                columns.push(column.clone());
-            }
-        }
+        let mut names = HashSet::new();
+        let columns = rows.iter().flat_map(Row::keys).filter(|name| names.insert(*name)).cloned().collect();
         let places = (0..n_rows).map(|i| source.locate(i)).collect();
         Ok(Self { rows, places, columns })
     }
