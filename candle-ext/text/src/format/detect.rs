@@ -1,6 +1,7 @@
 //! Row format detection: the recipe's options, else the first rows.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 
 use serde_json::Value;
 
@@ -136,12 +137,8 @@ impl FirstRows {
             listed.map_err(|fault| invalid_row(source.locate(row_idx), "messages", fault))
         };
         let rows = (0..n_rows).map(read).collect::<Result<Vec<_>, FormatError>>()?;
-        let mut columns: Vec<String> = Vec::new();
-        for column in rows.iter().flat_map(Row::keys) {
-            if !columns.contains(column) {
-                columns.push(column.clone());
-            }
-        }
+        let mut names = HashSet::new();
+        let columns = rows.iter().flat_map(Row::keys).filter(|name| names.insert(*name)).cloned().collect();
         let places = (0..n_rows).map(|i| source.locate(i)).collect();
         Ok(Self { rows, places, columns })
     }

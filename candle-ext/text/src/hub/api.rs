@@ -79,7 +79,11 @@ impl HubApi {
             return Err(HubError::WrongContents { id: repo.to_string(), problem });
         }
         if is_commit(revision) && !commit.eq_ignore_ascii_case(revision) {
-            return Err(HubError::OtherCommit { id: repo.to_string(), requested: revision.to_owned(), answered: commit });
+            return Err(HubError::OtherCommit {
+                id: repo.to_string(),
+                requested: revision.to_owned(),
+                answered: commit,
+            });
         }
         let files = self.tree(&asked, &commit)?;
         Ok((commit, files))

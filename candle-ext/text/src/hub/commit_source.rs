@@ -62,7 +62,7 @@ impl EnforcedLock {
     /// Returns the error of a cached file that differs from its entry.
     pub(super) fn damaged(&self, repo: &RepoId, file: &LockedFile, problem: String) -> HubError {
         let LockContext { path: lock, prefetch } = self.context.clone();
-        HubError::LockedFileDamaged { id: repo.to_string(), file: file.path.clone(), lock, problem, prefetch }
+        HubError::LockedFileDamaged { file: format!("{} of {repo}", file.path), lock, problem, prefetch }
     }
 
     fn not_locked(&self, entry: String) -> HubError {

@@ -189,13 +189,11 @@ pub enum HubError {
     },
     /// A cached file differs from its entry in a lock file.
     #[error(
-        "load {file} of {id}: {problem} in {}; run `{prefetch}` with a network to download it again",
+        "load {file}: {problem} in {}; run `{prefetch}` with a network to download it again",
         lock.display()
     )]
     LockedFileDamaged {
-        /// The repository.
-        id: String,
-        /// The file.
+        /// The file and its repository.
         file: String,
         /// The lock file.
         lock: PathBuf,

@@ -359,10 +359,10 @@ fn a_file_list_without_end_is_refused() {
 fn the_token_does_not_follow_a_file_list_to_another_host() {
     let (bench, elsewhere) = (Bench::new(HubServer::start([repo().gated_by("hf_secret")])), bench());
     let page = r#"[{"type": "file", "oid": "a", "size": 2, "path": "config.json"}]"#;
-    let rest = format!("[{{\"type\": \"file\", \"oid\": \"a\", \"size\": 15, \"path\": \"model.safetensors\"}}]");
+    let rest = r#"[{"type": "file", "oid": "a", "size": 15, "path": "model.safetensors"}]"#;
     let next = format!("<{}/api/models/tiny/llama/tree/x>; rel=\"next\"", elsewhere.server.endpoint());
     bench.server.answer("GET", "/tree/", 1, Reply::new(200, page).header("Link", next));
-    elsewhere.server.answer("GET", "/tree/", 1, Reply::new(200, &rest));
+    elsewhere.server.answer("GET", "/tree/", 1, Reply::new(200, rest));
     let settings = HubSettings { token: Some("hf_secret".into()), ..bench.settings() };
     Hub::new(settings).unwrap().model(ID, None, ModelFiles::All).unwrap();
     assert_eq!(elsewhere.server.count("GET", "/tree/"), 1);
