@@ -79,8 +79,10 @@ const STORE_GRACE_PERIOD: Duration = Duration::from_secs(1);
 fn connect_to_store(env: &RankEnv, options: Options) -> Result<(Client, Option<Server>)> {
     let master = env.master.as_ref().map_err(|error| join_error(env, error.to_string()))?;
     let Master { addr, port, agent_hosts_store } = master;
-    let host = (env.rank == 0 && !agent_hosts_store).then(|| Server::bind_any(*port)).transpose()?;
-    let store = Client::connect(addr, *port, options.timeout)?;
+    let secret = env.store_secret.clone();
+    let is_host = env.rank == 0 && !agent_hosts_store;
+    let host = is_host.then(|| Server::bind_for(addr, *port, secret.clone())).transpose()?;
+    let store = Client::connect_with_secret(addr, *port, options.timeout, secret)?;
     Ok((store.with_prefix(&format!("candlewick/{}", env.restart)), host))
 }
 
