@@ -6,6 +6,8 @@ use std::time::Duration;
 use candle_core::Device;
 
 use crate::rank_env::{Launcher, Master, RankEnv};
+#[cfg(target_os = "linux")]
+use crate::rendezvous::PeerRendezvous;
 use crate::store::{Client, Server};
 use crate::{Error, Options, Result, StagedGroup, World};
 
@@ -93,7 +95,8 @@ fn join_error(env: &RankEnv, why: String) -> Error {
 #[cfg(target_os = "linux")]
 fn join_local(env: &RankEnv, options: Options) -> Result<World> {
     let (store, host) = connect_to_store(env, options)?;
-    let joined = crate::local::join(&store, env.rank, env.world_size, options);
+    let joined = PeerRendezvous::new(store.with_prefix("local"), env.rank, env.world_size, options.timeout)
+        .and_then(|rendezvous| crate::local::join_peers(&rendezvous.with_launcher(env.launcher), options));
     if joined.is_err() && host.is_some() {
         std::thread::sleep(STORE_GRACE_PERIOD);
     }
