@@ -6,6 +6,8 @@ use std::time::Duration;
 use candle_core::Device;
 
 use crate::rank_env::{Launcher, Master, RankEnv};
+#[cfg(target_os = "linux")]
+use crate::rendezvous::PeerRendezvous;
 use crate::store::{Client, Server};
 use crate::{Error, Options, Result, StagedGroup, World};
 
@@ -79,8 +81,10 @@ const STORE_GRACE_PERIOD: Duration = Duration::from_secs(1);
 fn connect_to_store(env: &RankEnv, options: Options) -> Result<(Client, Option<Server>)> {
     let master = env.master.as_ref().map_err(|error| join_error(env, error.to_string()))?;
     let Master { addr, port, agent_hosts_store } = master;
-    let host = (env.rank == 0 && !agent_hosts_store).then(|| Server::bind_any(*port)).transpose()?;
-    let store = Client::connect(addr, *port, options.timeout)?;
+    let secret = env.store_secret.clone();
+    let is_host = env.rank == 0 && !agent_hosts_store;
+    let host = is_host.then(|| Server::bind_for(addr, *port, secret.clone())).transpose()?;
+    let store = Client::connect_with_secret(addr, *port, options.timeout, secret)?;
     Ok((store.with_prefix(&format!("candlewick/{}", env.restart)), host))
 }
 
@@ -91,7 +95,8 @@ fn join_error(env: &RankEnv, why: String) -> Error {
 #[cfg(target_os = "linux")]
 fn join_local(env: &RankEnv, options: Options) -> Result<World> {
     let (store, host) = connect_to_store(env, options)?;
-    let joined = crate::local::join(&store, env.rank, env.world_size, options);
+    let joined = PeerRendezvous::new(store.with_prefix("local"), env.rank, env.world_size, options.timeout)
+        .and_then(|rendezvous| crate::local::join_peers(&rendezvous.with_launcher(env.launcher), options));
     if joined.is_err() && host.is_some() {
         std::thread::sleep(STORE_GRACE_PERIOD);
     }

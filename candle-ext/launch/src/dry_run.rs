@@ -48,7 +48,7 @@ fn assumed_generation(plan: &LaunchPlan, node_resources: &NodeResources) -> Gene
         role: plan.role.clone(),
     };
     let master = Master { addr: endpoint.host.clone(), port: endpoint.port, agent_hosts_store: true };
-    Generation { number: 0, group_rank, participants: vec![participant; plan.nodes.max], master }
+    Generation { number: 0, group_rank, participants: vec![participant; plan.nodes.max], master, store_secret: None }
 }
 
 fn store_description(plan: &LaunchPlan) -> String {

@@ -2,6 +2,7 @@
 
 use crate::plan::LaunchPlan;
 use candlewick_comm::rank_env::{Master, Variables};
+use candlewick_comm::store::StoreSecret;
 
 /// The result of one rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +15,8 @@ pub struct Generation {
     pub participants: Vec<Participant>,
     /// Address of the workers' store.
     pub master: Master,
+    /// Secret of the workers' store.
+    pub store_secret: Option<StoreSecret>,
 }
 
 /// A node of a generation.
@@ -77,6 +80,9 @@ pub fn worker_variables(
     set("ROLE_WORLD_SIZE", &role_world_size);
     set("MASTER_ADDR", &generation.master.addr);
     set("MASTER_PORT", &generation.master.port);
+    if let Some(secret) = &generation.store_secret {
+        set(StoreSecret::VARIABLE, &secret.text());
+    }
     set("TORCHELASTIC_RESTART_COUNT", &restart);
     set("TORCHELASTIC_MAX_RESTARTS", &plan.max_restarts);
     set("TORCHELASTIC_RUN_ID", &plan.run_id);
@@ -130,6 +136,7 @@ mod tests {
             group_rank,
             participants: participants.clone(),
             master: master.clone(),
+            store_secret: None,
         };
         assert_eq!(generation(0).world_size(), 6);
         assert_eq!([generation(0).rank(1), generation(1).rank(0), generation(2).rank(0)], [1, 2, 5]);

@@ -23,6 +23,8 @@ pub struct LaunchPlan {
     pub run_id: String,
     /// Role of the workers.
     pub role: String,
+    /// Answers clients of the store that do not send its secret.
+    pub torch_clients: bool,
     /// Address at which other nodes reach this node.
     pub local_addr: Option<String>,
     /// Maximum number of restarts of the worker group.
@@ -173,6 +175,7 @@ impl LaunchPlan {
             rendezvous: rendezvous(cli)?,
             run_id: if cli.nodes.standalone { random_id() } else { cli.nodes.rdzv_id.clone() },
             role: cli.workers.role.clone(),
+            torch_clients: cli.nodes.torch_clients || runs_python(cli),
             local_addr: cli.nodes.local_addr.clone(),
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
@@ -360,6 +363,13 @@ fn threads(local_world_size: usize, node_resources: &NodeResources) -> BTreeMap<
     let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", rayon_threads)];
     let has_several = local_world_size >= 2;
     wanted.into_iter().filter(|(name, _)| has_several && !node_resources.variables.contains_key(*name)).collect()
+}
+
+/// Returns true if the workers are Python programs.
+fn runs_python(cli: &Cli) -> bool {
+    let python = &cli.python;
+    let is_script = cli.command.first().is_some_and(|program| program.ends_with(".py")) && !python.no_python;
+    python.run_path || python.module || is_script
 }
 
 fn command(cli: &Cli, node_resources: &NodeResources) -> Result<Vec<String>, PlanError> {

@@ -26,15 +26,20 @@ use transport::{NamedListener, UnixSocketTransport};
 /// All processes belong to one user and see each other's abstract sockets, so containers share the network and the user
 /// namespace. Each process holds a socket for every other rank, and for every other rank of each of its groups.
 pub fn join(store: &Client, rank: usize, size: usize, options: Options) -> Result<World> {
-    let rendezvous = PeerRendezvous::new(store.with_prefix("local"), rank, size, options.timeout)?;
+    join_peers(&PeerRendezvous::new(store.with_prefix("local"), rank, size, options.timeout)?, options)
+}
+
+/// Joins the world of a rendezvous.
+pub(crate) fn join_peers(rendezvous: &PeerRendezvous, options: Options) -> Result<World> {
+    let (rank, size) = (rendezvous.rank(), rendezvous.size());
     if size == 1 {
         return Ok(World::solo());
     }
     let listening = NamedListener::start();
     let listening = listening.map_err(|error| rendezvous.join_error(format!("listen on a Unix socket: {error}")))?;
     let own = PeerInfo::this_process(rank, size, listening.name().to_owned());
-    let peers = rendezvous.exchange_peers(&own, |peer| check(&rendezvous, &own, peer))?;
-    let transport = UnixSocketTransport::connect(&rendezvous, peers, listening, &options)?;
+    let peers = rendezvous.exchange_peers(&own, |peer| check(rendezvous, &own, peer))?;
+    let transport = UnixSocketTransport::connect(rendezvous, peers, listening, &options)?;
     World::open(Arc::new(transport), size, &options)
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::error::RankEnvError;
 use super::launcher::Launcher;
+use crate::store::StoreSecret;
 
 /// Environment variables of a process.
 pub type Variables = BTreeMap<String, String>;
@@ -27,6 +28,8 @@ pub struct RankEnv {
     pub master: Result<Master, RankEnvError>,
     /// Launcher of the process.
     pub launcher: Launcher,
+    /// Secret of the rendezvous store; `None` for a store without one.
+    pub store_secret: Option<StoreSecret>,
 }
 
 /// Address of the rendezvous store, which rank 0 hosts unless the launcher's agent does.

@@ -17,6 +17,7 @@ mod torchrun;
 
 use std::fmt;
 
+use crate::store::StoreSecret;
 pub use env::{Master, RankEnv, Variables};
 pub use error::RankEnvError;
 pub use launcher::Launcher;
@@ -28,7 +29,8 @@ impl RankEnv {
         let reader = Reader(variables);
         let launchers = [torchrun::read, mpi::read_open_mpi, mpi::read_pmi, slurm::read];
         let found = launchers.iter().find_map(|read| read(&reader).transpose());
-        found.unwrap_or_else(|| Ok(Self::single()))
+        let found = found.unwrap_or_else(|| Ok(Self::single()))?;
+        Ok(Self { store_secret: StoreSecret::from_variables(variables), ..found })
     }
 
     /// Returns true if all ranks run on this node.
@@ -48,13 +50,24 @@ impl RankEnv {
             restart: 0,
             master,
             launcher: Launcher::None,
+            store_secret: None,
         }
     }
 }
 
 impl fmt::Display for RankEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, local_rank, world_size, local_world_size, node, restart: _, master, launcher } = self;
+        let Self {
+            rank,
+            local_rank,
+            world_size,
+            local_world_size,
+            node,
+            restart: _,
+            master,
+            launcher,
+            store_secret: _,
+        } = self;
         let node = node.map_or_else(|| "?".to_owned(), |node| node.to_string());
         write!(f, "rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}, node {node}, ")?;
         match master {

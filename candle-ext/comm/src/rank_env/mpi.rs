@@ -67,5 +67,15 @@ fn read(
     };
     // Intel MPI exports the node's index.
     let node = is_single_node.then_some(0).or(reader.number("HYDRA_BSTRAP_NODE_ID")?);
-    Ok(Some(RankEnv { rank, local_rank, world_size, local_world_size, node, restart: 0, master, launcher }))
+    Ok(Some(RankEnv {
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        node,
+        restart: 0,
+        master,
+        launcher,
+        store_secret: None,
+    }))
 }

@@ -24,7 +24,17 @@ pub(super) fn read(reader: &Reader) -> Result<Option<RankEnv>, RankEnvError> {
     let master = Ok(master(reader, local_world_size == world_size)?);
     let node = Some(node);
     let (restart, launcher) = (0, Launcher::Slurm);
-    Ok(Some(RankEnv { rank, local_rank, world_size, local_world_size, node, restart, master, launcher }))
+    Ok(Some(RankEnv {
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        node,
+        restart,
+        master,
+        launcher,
+        store_secret: None,
+    }))
 }
 
 /// Returns the number of tasks on `node`.

@@ -34,5 +34,15 @@ pub(super) fn read(reader: &Reader) -> Result<Option<RankEnv>, RankEnvError> {
     let node = reader.number("GROUP_RANK")?;
     let restart = reader.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
     let launcher = Launcher::Torchrun;
-    Ok(Some(RankEnv { rank, local_rank, world_size, local_world_size, node, restart, master, launcher }))
+    Ok(Some(RankEnv {
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        node,
+        restart,
+        master,
+        launcher,
+        store_secret: None,
+    }))
 }

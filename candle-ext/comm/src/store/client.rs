@@ -11,7 +11,7 @@ use super::wire::{
     MAGIC, MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES, Query, READY, STOP_WAITING, WAIT_CANCELED, read_i64, read_u32,
     read_value,
 };
-use super::{Error, Result};
+use super::{Error, Result, StoreSecret};
 use crate::liveness::deadline;
 use crate::sync::lock;
 
@@ -30,6 +30,7 @@ pub struct Client {
     port: u16,
     timeout: Duration,
     prefix: String,
+    secret: Option<StoreSecret>,
 }
 
 impl Client {
@@ -37,14 +38,19 @@ impl Client {
     ///
     /// `timeout` also bounds every [`Client::get`] and [`Client::wait`].
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        let stream = Some(open(host, port, timeout)?);
+        Self::connect_with_secret(host, port, timeout, None)
+    }
+
+    /// Connects as [`Client::connect`] does, and sends the store's secret first. torch's servers know no secret.
+    pub fn connect_with_secret(host: &str, port: u16, timeout: Duration, secret: Option<StoreSecret>) -> Result<Self> {
+        let stream = Some(open(host, port, timeout, secret.as_ref())?);
         let connection = Arc::new(Mutex::new(Connection { stream, answer_timeout: ANSWER_TIMEOUT }));
-        Ok(Self { connection, host: host.to_owned(), port, timeout, prefix: String::new() })
+        Ok(Self { connection, host: host.to_owned(), port, timeout, prefix: String::new(), secret })
     }
 
     /// Opens a second connection to the same server, with the same prefix.
     pub fn new_connection(&self) -> Result<Self> {
-        let fresh = Self::connect(&self.host, self.port, self.timeout)?;
+        let fresh = Self::connect_with_secret(&self.host, self.port, self.timeout, self.secret.clone())?;
         Ok(Self { prefix: self.prefix.clone(), ..fresh })
     }
 
@@ -204,22 +210,24 @@ fn unusable() -> Error {
     }
 }
 
-fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
+fn open(host: &str, port: u16, timeout: Duration, secret: Option<&StoreSecret>) -> Result<TcpStream> {
     let deadline = deadline(timeout);
     loop {
-        let error = match try_open(host, port, deadline) {
+        let error = match try_open(host, port, deadline, secret) {
             Ok(stream) => return Ok(stream),
             Err(error) => error,
         };
-        // A retry does not help if another service listens there.
-        if matches!(error, Error::NotAStore { .. }) || Instant::now() + RETRY_INTERVAL >= deadline {
+        // A retry does not help if another service or another job listens there.
+        if matches!(error, Error::NotAStore { .. } | Error::Refused { .. })
+            || Instant::now() + RETRY_INTERVAL >= deadline
+        {
             return Err(error);
         }
         thread::sleep(RETRY_INTERVAL);
     }
 }
 
-fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
+fn try_open(host: &str, port: u16, deadline: Instant, secret: Option<&StoreSecret>) -> Result<TcpStream> {
     let failed = |source| Error::Connect { host: host.to_owned(), port, source };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for addr in (host, port).to_socket_addrs().map_err(failed)? {
@@ -232,7 +240,11 @@ fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
         match opened {
             Ok(stream) => {
                 let unanswered = |source| Error::Unanswered { host: host.to_owned(), port, source };
-                return handshake(stream, deadline).map_err(unanswered)?.ok_or_else(|| not_a_store(host, port));
+                return match handshake(&stream, deadline, secret).map_err(unanswered)? {
+                    HandshakeAnswer::Accepted => Ok(stream),
+                    HandshakeAnswer::Refused => Err(Error::Refused { host: host.to_owned(), port }),
+                    HandshakeAnswer::OfAnotherService => Err(not_a_store(host, port)),
+                };
             }
             Err(error) => last = error,
         }
@@ -249,17 +261,31 @@ fn is_to_itself(stream: &TcpStream) -> io::Result<bool> {
     Ok(stream.local_addr()? == stream.peer_addr()?)
 }
 
-/// Validates the connection and pings the server. Returns `None` if another service listens on the port.
+/// Answer to a handshake.
+enum HandshakeAnswer {
+    Accepted,
+    /// The store requires another secret.
+    Refused,
+    /// Another service listens on the port.
+    OfAnotherService,
+}
+
+/// Validates the connection, sends the secret and pings the server.
 ///
 /// A server that is shutting down closes the connection, and the caller retries.
-fn handshake(mut stream: TcpStream, deadline: Instant) -> io::Result<Option<TcpStream>> {
+fn handshake(mut stream: &TcpStream, deadline: Instant, secret: Option<&StoreSecret>) -> io::Result<HandshakeAnswer> {
     let nonce = std::process::id();
     stream.set_nodelay(true)?;
-    set_timeouts(&stream, ANSWER_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL)))?;
-    stream.write_all(&[Query::Validate(MAGIC).encode(), Query::Ping(nonce).encode()].concat())?;
-    let is_store = read_u32(&mut stream)? == nonce;
-    set_timeouts(&stream, ANSWER_TIMEOUT)?;
-    Ok(is_store.then_some(stream))
+    set_timeouts(stream, ANSWER_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_INTERVAL)))?;
+    let secret = secret.map(|secret| Query::Authenticate(secret.clone()).encode()).unwrap_or_default();
+    stream.write_all(&[Query::Validate(MAGIC).encode(), secret, Query::Ping(nonce).encode()].concat())?;
+    let answer = read_u32(&mut stream)?;
+    set_timeouts(stream, ANSWER_TIMEOUT)?;
+    Ok(match answer {
+        answer if answer == nonce => HandshakeAnswer::Accepted,
+        answer if answer == !nonce => HandshakeAnswer::Refused,
+        _ => HandshakeAnswer::OfAnotherService,
+    })
 }
 
 fn set_timeouts(stream: &TcpStream, timeout: Duration) -> io::Result<()> {

@@ -2,8 +2,11 @@
 //!
 //! [`Server`] and [`Client`] implement the wire protocol of TCPStore. Either end may be torch: `torchrun` can host the store of
 //! our ranks, and our launcher that of Python's. A value has at most 8 MiB, so do not store tensors.
+//!
+//! A server with a [`StoreSecret`] refuses all queries of a connection that has not sent the secret.
 
 mod client;
+mod secret;
 mod server;
 mod table;
 mod wire;
@@ -11,6 +14,7 @@ mod wire;
 use std::time::Duration;
 
 pub use client::Client;
+pub use secret::StoreSecret;
 pub use server::Server;
 
 /// Error of a store's client or server.
@@ -47,6 +51,18 @@ pub enum Error {
     /// The server does not implement the protocol.
     #[error("connect to the store at {host}:{port}: the server there is not a TCPStore; choose a free port")]
     NotAStore {
+        /// Host of the server.
+        host: String,
+        /// Port of the server.
+        port: u16,
+    },
+    /// The store requires a secret, and the client has none or another.
+    #[error(
+        "connect to the store at {host}:{port}: the store refuses the secret of this process, or its absence; set {} to \
+         the same value on all nodes",
+        StoreSecret::VARIABLE
+    )]
+    Refused {
         /// Host of the server.
         host: String,
         /// Port of the server.

@@ -2,15 +2,15 @@
 
 use std::collections::HashMap;
 use std::io::{BufReader, Write};
-use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::table::{ClientId, KeyValueTable};
-use super::wire::{MAGIC, Query, STOP_WAITING};
-use super::{Error, Result};
+use super::wire::{MAGIC, MAX_QUERY_BYTES, MAX_UNTRUSTED_BYTES, Query, STOP_WAITING};
+use super::{Error, Result, StoreSecret};
 use crate::sync::lock;
 
 /// Timeout for the first query of a connection, so that a port scanner does not occupy a thread.
@@ -27,17 +27,38 @@ pub struct Server {
 impl Server {
     /// Listens on `addr`, for example `("0.0.0.0", 29500)`. With port 0 the system chooses a port.
     pub fn bind(addr: impl ToSocketAddrs + std::fmt::Debug) -> Result<Self> {
+        Self::bind_with_secret(addr, None)
+    }
+
+    /// Listens on `addr`. With a secret, clients must send it.
+    pub fn bind_with_secret(addr: impl ToSocketAddrs + std::fmt::Debug, secret: Option<StoreSecret>) -> Result<Self> {
         let named = format!("{addr:?}");
         TcpListener::bind(addr)
-            .and_then(|listener| Self::start(listener, HANDSHAKE_TIMEOUT))
+            .and_then(|listener| Self::start(listener, HANDSHAKE_TIMEOUT, secret))
             .map_err(|source| Error::Bind { addr: named, source })
+    }
+
+    /// Listens on the address of this machine that clients use as `host`; on all addresses if it cannot be determined.
+    pub fn bind_for(host: &str, port: u16, secret: Option<StoreSecret>) -> Result<Self> {
+        if let Some(address) = address_of_clients(host) {
+            match Self::bind_with_secret((address, port), secret.clone()) {
+                // The address may be that of a router in front of this machine.
+                Err(Error::Bind { source, .. }) if source.kind() != std::io::ErrorKind::AddrInUse => {}
+                done => return done,
+            }
+        }
+        Self::bind_any_with_secret(port, secret)
     }
 
     /// Listens on `port` of every interface, over IPv6 and IPv4 if the machine has both.
     pub fn bind_any(port: u16) -> Result<Self> {
-        match Self::bind((Ipv6Addr::UNSPECIFIED, port)) {
+        Self::bind_any_with_secret(port, None)
+    }
+
+    fn bind_any_with_secret(port: u16, secret: Option<StoreSecret>) -> Result<Self> {
+        match Self::bind_with_secret((Ipv6Addr::UNSPECIFIED, port), secret.clone()) {
             Err(Error::Bind { source, .. }) if source.kind() != std::io::ErrorKind::AddrInUse => {
-                Self::bind((Ipv4Addr::UNSPECIFIED, port))
+                Self::bind_with_secret((Ipv4Addr::UNSPECIFIED, port), secret)
             }
             done => done,
         }
@@ -53,10 +74,14 @@ impl Server {
         self.addr.port()
     }
 
-    fn start(listener: TcpListener, handshake_timeout: Duration) -> std::io::Result<Self> {
+    fn start(listener: TcpListener, handshake_timeout: Duration, secret: Option<StoreSecret>) -> std::io::Result<Self> {
         let addr = listener.local_addr()?;
-        let shared =
-            Arc::new(ServerShared { stopping: AtomicBool::default(), state: Mutex::default(), handshake_timeout });
+        let shared = Arc::new(ServerShared {
+            stopping: AtomicBool::default(),
+            state: Mutex::default(),
+            handshake_timeout,
+            secret,
+        });
         let accepting = Arc::clone(&shared);
         let acceptor =
             thread::Builder::new().name("store-accept".to_owned()).spawn(move || accept(&listener, &accepting))?;
@@ -83,6 +108,8 @@ struct ServerShared {
     stopping: AtomicBool,
     state: Mutex<ServerState>,
     handshake_timeout: Duration,
+    /// Secret that clients must send; `None` for no secret.
+    secret: Option<StoreSecret>,
 }
 
 #[derive(Debug, Default)]
@@ -133,11 +160,18 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> st
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(shared.handshake_timeout))?;
     let mut queries = BufReader::new(stream);
-    if Query::read(&mut queries)? != Some(Query::Validate(MAGIC)) {
+    if Query::read(&mut queries, MAX_UNTRUSTED_BYTES)? != Some(Query::Validate(MAGIC)) {
         return Ok(());
     }
+    if let Some(secret) = &shared.secret {
+        match Query::read(&mut queries, MAX_UNTRUSTED_BYTES)? {
+            Some(Query::Authenticate(sent)) if sent == *secret => {}
+            Some(Query::Authenticate(_)) => return refuse(stream, Query::read(&mut queries, MAX_UNTRUSTED_BYTES)?),
+            query => return refuse(stream, query),
+        }
+    }
     stream.set_read_timeout(None)?;
-    while let Some(query) = Query::read(&mut queries)? {
+    while let Some(query) = Query::read(&mut queries, MAX_QUERY_BYTES)? {
         let reply = {
             let mut state = shared.lock();
             let Ok(outcome) = state.table.apply(client, query) else { return Ok(()) };
@@ -154,6 +188,14 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> st
     Ok(())
 }
 
+/// Refuses a client without the secret. Our client detects the wrong answer to its ping.
+fn refuse(mut stream: &TcpStream, query: Option<Query>) -> std::io::Result<()> {
+    match query {
+        Some(Query::Ping(nonce)) => stream.write_all(&(!nonce).to_le_bytes()),
+        _ => Ok(()),
+    }
+}
+
 /// Ends a client's wait without blocking. The socket buffer of a client that waits has space for one byte.
 #[cfg(target_os = "linux")]
 fn wake(stream: &TcpStream) -> std::io::Result<()> {
@@ -165,6 +207,21 @@ fn wake(stream: &TcpStream) -> std::io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn wake(mut stream: &TcpStream) -> std::io::Result<()> {
     stream.write_all(&[STOP_WAITING])
+}
+
+/// Returns the address of `host`, or `None` if clients may use another.
+///
+/// Many systems list their own name as a loopback address, which other machines cannot use.
+fn address_of_clients(host: &str) -> Option<IpAddr> {
+    if host == "localhost" {
+        return Some(Ipv4Addr::LOCALHOST.into());
+    }
+    if let Ok(address) = host.parse() {
+        return Some(address);
+    }
+    let mut addresses = (host, 0u16).to_socket_addrs().ok()?.map(|address| address.ip());
+    let first = addresses.next().filter(|address| !address.is_loopback())?;
+    addresses.all(|address| address == first).then_some(first)
 }
 
 /// Returns an address at which this process reaches a listener bound to `addr`.
@@ -186,7 +243,7 @@ mod tests {
     #[test]
     fn a_connection_that_sends_nothing_is_closed() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let server = Server::start(listener, Duration::from_millis(10)).unwrap();
+        let server = Server::start(listener, Duration::from_millis(10), None).unwrap();
         let mut silent = TcpStream::connect(server.addr()).unwrap();
         silent.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert_eq!(silent.read(&mut [0]).unwrap(), 0);
@@ -194,5 +251,16 @@ mod tests {
         half.write_all(&[0, 1]).unwrap();
         half.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert_eq!(half.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_server_listens_on_the_address_that_clients_use() {
+        let address = |host| Server::bind_for(host, 0, None).unwrap().addr().ip();
+        assert_eq!(address("127.0.0.1"), Ipv4Addr::LOCALHOST);
+        assert_eq!(address("127.77.0.1"), Ipv4Addr::new(127, 77, 0, 1));
+        assert_eq!(address("localhost"), Ipv4Addr::LOCALHOST);
+        // An address of another machine, and a name without an address.
+        assert!(address("192.0.2.1").is_unspecified());
+        assert!(address("no\0host").is_unspecified());
     }
 }

@@ -2,18 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
-use super::wire::{Bytes, MAX_VALUE_BYTES, NOT_READY, Query, READY, STOP_WAITING, WAIT_CANCELED};
+use super::wire::{Bytes, MAX_ANSWER_BYTES, MAX_VALUE_BYTES, NOT_READY, Query, READY, STOP_WAITING, WAIT_CANCELED};
 
 /// Id of a connection.
 pub(super) type ClientId = u64;
 
-/// Largest size of all keys and values, in bytes. It bounds the memory that clients can allocate.
+/// Memory of an entry besides its key and value: allocations and its part of the tables.
+const ENTRY_BYTES: usize = 128;
+
+/// Largest size of all keys and values, in bytes, those of waiting clients included. It bounds the memory that clients can allocate.
 pub(super) const MAX_TABLE_BYTES: usize = 256 * 1024 * 1024;
 
 /// Values, queues, and the clients that wait for them.
 #[derive(Debug, Default)]
 pub(super) struct KeyValueTable {
-    /// Size of all keys and values in bytes, queues included.
+    /// Size of all keys and values in bytes, queues and waits included.
     n_bytes: usize,
     values: BTreeMap<String, Vec<u8>>,
     queues: HashMap<String, VecDeque<Vec<u8>>>,
@@ -39,6 +42,8 @@ pub(super) enum QueryError {
     NotANumber { key: String },
     #[error("append to key {key:?}: {n} bytes, at most {MAX_VALUE_BYTES} are allowed")]
     TooLong { key: String, n: usize },
+    #[error("answer with {n} bytes: at most {MAX_ANSWER_BYTES} are allowed")]
+    AnswerTooLong { n: usize },
     #[error("store key {key:?}: all keys and values together take at most {MAX_TABLE_BYTES} bytes")]
     Full { key: String },
 }
@@ -47,18 +52,18 @@ impl KeyValueTable {
     /// Applies one query of `client`.
     pub(super) fn apply(&mut self, client: ClientId, query: Query) -> Result<QueryOutcome, QueryError> {
         let outcome = match query {
-            Query::Validate(_) => QueryOutcome::default(),
+            Query::Validate(_) | Query::Authenticate(_) => QueryOutcome::default(),
             Query::Ping(nonce) => reply(nonce.to_le_bytes()),
             Query::Set { key, value } => self.set(key, value)?,
             Query::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired)?,
             Query::Get { key } => reply(empty().value(self.get(&key)).0),
             Query::Add { key, amount } => self.add(key, amount)?,
             Query::Check { keys } => reply([if self.missing(keys).is_empty() { READY } else { NOT_READY }]),
-            Query::Wait { keys } => self.wait(client, keys),
+            Query::Wait { keys } => self.wait(client, keys)?,
             Query::NumKeys => reply((self.values.len() as i64).to_le_bytes()),
             Query::Delete { key } => reply(i64::from(self.delete(&key)).to_le_bytes()),
             Query::Append { key, value } => self.append(key, &value)?,
-            Query::MultiGet { keys } => reply(keys.iter().fold(empty(), |bytes, key| bytes.value(self.get(key))).0),
+            Query::MultiGet { keys } => reply(self.multi_get(&keys)?.0),
             Query::MultiSet { pairs } => self.multi_set(pairs)?,
             Query::CancelWait => {
                 self.cancel_wait(client);
@@ -67,9 +72,7 @@ impl KeyValueTable {
             Query::QueuePush { key, value } => self.queue_push(key, value)?,
             Query::QueuePop { key } => self.queue_pop(&key),
             Query::QueueLen { key } => reply((self.queues.get(&key).map_or(0, VecDeque::len) as i64).to_le_bytes()),
-            Query::ListKeys => {
-                reply(self.values.keys().fold(empty().count(self.values.len()), |bytes, key| bytes.string(key)).0)
-            }
+            Query::ListKeys => reply(self.list_keys()?.0),
         };
         Ok(outcome)
     }
@@ -85,9 +88,19 @@ impl KeyValueTable {
         self.values.get(key).map_or(&[], Vec::as_slice)
     }
 
+    fn multi_get(&self, keys: &[String]) -> Result<Bytes, QueryError> {
+        check_answer(keys.iter().map(|key| self.get(key).len()))?;
+        Ok(keys.iter().fold(empty(), |bytes, key| bytes.value(self.get(key))))
+    }
+
+    fn list_keys(&self) -> Result<Bytes, QueryError> {
+        check_answer(self.values.keys().map(String::len))?;
+        Ok(self.values.keys().fold(empty().count(self.values.len()), |bytes, key| bytes.string(key)))
+    }
+
     fn set(&mut self, key: String, value: Vec<u8>) -> Result<QueryOutcome, QueryError> {
-        let before = self.values.get(&key).map_or(0, |old| key.len() + old.len());
-        self.resize(&key, before, key.len() + value.len())?;
+        let before = self.values.get(&key).map_or(0, |old| entry_bytes(&key, old.len()));
+        self.resize(&key, before, entry_bytes(&key, value.len()))?;
         let wake = self.arrived(&key);
         self.values.insert(key, value);
         Ok(QueryOutcome { wake, ..QueryOutcome::default() })
@@ -95,7 +108,7 @@ impl KeyValueTable {
 
     fn delete(&mut self, key: &str) -> bool {
         let old = self.values.remove(key);
-        self.n_bytes -= old.as_ref().map_or(0, |old| key.len() + old.len());
+        self.n_bytes -= old.as_ref().map_or(0, |old| entry_bytes(key, old.len()));
         old.is_some()
     }
 
@@ -141,8 +154,8 @@ impl KeyValueTable {
         if n as u64 > MAX_VALUE_BYTES {
             return Err(QueryError::TooLong { key, n });
         }
-        let before = self.values.get(&key).map_or(0, |old| key.len() + old.len());
-        self.resize(&key, before, key.len() + n)?;
+        let before = self.values.get(&key).map_or(0, |old| entry_bytes(&key, old.len()));
+        self.resize(&key, before, entry_bytes(&key, n))?;
         let wake = self.arrived(&key);
         self.values.entry(key).or_default().extend_from_slice(value);
         Ok(QueryOutcome { wake, ..QueryOutcome::default() })
@@ -150,7 +163,7 @@ impl KeyValueTable {
 
     fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Result<QueryOutcome, QueryError> {
         // Reject the query as a whole, so that an error does not drop the wake-ups of earlier pairs.
-        let n_bytes: usize = pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
+        let n_bytes: usize = pairs.iter().map(|(key, value)| entry_bytes(key, value.len())).sum();
         if let Some((key, _)) = pairs.first().filter(|_| self.n_bytes + n_bytes > MAX_TABLE_BYTES) {
             return Err(QueryError::Full { key: key.clone() });
         }
@@ -161,22 +174,21 @@ impl KeyValueTable {
         Ok(QueryOutcome { wake, ..QueryOutcome::default() })
     }
 
-    fn wait(&mut self, client: ClientId, keys: Vec<String>) -> QueryOutcome {
-        let missing = self.missing(keys);
-        if missing.is_empty() {
-            return reply([STOP_WAITING]);
-        }
+    fn wait(&mut self, client: ClientId, keys: Vec<String>) -> Result<QueryOutcome, QueryError> {
+        let missing: HashSet<String> = self.missing(keys).into_iter().collect();
         self.cancel_wait(client);
+        let Some(first) = missing.iter().next() else { return Ok(reply([STOP_WAITING])) };
+        self.resize(first, 0, missing.iter().map(|key| wait_bytes(key)).sum())?;
         for key in &missing {
             self.waiters.entry(key.clone()).or_default().insert(client);
         }
-        self.waiting.insert(client, missing.into_iter().collect());
-        QueryOutcome::default()
+        self.waiting.insert(client, missing);
+        Ok(QueryOutcome::default())
     }
 
     // One client receives a pushed value: the longest connected one that waits for no other key.
     fn queue_push(&mut self, key: String, value: Vec<u8>) -> Result<QueryOutcome, QueryError> {
-        self.resize(&key, 0, key.len() + value.len())?;
+        self.resize(&key, 0, entry_bytes(&key, value.len()))?;
         let waiters = self.waiters.get(&key).cloned().unwrap_or_default();
         let wake = waiters.into_iter().find(|client| self.arrived_for(*client, &key));
         self.queues.entry(key).or_default().push_back(value);
@@ -187,7 +199,10 @@ impl KeyValueTable {
         let Some(queue) = self.queues.get_mut(key) else { return reply(0i64.to_le_bytes()) };
         let length = empty().count(queue.len());
         let Some(value) = queue.pop_front() else { return reply(length.0) };
-        self.n_bytes -= key.len() + value.len();
+        if queue.is_empty() {
+            self.queues.remove(key);
+        }
+        self.n_bytes -= entry_bytes(key, value.len());
         reply(length.value(&value).0)
     }
 
@@ -215,11 +230,29 @@ impl KeyValueTable {
 
     fn remove_waiter(&mut self, client: ClientId, key: &str) {
         let Some(waiters) = self.waiters.get_mut(key) else { return };
-        waiters.remove(&client);
+        if waiters.remove(&client) {
+            self.n_bytes -= wait_bytes(key);
+        }
         if waiters.is_empty() {
             self.waiters.remove(key);
         }
     }
+}
+
+/// Returns the memory of a stored value.
+fn entry_bytes(key: &str, n_value: usize) -> usize {
+    key.len() + n_value + ENTRY_BYTES
+}
+
+/// Returns the memory of a client's wait for one key. Two tables have the key.
+fn wait_bytes(key: &str) -> usize {
+    2 * (key.len() + ENTRY_BYTES)
+}
+
+/// Fails if the answer with these items is too large.
+fn check_answer(items: impl Iterator<Item = usize>) -> Result<(), QueryError> {
+    let n = items.fold(8usize, |n, item| n.saturating_add(item + 8));
+    if n > MAX_ANSWER_BYTES { Err(QueryError::AnswerTooLong { n }) } else { Ok(()) }
 }
 
 fn empty() -> Bytes {
@@ -316,6 +349,41 @@ mod tests {
         assert!(error.to_string().starts_with("store key \"k\""), "{error}");
         table.apply(0, Query::QueuePop { key: "q".to_owned() }).unwrap();
         table.apply(0, Query::Set { key: "k".to_owned(), value: large }).unwrap();
+    }
+
+    #[test]
+    fn hostile_queries_are_refused_before_memory_is_allocated() {
+        let mut table = KeyValueTable::default();
+        set(&mut table, "large", &vec![0; MAX_VALUE_BYTES as usize]);
+        let many = |key: &str, n: usize| vec![key.to_owned(); n];
+        let error = table.apply(0, Query::MultiGet { keys: many("large", 450) }).unwrap_err();
+        assert_eq!(error.to_string(), "answer with 3774877208 bytes: at most 67108864 are allowed");
+        assert!(table.apply(0, Query::MultiGet { keys: many("large", 8) }).is_err());
+        assert_eq!(
+            table.apply(0, Query::MultiGet { keys: many("large", 7) }).unwrap().reply.len(),
+            7 * (8 + (8 << 20))
+        );
+        // The same key is one wait.
+        assert_eq!(table.apply(1, Query::Wait { keys: many("never", 1000) }), Ok(QueryOutcome::default()));
+        let before = table.n_bytes;
+        let unknown =
+            |client: usize| (0..8000).map(|n| format!("{client} {n} {}", "k".repeat(1000))).collect::<Vec<_>>();
+        let refused = (0..40)
+            .position(|client| table.apply(2 + client as ClientId, Query::Wait { keys: unknown(client) }).is_err());
+        assert_eq!(refused, Some(14));
+        assert!(table.apply(0, Query::Set { key: "k".to_owned(), value: vec![0; 8 << 20] }).is_err());
+        (0..40).for_each(|client| table.cancel_wait(2 + client));
+        assert_eq!(table.n_bytes, before);
+        set(&mut table, "never", b"");
+        assert_eq!(table.n_bytes, entry_bytes("large", 8 << 20) + entry_bytes("never", 0));
+    }
+
+    #[test]
+    fn an_empty_queue_takes_no_memory() {
+        let mut table = KeyValueTable::default();
+        table.apply(0, Query::QueuePush { key: "q".to_owned(), value: b"v".to_vec() }).unwrap();
+        table.apply(0, Query::QueuePop { key: "q".to_owned() }).unwrap();
+        assert!(table.n_bytes == 0 && table.queues.is_empty());
     }
 
     #[test]

@@ -4,6 +4,8 @@
 
 use std::io::{self, Read};
 
+use super::secret::StoreSecret;
+
 /// Number that a client sends first, which distinguishes it from a port scanner.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 
@@ -12,7 +14,12 @@ pub(super) const MAX_KEYS: u64 = 128 * 1024;
 pub(super) const MAX_KEY_BYTES: u64 = 8 * 1024;
 pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
 /// Largest query in bytes, including all keys and values. torch has no such bound.
-const MAX_QUERY_BYTES: u64 = 64 * 1024 * 1024;
+pub(super) const MAX_QUERY_BYTES: u64 = 64 * 1024 * 1024;
+
+/// Largest query of a client that has not sent the secret.
+pub(super) const MAX_UNTRUSTED_BYTES: u64 = 16 * 1024;
+/// Largest answer in bytes. torch has no such bound.
+pub(super) const MAX_ANSWER_BYTES: usize = 64 * 1024 * 1024;
 
 /// Answer to [`Query::Check`] if all keys exist.
 pub(super) const READY: u8 = 0;
@@ -62,6 +69,8 @@ pub(super) enum Query {
     QueueLen { key: String },
     /// Answer: an i64 count, and the keys as strings.
     ListKeys,
+    /// Sends the store's secret. torch's protocol lacks this query. No answer.
+    Authenticate(StoreSecret),
 }
 
 impl Query {
@@ -88,18 +97,20 @@ impl Query {
             Self::QueuePop { key } => kind(15).string(key),
             Self::QueueLen { key } => kind(16).string(key),
             Self::ListKeys => kind(17),
+            Self::Authenticate(secret) => kind(200).string(secret.text()),
         };
         bytes.0
     }
 
-    /// Reads one query, or returns `None` if the client has closed the connection between two queries.
-    pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
+    /// Reads one query of at most `max_bytes`, or returns `None` if the client has closed the connection between two
+    /// queries.
+    pub(super) fn read(from: &mut impl Read, max_bytes: u64) -> io::Result<Option<Self>> {
         let mut kind = [0];
         match from.read_exact(&mut kind) {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             done => done?,
         }
-        let from = &mut from.take(MAX_QUERY_BYTES);
+        let from = &mut from.take(max_bytes);
         let query = match kind[0] {
             0 => Self::Validate(read_u32(from)?),
             1 => Self::Set { key: read_string(from)?, value: read_value(from)? },
@@ -123,6 +134,7 @@ impl Query {
             15 => Self::QueuePop { key: read_string(from)? },
             16 => Self::QueueLen { key: read_string(from)? },
             17 => Self::ListKeys,
+            200 => Self::Authenticate(StoreSecret::new(read_string(from)?)),
             other => return Err(io::Error::new(io::ErrorKind::InvalidData, format!("query of unknown type {other}"))),
         };
         Ok(Some(query))
@@ -161,9 +173,8 @@ impl Bytes {
 
 /// Reads a length and as many bytes.
 pub(super) fn read_value(from: &mut impl Read) -> io::Result<Vec<u8>> {
-    let mut value = vec![0; read_bounded(from, MAX_VALUE_BYTES, "bytes in a value")? as usize];
-    from.read_exact(&mut value)?;
-    Ok(value)
+    let n = read_bounded(from, MAX_VALUE_BYTES, "bytes in a value")?;
+    read_bytes(from, n)
 }
 
 /// Reads an i64.
@@ -181,9 +192,17 @@ pub(super) fn read_u32(from: &mut impl Read) -> io::Result<u32> {
 }
 
 fn read_string(from: &mut impl Read) -> io::Result<String> {
-    let mut bytes = vec![0; read_bounded(from, MAX_KEY_BYTES, "bytes in a key")? as usize];
-    from.read_exact(&mut bytes)?;
-    String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+    let n = read_bounded(from, MAX_KEY_BYTES, "bytes in a key")?;
+    String::from_utf8(read_bytes(from, n)?).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+/// Reads `n` bytes. Memory is allocated as they arrive.
+fn read_bytes(from: &mut impl Read, n: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    match from.take(n).read_to_end(&mut bytes)? as u64 == n {
+        true => Ok(bytes),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
 }
 
 fn read_strings(from: &mut impl Read) -> io::Result<Vec<String>> {
@@ -214,10 +233,13 @@ mod tests {
     fn check(query: Query) {
         let bytes = query.encode();
         let mut rest = bytes.as_slice();
-        assert_eq!(Query::read(&mut rest).unwrap(), Some(query));
+        assert_eq!(Query::read(&mut rest, MAX_QUERY_BYTES).unwrap(), Some(query));
         assert!(rest.is_empty(), "{} bytes were not read", rest.len());
         for cut in 1..bytes.len() {
-            assert!(Query::read(&mut &bytes[..cut]).is_err(), "a query cut after {cut} bytes was accepted");
+            assert!(
+                Query::read(&mut &bytes[..cut], MAX_QUERY_BYTES).is_err(),
+                "a query cut after {cut} bytes was accepted"
+            );
         }
     }
 
@@ -244,11 +266,12 @@ mod tests {
         check(Query::QueuePop { key: key() });
         check(Query::QueueLen { key: key() });
         check(Query::ListKeys);
+        check(Query::Authenticate(StoreSecret::new("s")));
     }
 
     #[test]
     fn invalid_bytes_are_rejected_before_an_allocation() {
-        let error_of = |bytes: &[u8]| Query::read(&mut &*bytes).unwrap_err().to_string();
+        let error_of = |bytes: &[u8]| Query::read(&mut &*bytes, MAX_QUERY_BYTES).unwrap_err().to_string();
         assert_eq!(error_of(b"GET / HTTP/1.1\r\n\r\n"), "query of unknown type 71");
         let long = [&[3][..], &u64::MAX.to_le_bytes()].concat();
         assert_eq!(error_of(&long), format!("{} bytes in a key, at most 8192 are allowed", u64::MAX));
@@ -260,7 +283,7 @@ mod tests {
         let pair = [&0u64.to_le_bytes()[..], &value].concat();
         let head = [&[11][..], &100u64.to_le_bytes()].concat();
         let mut endless = head.chain(Repeated { bytes: &pair, at: 0 });
-        assert_eq!(Query::read(&mut endless).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(Query::read(&mut endless, MAX_QUERY_BYTES).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 
     /// Endless reader of repeated bytes.

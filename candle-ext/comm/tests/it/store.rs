@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candlewick_comm::store::{Client, Error, Result, Server};
+use candlewick_comm::store::{Client, Error, Result, Server, StoreSecret};
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(30);
@@ -342,4 +342,63 @@ fn our_client_sends_the_bytes_of_torchs_client() {
         stream.write_all(&recorded_call.server).unwrap();
     }
     client.join().unwrap().unwrap();
+}
+
+/// Connects with a secret.
+fn connect_with(server: &Server, secret: &str) -> Result<Client> {
+    Client::connect_with_secret("127.0.0.1", server.port(), LONG, Some(StoreSecret::new(secret)))
+}
+
+#[test]
+fn a_store_with_a_secret_refuses_clients_without_it() {
+    let server = Server::bind_with_secret("127.0.0.1:0", Some(StoreSecret::new("own-secret"))).unwrap();
+    let store = connect_with(&server, "own-secret").unwrap();
+    store.set("key", b"value").unwrap();
+    assert_eq!(store.new_connection().unwrap().get("key").unwrap(), b"value");
+    for refused in [Client::connect("127.0.0.1", server.port(), LONG), connect_with(&server, "other-secret")] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::Refused { .. }), "{error}");
+        let text = format!("{error} {error:?}");
+        assert!(text.contains("CANDLEWICK_STORE_SECRET") && !text.contains("-secret"), "{text}");
+    }
+    // A store without a secret accepts clients with one.
+    let open = Server::bind("127.0.0.1:0").unwrap();
+    connect_with(&open, "own-secret").unwrap().set("key", b"value").unwrap();
+}
+
+/// First bytes of a connection: validation, a secret, and a ping.
+const VALIDATE: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
+
+#[test]
+fn hostile_connections_get_no_answer_and_change_nothing() {
+    let server = Server::bind_with_secret("127.0.0.1:0", Some(StoreSecret::new("s"))).unwrap();
+    let store = connect_with(&server, "s").unwrap();
+    store.set("key", b"value").unwrap();
+    let string = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let list = vec![17];
+    let delete = [&[8][..], &string("/key")].concat();
+    let set = [&[1][..], &string("/key"), &string("other")].concat();
+    let secret = |text: &str| [&[200][..], &string(text)].concat();
+    let large = [&[1][..], &string("/key"), &(8u64 << 20).to_le_bytes(), &[0; 20_000]].concat();
+    for sent in [
+        vec![list.clone()],
+        vec![delete.clone()],
+        vec![set.clone()],
+        vec![secret(""), list.clone()],
+        vec![secret("S"), delete],
+        vec![secret("ss"), set],
+        vec![secret("x"), secret("s"), list.clone()],
+        vec![VALIDATE.to_vec(), list],
+        vec![large],
+        vec![vec![200], u64::MAX.to_le_bytes().to_vec()],
+    ] {
+        let mut stream = TcpStream::connect(server.addr()).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        let _ = stream.write_all(&[VALIDATE.to_vec(), sent.concat()].concat());
+        let mut answer = Vec::new();
+        // The server may reset the connection, because it has not read all bytes.
+        let _ = stream.read_to_end(&mut answer);
+        assert!(answer.is_empty(), "{sent:?}: {answer:?}");
+    }
+    assert_eq!(store.get("key").unwrap(), b"value");
 }

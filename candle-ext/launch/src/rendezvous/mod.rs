@@ -16,7 +16,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use candlewick_comm::rank_env::Master;
-use candlewick_comm::store::{Client, Error, Server};
+use candlewick_comm::store::{Client, Error, Server, StoreSecret};
 
 use crate::endpoint::{Endpoint, is_this_machine};
 use crate::event::{Event, PeerEvent};
@@ -31,7 +31,7 @@ use node_rank::{NodeRank, key};
 use node_record::{NodeRecord, RendezvousSettings};
 pub use peer_monitor::PeerMonitor;
 use peer_monitor::{PeerHeartbeats, PeerMonitorSettings};
-use store::{address_of, bind, connect};
+use store::{ConnectTimeouts, address_of, bind, connect};
 
 /// This node's connection to the rendezvous.
 #[derive(Debug)]
@@ -42,6 +42,8 @@ pub struct Rendezvous {
     /// The address of the store.
     address: Endpoint,
     is_single_node: bool,
+    /// The secret of the stores; `None` for stores without one.
+    secret: Option<StoreSecret>,
     /// The store server for the workers of a later generation.
     workers_server: Option<Server>,
     nodes: NodeRange,
@@ -66,13 +68,15 @@ impl Rendezvous {
             }
         };
         let is_single_node = plan.nodes.max <= 1;
-        let server = match is_host.then(|| bind(endpoint, is_single_node)).transpose() {
+        let secret = secret_of(plan, node_resources);
+        let server = match is_host.then(|| bind(endpoint, is_single_node, secret.as_ref())).transpose() {
             // Two launchers on one machine may both be candidates. The first to bind the port is the host.
             Err(RendezvousError::PortInUse { .. }) if !is_host_certain && !is_single_node => None,
             server => server?,
         };
         let address = address_of(endpoint, server.as_ref(), is_single_node);
-        let store = connect(&address, timeout, plan.heartbeat_timeout.max(MIN_REPLY_TIMEOUT), interrupted)?;
+        let timeouts = ConnectTimeouts { connect: timeout, reply: plan.heartbeat_timeout.max(MIN_REPLY_TIMEOUT) };
+        let store = connect(&address, secret.as_ref(), timeouts, interrupted)?;
         let own = Participant {
             host: plan.local_addr.clone().unwrap_or_else(|| node_resources.hostname.clone()),
             n_workers: plan.local_world_size,
@@ -82,6 +86,7 @@ impl Rendezvous {
             server,
             store: store.with_prefix(&format!("launch/{}", plan.run_id)),
             address,
+            secret,
             is_single_node,
             workers_server: None,
             nodes: plan.nodes,
@@ -100,7 +105,13 @@ impl Rendezvous {
         self.node_rank = Some(node);
         let port = self.workers_port(node.generation, interrupted)?;
         let master = Master { addr: self.address.host.clone(), port, agent_hosts_store: true };
-        Ok(Generation { number: node.generation, group_rank: node.group_rank, participants, master })
+        Ok(Generation {
+            number: node.generation,
+            group_rank: node.group_rank,
+            participants,
+            master,
+            store_secret: self.secret.clone(),
+        })
     }
 
     /// Starts a new store for the workers of a later generation. An earlier store holds addresses of dead processes.
@@ -108,7 +119,8 @@ impl Rendezvous {
         if generation == 0 || self.server.is_none() {
             return Ok(());
         }
-        let server = bind(&Endpoint { host: self.address.host.clone(), port: 0 }, self.is_single_node)?;
+        let endpoint = Endpoint { host: self.address.host.clone(), port: 0 };
+        let server = bind(&endpoint, self.is_single_node, self.secret.as_ref())?;
         let port = server.port().to_string();
         self.workers_server = Some(server);
         self.store.set(&key(generation, "port"), port.as_bytes()).map_err(|source| self.store_error(source))
@@ -243,6 +255,14 @@ impl Rendezvous {
         std::thread::sleep(POLL_INTERVAL);
         interrupted().map_or(Ok(()), |signal| Err(RendezvousError::Interrupted(signal)))
     }
+}
+
+/// Returns the secret of the stores: that of the environment, else a random one if all clients are on this node.
+fn secret_of(plan: &LaunchPlan, node_resources: &NodeResources) -> Option<StoreSecret> {
+    let is_single_node = plan.nodes.max <= 1;
+    let given = StoreSecret::from_variables(&node_resources.variables);
+    let random = || StoreSecret::new(format!("{:032x}", rand::random::<u128>()));
+    given.or_else(|| is_single_node.then(random)).filter(|_| !plan.torch_clients)
 }
 
 /// The shortest reply timeout of the store. It is the heartbeat timeout otherwise; a host under load may need longer.

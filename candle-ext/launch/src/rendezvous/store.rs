@@ -3,17 +3,17 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
-use candlewick_comm::store::{Client, Error, Server};
+use candlewick_comm::store::{Client, Error, Server, StoreSecret};
 
 use super::error::{Interrupted, POLL_INTERVAL, RendezvousError, Result};
 use crate::console::log;
 use crate::endpoint::Endpoint;
 
-/// Starts the store server. A single node with a loopback endpoint binds to that address only, others to all addresses.
-pub(super) fn bind(endpoint: &Endpoint, is_single_node: bool) -> Result<Server> {
+/// Starts the store server on the address that clients use.
+pub(super) fn bind(endpoint: &Endpoint, is_single_node: bool, secret: Option<&StoreSecret>) -> Result<Server> {
     let server = match own_loopback(&endpoint.host).filter(|_| is_single_node) {
-        Some(address) => Server::bind((address, endpoint.port)),
-        None => Server::bind_any(endpoint.port),
+        Some(address) => Server::bind_with_secret((address, endpoint.port), secret.cloned()),
+        None => Server::bind_for(&endpoint.host, endpoint.port, secret.cloned()),
     };
     server.map_err(|source| match &source {
         Error::Bind { source: reason, .. } if reason.kind() == std::io::ErrorKind::AddrInUse => {
@@ -44,21 +44,30 @@ fn own_loopback(host: &str) -> Option<IpAddr> {
 /// Timeout of one connection attempt. Signals are checked between attempts.
 const CONNECT_ATTEMPT: Duration = Duration::from_secs(2);
 
-/// Connects to the store until `timeout`. The host, or its name in DNS, may appear later. The first error is logged.
+/// Timeouts of a launcher's connection to the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ConnectTimeouts {
+    /// Time until the store is reached.
+    pub(super) connect: Duration,
+    /// Time until each answer.
+    pub(super) reply: Duration,
+}
+
+/// Connects to the store until the timeout. The host, or its name in DNS, may appear later. The first error is logged.
 pub(super) fn connect(
     address: &Endpoint,
-    timeout: Duration,
-    reply_timeout: Duration,
+    secret: Option<&StoreSecret>,
+    timeouts: ConnectTimeouts,
     interrupted: Interrupted,
 ) -> Result<Client> {
-    let deadline = Instant::now() + timeout;
+    let deadline = Instant::now() + timeouts.connect;
     let mut is_logged = false;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match Client::connect(&address.host, address.port, left.min(CONNECT_ATTEMPT)) {
+        match Client::connect_with_secret(&address.host, address.port, left.min(CONNECT_ATTEMPT), secret.cloned()) {
             Ok(client) => {
                 return client
-                    .new_connection_with_timeout(reply_timeout)
+                    .new_connection_with_timeout(timeouts.reply)
                     .map_err(|source| store_error(address, source));
             }
             Err(error @ (Error::Connect { .. } | Error::Unanswered { .. })) if Instant::now() < deadline => {

@@ -19,6 +19,8 @@ const DIFFERENT: &[&str] = &[
     "MASTER_ADDR",
     // torchrun does not set rayon's threads.
     "RAYON_NUM_THREADS",
+    // torch's store has no secret.
+    "CANDLEWICK_STORE_SECRET",
 ];
 
 fn run(nodes: &[Vec<String>]) -> Vec<Variables> {

@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
-use candlewick_comm::store::Client;
+use candlewick_comm::store::{Client, Error, StoreSecret};
 use rustix::process::Signal;
 
 use crate::launcher::{
@@ -29,6 +30,10 @@ fn c10d_rendezvous(port: u16, n_nodes: &'static str, flags: &'static [&'static s
 
 /// Starts the launcher of a node: two workers on node 0, one on the others.
 fn node(job: &Job, rank: usize, script: &str) -> Launcher {
+    start(&mut node_command(job, rank, script))
+}
+
+fn node_command(job: &Job, rank: usize, script: &str) -> Command {
     let port = job.port.to_string();
     let endpoint = format!("127.0.0.1:{port}");
     let (rank, n_workers) = (rank.to_string(), (if rank == 0 { 2 } else { 1 }).to_string());
@@ -39,7 +44,7 @@ fn node(job: &Job, rank: usize, script: &str) -> Launcher {
     }
     arguments.extend(job.flags);
     arguments.extend(["--", "sh", "-c", script]);
-    start(&mut command(&arguments))
+    command(&arguments)
 }
 
 const PRINT_RANKS: &str = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE";
@@ -166,18 +171,49 @@ fn a_killed_store_host_ends_the_other_node() {
 }
 
 #[test]
-fn workers_can_connect_to_the_launchers_store() {
-    let (_folder, path) = temp_folder();
-    let script = format!("echo $MASTER_ADDR $MASTER_PORT > {0}/at; : < {0}/end", path.display());
-    create_gate(&path.join("end"));
-    let launcher = start_script(1, &[], &script);
-    let at = wait_for_file(&path.join("at"));
-    let (host, port) = at.split_once(' ').unwrap();
-    let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
-    client.set("key", b"value").unwrap();
-    assert_eq!(client.get("key").unwrap(), b"value");
-    let _gate = open_gate(&path.join("end"));
-    launcher.wait().exits_with(0);
+fn clients_of_the_launchers_store_need_its_secret() {
+    for (flags, needs_secret) in [(&[][..], true), (&["--torch-clients"], false)] {
+        let (_folder, path) = temp_folder();
+        let script =
+            format!("echo $MASTER_ADDR $MASTER_PORT $CANDLEWICK_STORE_SECRET > {0}/at; : < {0}/end", path.display());
+        create_gate(&path.join("end"));
+        let launcher = start_script(1, flags, &script);
+        let at = wait_for_file(&path.join("at"));
+        let words: Vec<&str> = at.split(' ').collect();
+        let secret = words.get(2).map(|secret| StoreSecret::new(*secret));
+        assert_eq!(secret.is_some(), needs_secret);
+        let connect =
+            |secret| Client::connect_with_secret(words[0], words[1].parse().unwrap(), Duration::from_secs(10), secret);
+        assert_eq!(matches!(connect(None), Err(Error::Refused { .. })), needs_secret);
+        let client = connect(secret).unwrap();
+        client.set("key", b"value").unwrap();
+        assert_eq!(client.get("key").unwrap(), b"value");
+        let _gate = open_gate(&path.join("end"));
+        let output = launcher.wait();
+        output.exits_with(0);
+        assert!(words.get(2).is_none_or(|secret| !output.stderr.contains(secret)), "{}", output.stderr);
+    }
+}
+
+#[test]
+fn launchers_with_different_secrets_report_the_variable() {
+    let job = static_rendezvous(free_port());
+    let host = start(node_command(&job, 0, "exec sleep infinity").env(StoreSecret::VARIABLE, "first-secret"));
+    for secret in ["second-secret", ""] {
+        let output = start(node_command(&job, 1, "exit 0").env(StoreSecret::VARIABLE, secret)).wait();
+        output.exits_with(1).stderr_contains(&["the store refuses the secret", StoreSecret::VARIABLE]);
+        assert!(!output.stderr.contains("first-secret") && !output.stderr.contains("second-secret"));
+    }
+    host.signal(Signal::TERM);
+    host.wait();
+    let mut dry_run = command(&["--dry-run", "--", "sh", "-c", "exit"]);
+    let printed = start(dry_run.env(StoreSecret::VARIABLE, "first-secret")).wait();
+    assert!(!printed.exits_with(0).stdout.contains("first-secret"), "{}", printed.stdout);
+    // With one secret, the nodes find each other.
+    let job = static_rendezvous(free_port());
+    let nodes =
+        [0, 1].map(|rank| start(node_command(&job, rank, PRINT_RANKS).env(StoreSecret::VARIABLE, "one-secret")));
+    nodes.map(|node| node.wait().exits_with(0).stdout.clone());
 }
 
 /// Keys of dead workers in a reused store would give gloo their addresses.

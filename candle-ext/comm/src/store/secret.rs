@@ -1,0 +1,64 @@
+//! Secret of a store, which its clients send first. torch's TCPStore has none.
+
+use std::fmt;
+
+use crate::rank_env::Variables;
+
+/// Secret of a store. Its `Debug` output hides the text.
+#[derive(Clone)]
+pub struct StoreSecret(String);
+
+impl StoreSecret {
+    /// Environment variable of launchers and ranks that holds the secret.
+    pub const VARIABLE: &str = "CANDLEWICK_STORE_SECRET";
+
+    /// Creates a secret.
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// Reads the secret of a process; returns `None` if its variable is unset or empty.
+    pub fn from_variables(variables: &Variables) -> Option<Self> {
+        variables.get(Self::VARIABLE).filter(|text| !text.is_empty()).map(Self::new)
+    }
+
+    /// Returns the text, for the environment of a process.
+    pub fn text(&self) -> &str {
+        &self.0
+    }
+}
+
+impl PartialEq for StoreSecret {
+    /// Compares secrets; the time depends on the length of `other` only.
+    fn eq(&self, other: &Self) -> bool {
+        let (own, other) = (self.0.as_bytes(), other.0.as_bytes());
+        let differences = other.iter().zip(own.iter().cycle()).fold(0, |sum, (a, b)| sum | (a ^ b));
+        own.len() == other.len() && std::hint::black_box(differences) == 0
+    }
+}
+
+impl Eq for StoreSecret {}
+
+impl fmt::Debug for StoreSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StoreSecret")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_compared_whole_and_never_shown() {
+        let secret = StoreSecret::new("abc");
+        assert_eq!(secret, StoreSecret::new("abc"));
+        for other in ["", "ab", "abd", "abcabc"] {
+            assert!(secret != StoreSecret::new(other) && StoreSecret::new(other) != secret, "{other}");
+        }
+        assert!(!format!("{secret:?}").contains("abc"));
+        let variables = |text: &str| Variables::from([(StoreSecret::VARIABLE.to_owned(), text.to_owned())]);
+        assert_eq!(StoreSecret::from_variables(&variables("abc")), Some(secret));
+        assert_eq!(StoreSecret::from_variables(&variables("")), None);
+    }
+}
