@@ -1,6 +1,7 @@
 //! Typed fields of a JSON request. A null field is an absent one, and unknown fields are ignored.
 
 use axum::http::StatusCode;
+use candlewick_text::long_integer;
 use serde_json::{Map, Value as Json};
 
 use super::api_error::ApiError;
@@ -12,7 +13,8 @@ impl Fields {
     /// Parses a request's body.
     pub(super) fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let refused = |problem: String| Err(ApiError::new(StatusCode::BAD_REQUEST, problem));
-        match serde_json::from_slice(body) {
+        let parsed = str::from_utf8(body).map_or_else(|_| serde_json::from_slice(body), long_integer::parse);
+        match parsed {
             Ok(Json::Object(fields)) => Ok(Self(fields)),
             Ok(other) => refused(format!("the body is {}, expected a JSON object", shown(&other))),
             Err(error) => refused(format!("the body is not JSON: {error}")),
@@ -31,7 +33,7 @@ impl Fields {
 
     /// Takes a number.
     pub(super) fn number(&mut self, name: &'static str) -> Result<Option<f64>, ApiError> {
-        self.typed(name, "a number", |value| value.as_f64())
+        self.typed(name, "a number", |value| value.as_f64().or_else(|| long_integer::digits(value)?.parse().ok()))
     }
 
     /// Takes an integer.
@@ -104,8 +106,9 @@ fn is_equal(a: &Json, b: &Json) -> bool {
 pub(super) fn shown(value: &Json) -> String {
     const MAX: usize = 60;
     let text = value.to_string();
+    let text = long_integer::to_text(&text);
     match text.char_indices().nth(MAX) {
         Some((at, _)) => format!("{}...", &text[..at]),
-        None => text,
+        None => text.into_owned(),
     }
 }

@@ -8,6 +8,7 @@ use super::known_datasets::known_role_mapping;
 use super::row_format::RowFormat;
 use super::token_ids::INPUT_IDS;
 use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn, TokenIds};
+use crate::long_integer;
 use crate::source::{Row, RowSource};
 use crate::suggestion::nearest;
 
@@ -284,8 +285,8 @@ fn chat_in(first_rows: &FirstRows, column: &str) -> Option<RowFormat> {
     let items = match value {
         Value::Array(items) => items,
         Value::String(text) => {
-            parsed = serde_json::from_str::<Vec<Value>>(text).ok()?;
-            &parsed
+            parsed = long_integer::parse(text).ok()?;
+            parsed.as_array()?
         }
         _ => return None,
     };
