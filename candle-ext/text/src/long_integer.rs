@@ -158,7 +158,7 @@ mod tests {
             check(text);
             assert!(!parse(text).unwrap().is_object(), "{text}");
         }
-        assert_eq!(parse("[12345678901234567890123.0, 12345678901234567890e3]").unwrap()[1], 12345678901234567890e3);
+        assert!(parse("[1.0, 12345678901234567890e3]").unwrap()[1].is_f64());
     }
 
     #[test]

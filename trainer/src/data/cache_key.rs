@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use crate::failpoint::failpoint;
 
 /// The version of the rendering. It is raised when the same rows give other tokens.
-const RENDERING: &str = "4";
+const RENDERING: &str = "5";
 
 /// The number of rows in a hashed chunk.
 const ROWS: usize = 1024;
