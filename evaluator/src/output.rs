@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candlewick_text::files::write_durably;
+use candlewick_text::long_integer;
 use serde::Serialize;
 
 /// Output folder of one run, with lm-eval's file names.
@@ -38,7 +39,8 @@ impl ResultsFolder {
     pub fn write_samples<T: Serialize>(&self, task: &str, samples: &[T]) -> Result<PathBuf> {
         self.write(&format!("samples_{}_{}.jsonl", sanitize_task_name(task), self.date), |file| {
             samples.iter().try_for_each(|sample| {
-                serde_json::to_writer(&mut *file, sample)?;
+                let line = serde_json::to_string(sample)?;
+                file.write_all(long_integer::to_text(&line).as_bytes())?;
                 file.write_all(b"\n")
             })
         })

@@ -3,6 +3,7 @@
 use anyhow::{Result, anyhow, bail};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::format::message_from_fields;
+use candlewick_text::long_integer;
 use serde_json::{Map, Value as Json};
 
 /// Parses the conversations of a text.
@@ -11,7 +12,7 @@ use serde_json::{Map, Value as Json};
 /// `tools`) is a conversation; lists or lines of such objects are several.
 pub fn conversations(text: &str) -> Result<Vec<Conversation>> {
     let text = text.trim_start_matches('\u{feff}');
-    let values: Vec<(String, Json)> = match serde_json::from_str(text) {
+    let values: Vec<(String, Json)> = match long_integer::parse(text) {
         Ok(Json::Array(items)) => items.into_iter().zip(1..).map(|(item, i)| (format!("item {i}"), item)).collect(),
         Ok(value) => vec![("the file".to_owned(), value)],
         Err(whole) => lines(text, &whole)?,
@@ -31,7 +32,7 @@ fn lines(text: &str, whole: &serde_json::Error) -> Result<Vec<(String, Json)>> {
     let full = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
     let mut values = Vec::new();
     for (line, i) in full {
-        match serde_json::from_str(line) {
+        match long_integer::parse(line) {
             Ok(value) => values.push((format!("line {i}"), value)),
             // If the first line is not JSON, the file is reported as malformed JSON.
             Err(_) if values.is_empty() => bail!("it is neither JSON nor JSON lines: {whole}"),

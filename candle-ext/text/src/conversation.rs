@@ -6,6 +6,8 @@
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
+use crate::long_integer;
+
 /// A chat: messages in order, and the tool definitions offered to the model, if any.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Conversation {
@@ -208,6 +210,7 @@ fn kind(value: Option<&Json>) -> &'static str {
         Some(Json::Number(_)) => "a number",
         Some(Json::String(_)) => "a string",
         Some(Json::Array(_)) => "a list",
+        Some(number @ Json::Object(_)) if long_integer::digits(number).is_some() => "a number",
         Some(Json::Object(_)) => "an object",
     }
 }

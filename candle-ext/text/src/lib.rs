@@ -5,6 +5,7 @@ pub mod conversation;
 pub mod files;
 pub mod format;
 pub mod hub;
+pub mod long_integer;
 pub mod printable;
 pub mod render;
 mod response_body;

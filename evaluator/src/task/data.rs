@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use candlewick_text::hub::{DatasetRequest, Hub};
+use candlewick_text::long_integer;
 use candlewick_text::source::{DatasetSpec, FileSelector, ReadOptions, RowSource, SplitSlice, named};
 use candlewick_text::suggestion::did_you_mean;
 use serde::Serialize;
@@ -118,7 +119,7 @@ const CHOICES: &str = "choices";
 /// Parses a list that a column holds as a string: JSON or a Python literal.
 fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
     let Some(Json::String(text)) = doc.get(column) else { return Ok(()) };
-    let list = serde_json::from_str::<Json>(text).or_else(|_| literal_eval(text)).ok().filter(Json::is_array);
+    let list = long_integer::parse(text).or_else(|_| literal_eval(text)).ok().filter(Json::is_array);
     let expected = || format!("column `{column}`: expected a JSON or Python list, found the text {text:?}");
     let list = list.ok_or_else(expected)?;
     doc.insert(column.to_owned(), list);

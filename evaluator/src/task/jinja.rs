@@ -1,21 +1,17 @@
-//! Jinja templates of task files, with lm-eval's settings, Python's string methods and Python's formatting.
+//! Jinja templates of task files, with lm-eval's settings.
 
-mod concat;
 mod limits;
 
 use std::sync::{Arc, OnceLock};
 
 use candlewick_text::template::budget::{self, RenderFailure};
-use minijinja::value::{Serde, ValueKind, from_args};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
-use minijinja_contrib::pycompat;
-use serde_json::Value as Json;
-
-use limits::{add_template, check_replace, check_size, invalid, too_large};
+use candlewick_text::template::limits::too_large;
+use candlewick_text::template::python::{self, from_json, invalid};
+use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
 use super::builtin::Doc;
 use super::python::pattern::{PythonRegex, RegexMatch};
-use super::python::{repr, text};
+use limits::add_template;
 
 /// Compiled template.
 #[derive(Clone, Debug)]
@@ -34,13 +30,10 @@ impl Template {
         let syntax = minijinja::syntax::SyntaxConfig::builder().keep_trailing_newline(true).build();
         environment.set_syntax(syntax.map_err(|error| error.to_string())?);
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
-        environment.set_auto_escape_callback(|_| AutoEscape::None);
-        environment.set_formatter(print);
-        environment.set_unknown_method_callback(method);
+        python::install(&mut environment);
+        environment.add_filter("tojson", python::html_safe_json);
         environment.add_filter("regex_replace", regex_replace);
-        environment.add_filter("string", string);
-        let source = concat::with_python_texts(source);
-        let environment = add_template(environment, NAME, source).map_err(|error| describe(&error))?;
+        let environment = add_template(environment, NAME, source.to_owned()).map_err(|error| describe(&error))?;
         Ok(Self { environment: Arc::new(environment), given_up: Arc::default() })
     }
 
@@ -49,7 +42,8 @@ impl Template {
         if let Some(reason) = self.given_up.get() {
             return Err(reason.clone());
         }
-        budget::render(&self.environment, NAME, Value::from(Serde(doc))).map_err(|failure| match failure {
+        let columns = Value::from_pairs(doc.iter().map(|(name, value)| (name.as_str(), from_json(value))));
+        budget::render(&self.environment, NAME, columns).map_err(|failure| match failure {
             RenderFailure::LimitExceeded(reason) => self.given_up.get_or_init(|| reason).clone(),
             RenderFailure::Template(error) => explain(&error, doc),
         })
@@ -72,29 +66,6 @@ fn describe(error: &Error) -> String {
         Some(line) if line > 1 => format!("line {line} of the template: {what}"),
         _ => what,
     }
-}
-
-/// Prints a value as Python's `str` does.
-fn print(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
-    let written = match value.as_str() {
-        Some(text) => out.write_str(text),
-        None => out.write_str(&string(value.clone())?),
-    };
-    written.map_err(|error| invalid(error.to_string()))
-}
-
-/// Implements Python's `str(value)`.
-fn string(value: Value) -> Result<String, Error> {
-    if value.is_undefined() {
-        return Err(Error::from(ErrorKind::UndefinedError));
-    }
-    let text = repr::str(&json(&value));
-    check_size(Some(text.len()))?;
-    Ok(text)
-}
-
-fn json(value: &Value) -> Json {
-    serde_json::to_value(value).unwrap_or_else(|_| Json::String(value.to_string()))
 }
 
 /// Implements `re.sub(pattern, replacement, text, count)`; a count of 0 is unlimited.
@@ -139,82 +110,11 @@ fn expand(replacement: &str, text: &str, found: &RegexMatch) -> String {
     out + rest
 }
 
-/// Calls a Python method: minijinja-contrib's, or one that it lacks.
-fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    let own = match (value.as_str(), value.kind()) {
-        (Some(text), _) => text_method(text, name, args)?,
-        (None, ValueKind::Seq) => list_method(value, name, args)?,
-        _ => None,
-    };
-    match own {
-        Some(result) => Ok(result),
-        None => pycompat::unknown_method_callback(state, value, name, args),
-    }
-}
-
-fn text_method(value: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
-    if let ("replace", [from, to, ..]) = (name, args) {
-        check_replace(value, from.as_str().unwrap_or_default(), to.as_str().unwrap_or_default())?;
-    }
-    Ok(Some(match (name, args.len()) {
-        ("strip", 0) => Value::from(text::strip(value)),
-        ("lstrip", 0) => Value::from(text::lstrip(value)),
-        ("rstrip", 0) => Value::from(text::rstrip(value)),
-        ("split", 0) => text::words(value).map(Value::from).collect(),
-        ("capitalize", 0) => Value::from(text::capitalize(value)),
-        ("index", _) => {
-            let (part,): (&str,) = from_args(args)?;
-            let at = value.find(part).ok_or_else(|| invalid("substring not found"))?;
-            Value::from(text::len(&value[..at]))
-        }
-        ("removeprefix", _) => {
-            let (part,): (&str,) = from_args(args)?;
-            Value::from(value.strip_prefix(part).unwrap_or(value))
-        }
-        ("removesuffix", _) => {
-            let (part,): (&str,) = from_args(args)?;
-            Value::from(value.strip_suffix(part).unwrap_or(value))
-        }
-        ("rsplit", _) => return rsplit(value, args).map(Some),
-        ("partition", _) => {
-            let (at,): (&str,) = from_args(args)?;
-            let (before, after) = value.split_once(at).unwrap_or((value, ""));
-            let found = if before.len() == value.len() { "" } else { at };
-            [before, found, after].into_iter().map(Value::from).collect()
-        }
-        ("zfill", _) => {
-            let (width,): (usize,) = from_args(args)?;
-            check_size(Some(width))?;
-            Value::from(format!("{}{value}", "0".repeat(width.saturating_sub(text::len(value)))))
-        }
-        _ => return Ok(None),
-    }))
-}
-
-fn rsplit(value: &str, args: &[Value]) -> Result<Value, Error> {
-    let (separator, most): (&str, Option<usize>) = from_args(args)?;
-    if separator.is_empty() {
-        return Err(invalid("empty separator"));
-    }
-    let n_parts = most.map_or(usize::MAX, |most| most.saturating_add(1));
-    let mut parts: Vec<Value> = value.rsplitn(n_parts, separator).map(Value::from).collect();
-    parts.reverse();
-    Ok(Value::from(parts))
-}
-
-fn list_method(value: &Value, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
-    if name != "index" {
-        return Ok(None);
-    }
-    let (item,): (&Value,) = from_args(args)?;
-    let at = value.try_iter()?.position(|other| other == *item);
-    at.map(|at| Some(Value::from(at))).ok_or_else(|| invalid(format!("{} is not in the list", repr::repr(&json(item)))))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use serde_json::json;
+    use candlewick_text::source::parse_value;
+    use serde_json::{Value as Json, json};
 
     use super::*;
 
@@ -241,6 +141,27 @@ mod tests {
         check("{{yes ~ none ~ list}}|{{half ~ 1}}|{{text ~ '!'}}", doc.clone(), "TrueNone['a', False]|0.51|it!");
         check("{% if text ~ yes == 'itTrue' %}same{% endif %}", doc, "same");
         assert!(render("{{ nothing ~ 1 }}", json!({})).is_err());
+    }
+
+    /// Written by `tests/reference/jinja.py`.
+    const JINJA: &str = include_str!("../../../candle-ext/text/tests/fixtures/jinja.json");
+
+    #[test]
+    fn templates_print_what_jinja_prints_in_python() {
+        let fixture = parse_value(JINJA).unwrap();
+        let mut differences = Vec::new();
+        for row in fixture["templates"].as_array().unwrap() {
+            let (source, want) = (row[0].as_str().unwrap(), row.get(2).unwrap_or(&row[1]).as_str());
+            let got = render(source, fixture["variables"].clone());
+            if got.as_deref().ok() != want {
+                differences.push(format!("{source}\n  want {want:?}\n  got  {got:?}"));
+            }
+        }
+        for row in fixture["refused"].as_array().unwrap() {
+            let error = render(row[0].as_str().unwrap(), fixture["variables"].clone()).unwrap_err();
+            assert!(error.contains(row[1].as_str().unwrap()), "{row}: {error}");
+        }
+        assert!(differences.is_empty(), "{}", differences.join("\n"));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Sample records, with lm-eval's fields and hashes.
 
+use candlewick_text::template::python::{from_json, indented_json};
+use minijinja::Value;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
@@ -70,7 +72,7 @@ impl SampleRecord {
             |asked: &InstanceResponses| asked.answers.iter().map(ResponseValue::to_record_json).collect::<Json>();
         Self {
             doc_id,
-            doc_hash: hash(&serde_json::to_string_pretty(doc).unwrap_or_default()),
+            doc_hash: hash(&document_json(doc)),
             prompt_hash: hash(prompt),
             target_hash: hash(&target),
             doc: doc.clone(),
@@ -122,6 +124,12 @@ pub fn task_hash(samples: &[SampleRecord]) -> String {
 /// Returns the SHA-256 of a text as hexadecimal digits.
 pub(crate) fn hash(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
+}
+
+/// Returns a document as Python's `json.dumps` writes it, which lm-eval hashes.
+fn document_json(doc: &Doc) -> String {
+    let columns = Value::from_pairs(doc.iter().map(|(name, value)| (name.as_str(), from_json(value))));
+    indented_json(&columns).unwrap_or_default()
 }
 
 fn arguments(request: &Request, kwargs: &Map<String, Json>) -> Vec<Json> {

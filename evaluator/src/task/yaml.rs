@@ -91,7 +91,7 @@ impl<'de> Deserialize<'de> for Key {
         let key = match Json::deserialize(deserializer)? {
             Json::String(text) => text,
             Json::Bool(value) => if value { "True" } else { "False" }.to_owned(),
-            Json::Number(number) => super::python::repr::number(&number),
+            number @ Json::Number(_) => super::python::repr::str(&number),
             Json::Null => "None".to_owned(),
             _ => return Err(D::Error::custom("a key is a list or a map; write a text")),
         };

@@ -9,6 +9,7 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
 use candlewick_parallel::ParallelGroups;
 use candlewick_text::hub::{Hub, HubError, ModelAndAdapter, ModelFiles};
+use candlewick_text::long_integer;
 use candlewick_text::template::check_variable;
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value as Json};
@@ -116,8 +117,8 @@ pub(super) struct TemplateOptions {
 struct TemplateVariables(Map<String, Json>);
 
 fn parse_variables(text: &str) -> Result<TemplateVariables, String> {
-    let variables: Map<String, Json> =
-        serde_json::from_str(text).map_err(|error| format!("expected a JSON object such as {{\"a\": 1}}: {error}"))?;
+    let expected = |error| format!("expected a JSON object such as {{\"a\": 1}}: {error}");
+    let variables: Map<String, Json> = long_integer::parse(text).and_then(serde_json::from_value).map_err(expected)?;
     variables.keys().try_for_each(|name| check_variable(name))?;
     Ok(TemplateVariables(variables))
 }

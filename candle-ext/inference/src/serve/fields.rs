@@ -1,6 +1,7 @@
 //! Typed fields of a JSON request. A null field is an absent one, and unknown fields are ignored.
 
 use axum::http::StatusCode;
+use candlewick_text::long_integer;
 use memchr::memchr3_iter;
 use serde_json::{Map, Value as Json};
 
@@ -19,7 +20,8 @@ impl Fields {
         if memchr3_iter(b',', b'[', b'{', body).nth(MAX_VALUES).is_some() {
             return refused(format!("the body has more than {MAX_VALUES} values or commas; send smaller requests"));
         }
-        match serde_json::from_slice(body) {
+        let parsed = str::from_utf8(body).map_or_else(|_| serde_json::from_slice(body), long_integer::parse);
+        match parsed {
             Ok(Json::Object(fields)) => Ok(Self(fields)),
             Ok(other) => refused(format!("the body is {}, expected a JSON object", shown(&other))),
             Err(error) => refused(format!("the body is not JSON: {error}")),
@@ -38,7 +40,8 @@ impl Fields {
 
     /// Takes a number.
     pub(super) fn number(&mut self, name: &'static str) -> Result<Option<f64>, ApiError> {
-        self.typed(name, "a number", |value| value.as_f64().ok_or(value))
+        let read = |value: &Json| value.as_f64().or_else(|| long_integer::digits(value)?.parse().ok());
+        self.typed(name, "a number", |value| read(&value).ok_or(value))
     }
 
     /// Takes an integer.
@@ -125,8 +128,9 @@ fn is_equal(a: &Json, b: &Json) -> bool {
 pub(super) fn shown(value: &Json) -> String {
     const MAX: usize = 60;
     let text = value.to_string();
+    let text = long_integer::to_text(&text);
     match text.char_indices().nth(MAX) {
         Some((at, _)) => format!("{}...", &text[..at]),
-        None => text,
+        None => text.into_owned(),
     }
 }

@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::{RowProblem, optional_text, type_name};
 use crate::conversation::{Conversation, Message};
+use crate::long_integer;
 use crate::source::Row;
 
 /// Columns that hold the tool definitions.
@@ -51,7 +52,7 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, RowProblem> {
     let expected = || RowProblem::type_of(column, row.get(column), "a list of messages");
     match row.get(column) {
         Some(Value::Array(items)) => Ok(items.clone()),
-        Some(Value::String(text)) => match serde_json::from_str(text) {
+        Some(Value::String(text)) => match long_integer::parse(text) {
             Ok(Value::Array(items)) => Ok(items),
             _ => Err(expected()),
         },
@@ -163,7 +164,7 @@ pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<S
 
 /// Parses JSON text that holds one call or a list of calls: `{"name": ..., "arguments": ...}`.
 pub(crate) fn calls_in_text(text: &str) -> Option<Value> {
-    let calls = match serde_json::from_str(text).ok()? {
+    let calls = match long_integer::parse(text).ok()? {
         Value::Array(calls) => calls,
         call @ Value::Object(_) => vec![call],
         _ => return None,
@@ -180,7 +181,7 @@ fn tools(row: &Row) -> Result<Option<Value>, RowProblem> {
     };
     let parsed = match value {
         Value::String(text) if text.trim().is_empty() => Value::Null,
-        Value::String(text) => serde_json::from_str(text).map_err(|error| {
+        Value::String(text) => long_integer::parse(text).map_err(|error| {
             let problem = format!("column `{column}` is not JSON: {error}");
             RowProblem::new(problem, "write the tools as a list of JSON schemas")
         })?,

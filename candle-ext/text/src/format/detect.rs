@@ -12,6 +12,7 @@ use super::row_format::RowFormat;
 use super::struct_of_lists::with_lists_of_messages;
 use super::token_ids::INPUT_IDS;
 use super::{Alpaca, FormatError, Messages, PromptCompletionColumns, RoleMapping, ShareGpt, TextColumn, TokenIds};
+use crate::long_integer;
 use crate::source::{Row, RowSource};
 use crate::suggestion::nearest;
 
@@ -291,8 +292,8 @@ fn chat_in(first_rows: &FirstRows, column: &str) -> Option<RowFormat> {
     let items = match value {
         Value::Array(items) => items,
         Value::String(text) => {
-            parsed = serde_json::from_str::<Vec<Value>>(text).ok()?;
-            &parsed
+            parsed = long_integer::parse(text).ok()?;
+            parsed.as_array()?
         }
         _ => return None,
     };

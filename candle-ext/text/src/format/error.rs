@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use crate::long_integer;
 use crate::source::{Row, SourceError};
 
 /// Error of a data set with unknown columns, or of a row that violates its format.
@@ -93,6 +94,9 @@ pub(crate) fn type_name(value: &Value) -> String {
         Value::Number(number) => format!("the number {number}"),
         Value::String(_) => "a string".into(),
         Value::Array(items) => format!("a list of {}", items.len()),
-        Value::Object(_) => "an object".into(),
+        Value::Object(_) => match long_integer::digits(value) {
+            Some(digits) => format!("the number {digits}"),
+            None => "an object".into(),
+        },
     }
 }

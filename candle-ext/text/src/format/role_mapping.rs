@@ -12,6 +12,7 @@ use super::sharegpt::CALLS;
 use super::{Document, FormatError};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
+use crate::template::python::number_text;
 
 /// The recipe's `role_mapping`: a column path for each chat role, in message order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,12 +142,11 @@ impl RoleMapping {
             None => Value::Null,
         };
         let content = match content {
-            Value::Number(number) => Value::String(number.to_string()),
             content @ (Value::Null | Value::String(_) | Value::Array(_)) => content,
-            found => {
+            found => Value::String(number_text(&found).ok_or_else(|| {
                 let problem = format!("column `{list}`, item {idx}: the content is {}", type_name(&found));
-                return Err(RowProblem::new(problem, "name the text's key with content_key"));
-            }
+                RowProblem::new(problem, "name the text's key with content_key")
+            })?),
         };
         rest.retain(|key, _| !CONTENT_KEYS.contains(&key.as_str()) && self.fields_of(list).all(|field| field != key));
         let calls = content.as_str().filter(|_| CALLS.contains(&name)).and_then(calls_in_text);
@@ -250,8 +250,7 @@ fn plain(value: Option<&Value>) -> Result<Option<String>, &Value> {
     match value {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok((!text.is_empty()).then(|| text.clone())),
-        Some(Value::Number(number)) => Ok(Some(number.to_string())),
-        Some(other) => Err(other),
+        Some(other) => number_text(other).map(Some).ok_or(other),
     }
 }
 

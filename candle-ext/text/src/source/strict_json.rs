@@ -6,6 +6,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess,
 use serde_json::{Map, Number, Value};
 
 use super::Row;
+use crate::long_integer;
 
 /// Size limit of a row in bytes. A longer row means a malformed file.
 pub(crate) const MAX_ROW_BYTES: usize = 256 << 20;
@@ -48,21 +49,24 @@ pub(crate) fn name_of(value: &Value) -> String {
         Value::Null => "null".into(),
         Value::Bool(_) => "a boolean".into(),
         Value::Number(_) => "a number".into(),
+        _ if long_integer::digits(value).is_some() => "a number".into(),
         Value::String(_) => "a string".into(),
         Value::Array(items) => format!("a list of {}", items.len()),
         Value::Object(_) => "an object".into(),
     }
 }
 
-/// Parses a JSON value.
+/// Parses a JSON value. Integers beyond 64 bits keep all digits: see [`long_integer`].
 ///
 /// # Errors
 /// If the text is not JSON, or an object has a duplicate key.
 pub fn parse_value(text: &str) -> serde_json::Result<Value> {
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    let value = Strict.deserialize(&mut deserializer)?;
-    deserializer.end()?;
-    Ok(value)
+    long_integer::parse_with(text, |text| {
+        let mut deserializer = serde_json::Deserializer::from_str(text);
+        let value = Strict.deserialize(&mut deserializer)?;
+        deserializer.end()?;
+        Ok(value)
+    })
 }
 
 fn not_utf8(bytes: &[u8], at: usize) -> JsonProblem {

@@ -3,6 +3,7 @@
 use serde_json::Value as Json;
 
 use crate::conversation::{Conversation, Message};
+use crate::long_integer;
 
 /// Returns the alternatives to try: parsed tool call arguments, empty strings for missing contents, and both.
 pub(super) fn forms(chat: &Conversation) -> impl Iterator<Item = Conversation> {
@@ -38,7 +39,7 @@ fn with_objects(message: &Message) -> Option<Message> {
 
 /// Parses arguments that are JSON text of an object.
 pub(super) fn object(arguments: &Json) -> Option<Json> {
-    serde_json::from_str(arguments.as_str()?).ok().filter(Json::is_object)
+    long_integer::parse(arguments.as_str()?).ok().filter(Json::is_object)
 }
 
 /// Replaces missing contents by empty strings. Data sets write `content: null` with tool calls, and templates

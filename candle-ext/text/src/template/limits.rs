@@ -5,6 +5,8 @@ use std::thread;
 
 use minijinja::{Environment, Error, ErrorKind};
 
+use super::python;
+
 /// Instruction limit of one rendering. A chat of a thousand messages takes some hundred thousand.
 pub(super) const FUEL: u64 = 50_000_000;
 /// Output limit of one rendering, in bytes.
@@ -12,7 +14,7 @@ pub const MAX_OUTPUT: usize = 64 << 20;
 /// Size limit of a template's source, in bytes. The longest templates in use have 20,000.
 pub(super) const MAX_SOURCE: usize = 256 << 10;
 
-/// Parses a template on a thread whose stack suffices for the deepest possible nesting.
+/// Parses a template on a thread whose stack suffices for the deepest possible nesting. Its operators become Python's.
 ///
 /// # Errors
 /// If the source is not a valid template. The error's source is [`ThreadSpawnError`] if there is no memory for the
@@ -20,7 +22,10 @@ pub(super) const MAX_SOURCE: usize = 256 << 10;
 pub fn add_template(environment: &mut Environment<'static>, name: &'static str, source: String) -> Result<(), Error> {
     // Two bytes open a nesting level. A level needs up to 8 KiB of stack in a debug build.
     let stack = (8 << 20) + source.len() / 2 * (8 << 10);
-    let parse = || environment.add_template_owned(name, source);
+    let parse = || {
+        let source = python::rewritten(environment, source)?;
+        environment.add_template_owned(name, source)
+    };
     let no_thread = |error: io::Error| {
         let error = ThreadSpawnError { mib: stack >> 20, reason: error.to_string() };
         Error::new(ErrorKind::InvalidOperation, error.to_string()).with_source(error)
@@ -62,6 +67,22 @@ impl Write for LimitedOutput {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Returns an error if a text would exceed [`MAX_OUTPUT`] bytes. `None` means that its size overflows.
+///
+/// # Errors
+/// If the text is too long.
+pub fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
+    match n_bytes {
+        Some(n) if n <= MAX_OUTPUT => Ok(()),
+        _ => Err(python::invalid(too_large())),
+    }
+}
+
+/// Returns the message for a text above [`MAX_OUTPUT`] bytes.
+pub fn too_large() -> String {
+    format!("a text is longer than {} MiB, the maximum", MAX_OUTPUT >> 20)
 }
 
 /// Describes an exceeded limit.

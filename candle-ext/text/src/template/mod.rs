@@ -18,10 +18,10 @@ mod environment;
 mod examples;
 mod fallback;
 mod fingerprint;
-mod json;
 pub mod limits;
 mod markers;
 mod printed;
+pub mod python;
 mod source;
 mod turns;
 mod unrendered;
@@ -31,7 +31,6 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use minijinja::value::Serde;
 use minijinja::{Environment, Value};
 use serde_json::{Map, Value as Json};
 
@@ -345,17 +344,17 @@ impl ChatTemplate {
 
     fn context(&self, chat: &Conversation, ending: AddGenerationPrompt, fence: Option<char>) -> Value {
         let turn = |(index, message): (usize, &Message)| {
-            let fields = Value::from(Serde(fields_for_template(message.fields())));
+            let fields = python::from_json(&Json::Object(fields_for_template(message.fields())));
             Value::from_object(Turn { index, fields })
         };
         let messages: Vec<Value> = chat.messages.iter().enumerate().map(turn).collect();
         let own = [
             ("messages", Value::from(messages)),
-            ("tools", Value::from(Serde(&chat.tools))),
+            ("tools", chat.tools.as_ref().map_or_else(|| Value::from(()), python::from_json)),
             ("add_generation_prompt", Value::from(ending == AddGenerationPrompt::Yes)),
         ];
         let documents = ("documents", Value::from(()));
-        let extra = self.variables.iter().map(|(name, v)| (name.as_str(), Value::from(Serde(v))));
+        let extra = self.variables.iter().map(|(name, v)| (name.as_str(), python::from_json(v)));
         let fence = fence.map(|fence| (markers::FENCE, Value::from(fence.to_string())));
         Value::from_pairs([documents].into_iter().chain(extra).chain(own).chain(fence))
     }

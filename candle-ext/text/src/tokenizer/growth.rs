@@ -5,8 +5,8 @@
 
 use serde_json::Value as Json;
 
-/// Limit on the factors of all steps, multiplied. Tokenizers in use have at most 6: 3 for a space that becomes `▁`, and 2
-/// for the letters of its bytes.
+/// Limit on the factors of all steps, multiplied. Tokenizers in use have at most 6: 3 for a space that becomes `▁`, and
+/// 2 for the letters of its bytes.
 const MAX_GROWTH: u64 = 256;
 
 /// Checks the normalizer, the pre-tokenizer and the decoder of a tokenizer.json.

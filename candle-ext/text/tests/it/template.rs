@@ -2,6 +2,7 @@
 //! templates are errors.
 
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::source::parse_value;
 use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, Clock, TemplateError};
 use serde_json::{Value as Json, json};
 
@@ -28,6 +29,41 @@ fn snippets_print_what_transformers_prints() {
         }
     }
     assert!(differences.is_empty(), "{}", differences.join("\n"));
+}
+
+/// Written by `tests/reference/jinja.py`.
+const JINJA: &str = include_str!("../fixtures/jinja.json");
+
+/// Renders a template with the variables of the fixture.
+fn render_jinja(fixture: &Json, source: &str) -> Result<String, TemplateError> {
+    let variables = fixture["variables"].as_object().unwrap();
+    let template = ChatTemplate::new("test.jinja", source)?;
+    let template =
+        variables.iter().fold(template, |template, (name, value)| template.with_variable(name, value.clone()));
+    template.render(&chat(&[("user", "x")]), AddGenerationPrompt::No)
+}
+
+#[test]
+fn templates_print_what_jinja_prints_in_python() {
+    let fixture = parse_value(JINJA).unwrap();
+    let mut differences = Vec::new();
+    for row in fixture["templates"].as_array().unwrap() {
+        let (source, want) = (row[0].as_str().unwrap(), row[1].as_str());
+        let got = render_jinja(&fixture, source);
+        if got.as_deref().ok() != want {
+            differences.push(format!("{source}\n  want {want:?}\n  got  {got:?}"));
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+}
+
+#[test]
+fn an_expression_that_is_not_supported_is_named_with_a_way_out() {
+    let fixture = parse_value(JINJA).unwrap();
+    for row in fixture["refused"].as_array().unwrap() {
+        let error = render_jinja(&fixture, row[0].as_str().unwrap()).unwrap_err().to_string();
+        assert!(error.contains(row[1].as_str().unwrap()), "{row}: {error}");
+    }
 }
 
 /// Returns the assistant's text in a rendered chat, or the reason why it cannot be located.
@@ -326,11 +362,37 @@ macro_rules! given_up {
 
 given_up! {
     a_list_that_doubles_is_given_up: "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | length }}";
-    a_text_that_doubles_is_given_up: "{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}";
-    a_join_that_multiplies_is_given_up: "{% for i in range(9) %}{% set ns.t = ('x' * 1000) | join(ns.t) %}{% endfor %}";
-    a_replacement_that_multiplies_is_given_up: "{% for i in range(9) %}{% set ns.t = ns.t.replace('x', ns.t) %}{% endfor %}";
     a_value_nested_without_end_is_given_up:
         "{% for i in range(10000) %}{% for j in range(1000) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}{{ ns.x }}";
+}
+
+#[test]
+fn a_text_beyond_the_limit_is_refused_before_it_is_made() {
+    let text = "{% set t = 'x' * 1000000 %}";
+    for body in [
+        "{% set ns = namespace(t=t) %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+        "{{ range(100000) | join('x' * 20000) }}",
+        "{{ t | join('x' * 10000) }}",
+        "{{ ('x' * 20000).join(range(100000)) }}",
+        "{{ t | replace('x', t) }}",
+        "{{ t.replace('', t) }}",
+        "{{ t * 1000000 }}",
+        "{{ 1000000000000 * t }}",
+        "{{ (1, 2) * 50000000 }}",
+        "{{ t | indent(2000000000) }}",
+        "{{ t | indent(width=99999999999, first=true) }}",
+        "{{ ('\\n' * 1000) | indent(t) }}",
+        "{{ t.center(9000000000) }}",
+        "{{ t | center(9000000000) }}",
+        "{{ t.zfill(3000000000) }}",
+        "{{ ('\\t' * 1000).expandtabs(1000000) }}",
+        "{{ '%9000000000d' % 1 }}",
+        "{{ '%.*f' % (9000000000, 1) }}",
+        "{{ '%9000000000s' | format(1) }}",
+        "{% set ns = namespace(x=[t]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | string }}",
+    ] {
+        refused(&format!("{text}{body}"), "a text is longer than 64 MiB");
+    }
 }
 
 #[test]

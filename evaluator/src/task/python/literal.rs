@@ -1,5 +1,6 @@
 //! `ast.literal_eval`: strings, numbers, lists, tuples, sets, dicts, `True`, `False` and `None`.
 
+use candlewick_text::long_integer::from_digits;
 use serde_json::{Map, Number, Value as Json};
 
 /// Parses a Python literal. Tuples and sets become lists. The error names the first invalid character.
@@ -223,11 +224,9 @@ impl Reader<'_> {
             self.at += 1;
         }
         let digits = self.text[start..self.at].replace('_', "");
-        let number = match digits.trim_start_matches('+').parse::<i64>() {
-            Ok(number) => Some(Number::from(number)),
-            Err(_) => digits.parse().ok().and_then(Number::from_f64),
-        };
-        number.map(Json::Number).ok_or_else(|| {
+        let integer = from_digits(digits.trim_start_matches('+'));
+        let number = integer.or_else(|| digits.parse().ok().and_then(Number::from_f64).map(Json::Number));
+        number.ok_or_else(|| {
             self.at = start;
             self.stopped()
         })

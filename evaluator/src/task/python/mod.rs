@@ -4,4 +4,5 @@
 pub(crate) mod literal;
 pub(crate) mod pattern;
 pub(crate) mod repr;
-pub(crate) mod text;
+
+pub(crate) use candlewick_text::template::python::text;

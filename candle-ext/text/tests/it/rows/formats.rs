@@ -2,6 +2,7 @@
 
 use candlewick_text::format::{DatasetType, Document, FormatRequest, RowFormat};
 use candlewick_text::source::ReadOptions;
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate};
 
 use super::Folder;
 
@@ -488,4 +489,47 @@ fn a_function_call_is_a_tool_call() {
     let want =
         format!(r#"{{"role":"assistant","content":null,"tool_calls":[{{"type":"function","function":{call}}}]}}"#);
     check(&row, &["reads as messages: messages", USER, &want, ASSISTANT]);
+}
+
+/// Renders the tool calls and tools of the first row.
+fn calls_of(row: &str) -> String {
+    const SOURCE: &str = "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}\
+                          {% endfor %}{% endfor %}{{ tools | tojson if tools }}";
+    let folder = Folder::new(&[("a.jsonl", row.as_bytes())]);
+    let source = folder.open("a.jsonl", &ReadOptions::default()).unwrap();
+    let format = RowFormat::find(&request(), &*source).unwrap();
+    let Document::Conversation(chat) = format.read(&*source, 0).unwrap() else { panic!("{row} is no chat") };
+    let template = ChatTemplate::new("calls", SOURCE).unwrap();
+    template.render(&template.with_parsed_tool_arguments(&chat), AddGenerationPrompt::No).unwrap()
+}
+
+// `json.loads` and `json.dumps` of Python keep all digits, too.
+#[test]
+fn integers_of_rows_keep_all_digits() {
+    let wei = "115792089237316195423570985008687907853269984665640564039457584007913129639935";
+    for digits in ["12345678901234567890123", "-12345678901234567890", &i128::MAX.to_string(), wei] {
+        let arguments = format!("{{\"n\": [{digits}, 1.0, 1e16, 18446744073709551615]}}");
+        let quoted = serde_json::to_string(&arguments).unwrap();
+        let call = |arguments: &str| format!(r#"{{"name": "f", "arguments": {arguments}}}"#);
+        let answer =
+            |call: &str| format!(r#"[{{"role": "assistant", "content": "", "tool_calls": [{{"function": {call}}}]}}]"#);
+        let text = |json: &str| serde_json::to_string(json).unwrap();
+        for row in [
+            format!(r#"{{"messages": {}}}"#, answer(&call(&arguments))),
+            format!(r#"{{"messages": {}}}"#, answer(&call(&quoted))),
+            format!(r#"{{"messages": {}}}"#, text(&answer(&call(&arguments)))),
+            format!(r#"{{"messages": [{USER}], "tools": [{{"name": "f", "parameters": {arguments}}}]}}"#),
+            format!(r#"{{"messages": [{USER}], "tools": {}}}"#, text(&format!("[{}]", call(&arguments)))),
+            format!(r#"{{"conversations": [{{"from": "function_call", "value": {}}}]}}"#, text(&call(&arguments))),
+        ] {
+            let printed = calls_of(&row);
+            let want = format!("{{\"n\": [{digits}, 1.0, 1e+16, 18446744073709551615]}}");
+            assert!(printed.contains(&want), "{row}\n{printed}");
+        }
+        let row = format!(r#"{{"messages": [{{"role": "user", "content": {digits}}}]}}"#);
+        refused(&row, &request(), &["`content` is a number"]);
+        let with_key = FormatRequest { content_key: Some("body".into()), ..roles(&[("user", "c.r.u")]) };
+        let row = format!(r#"{{"c": [{{"r": "u", "body": {digits}}}]}}"#);
+        assert!(read(&row, &with_key).unwrap().contains(&format!(r#""content":"{digits}""#)));
+    }
 }

@@ -1,18 +1,42 @@
-//! The `tojson` filter of transformers: Python's `json.dumps` with `ensure_ascii=False`, without HTML escapes, keys
-//! in order.
+//! The filters `tojson` of transformers and of Jinja, which write as Python's `json.dumps`.
 
 use std::fmt::Write;
 
 use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{Error, ErrorKind, Value};
+use minijinja::{Error, Value};
 
-/// Implements `json.dumps(value, ensure_ascii, indent, separators, sort_keys)`.
-pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
+use super::globals::PythonRange;
+use super::{LongInteger, invalid, print};
+use crate::template::limits::check_size;
+
+/// Implements the filter of transformers: `json.dumps(value, ensure_ascii, indent, separators, sort_keys)`. Its keys
+/// stay in order, and it escapes no letters.
+pub(in crate::template) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let layout = Layout::from_options(&options)?;
     options.assert_all_used()?;
-    let mut out = String::new();
-    layout.write(&mut out, value, 0)?;
-    Ok(out)
+    layout.dumps(value)
+}
+
+/// Implements Jinja's own filter: sorted keys, only ASCII, and escapes for HTML.
+///
+/// # Errors
+/// If the value has no JSON form, or the text exceeds the limit on texts.
+pub fn html_safe_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<String, Error> {
+    let indent = indent.or(options.get("indent")?);
+    options.assert_all_used()?;
+    let options = [("sort_keys", Value::from(true)), ("ensure_ascii", Value::from(true))];
+    let indent = indent.map(|indent| ("indent", indent));
+    let layout = Layout::from_options(&options.into_iter().chain(indent).collect())?;
+    let escapes = [("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026"), ("'", "\\u0027")];
+    Ok(escapes.iter().fold(layout.dumps(value)?, |text, (letter, escape)| text.replace(letter, escape)))
+}
+
+/// Implements `json.dumps(value, indent=2, ensure_ascii=False)`.
+///
+/// # Errors
+/// If the value has no JSON form, or the text exceeds the limit on texts.
+pub fn indented_json(value: &Value) -> Result<String, Error> {
+    tojson(value, Kwargs::from_iter([("indent", Value::from(2))]))
 }
 
 struct Layout {
@@ -37,10 +61,9 @@ impl Layout {
         let (item_separator, key_separator) = match options.get::<Option<Vec<String>>>("separators")? {
             None if indent.is_some() => (",".into(), ": ".into()),
             None => (", ".into(), ": ".into()),
-            Some(pair) => <[String; 2]>::try_from(pair).map(Into::into).map_err(|_| {
-                let message = "tojson: separators must be a pair, such as (',', ':')";
-                Error::new(ErrorKind::InvalidOperation, message)
-            })?,
+            Some(pair) => <[String; 2]>::try_from(pair)
+                .map(Into::into)
+                .map_err(|_| invalid("tojson: separators must be a pair, such as (',', ':')"))?,
         };
         Ok(Self {
             indent,
@@ -51,8 +74,17 @@ impl Layout {
         })
     }
 
+    fn dumps(&self, value: &Value) -> Result<String, Error> {
+        let mut out = String::new();
+        self.write(&mut out, value, 0)?;
+        Ok(out)
+    }
+
     fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
         match value.kind() {
+            _ if value.downcast_object_ref::<PythonRange>().is_some() => {
+                return Err(invalid("tojson: a range has no JSON form; convert it with `| list`"));
+            }
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number => out.push_str(&number(value)),
@@ -72,12 +104,12 @@ impl Layout {
                     self.write(out, &value.get_item(key)?, depth + 1)
                 })?;
             }
+            _ if value.downcast_object_ref::<LongInteger>().is_some() => out.push_str(&value.to_string()),
             kind => {
-                let message = format!("tojson: a value of type {kind} has no JSON form");
-                return Err(Error::new(ErrorKind::InvalidOperation, message));
+                return Err(invalid(format!("tojson: a value of type {kind} has no JSON form")));
             }
         }
-        Ok(())
+        check_size(Some(out.len()))
     }
 
     fn keys(&self, map: &Value) -> Result<Vec<Value>, Error> {
@@ -156,52 +188,13 @@ fn push_escape(out: &mut String, letter: char) {
     }
 }
 
+/// Writes a number as `json.dumps`, which has other names than `repr` for infinities and NaN.
 fn number(value: &Value) -> String {
-    match f64::try_from(value.clone()) {
-        Ok(float) if !value.is_integer() => python_float(float),
-        _ => value.to_string(),
-    }
-}
-
-/// Formats a float like Python's `repr`: shortest digits, an exponent from 1e16 and below 1e-4.
-fn python_float(float: f64) -> String {
-    if float.is_nan() {
-        return "NaN".into();
-    }
-    if float.is_infinite() {
-        return if float > 0.0 { "Infinity".into() } else { "-Infinity".into() };
-    }
-    let scientific = format!("{float:e}");
-    let (digits, exponent) = scientific.split_once('e').expect("the format has an exponent");
-    let exponent: i32 = exponent.parse().expect("the exponent is a number");
-    if (-4..16).contains(&exponent) {
-        return format!("{float:?}");
-    }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{digits}e{sign}{:02}", exponent.abs())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn floats_print_as_in_python() {
-        for (float, want) in [
-            (0.0, "0.0"),
-            (-0.0, "-0.0"),
-            (1.5, "1.5"),
-            (1e15, "1000000000000000.0"),
-            (1e16, "1e+16"),
-            (1.25e22, "1.25e+22"),
-            (0.0001, "0.0001"),
-            (0.00001, "1e-05"),
-            (1e100, "1e+100"),
-            (5e-324, "5e-324"),
-            (f64::NAN, "NaN"),
-            (-f64::INFINITY, "-Infinity"),
-        ] {
-            assert_eq!(python_float(float), want);
-        }
+    let text = print::number(value);
+    match text.as_str() {
+        "nan" => "NaN".into(),
+        "inf" => "Infinity".into(),
+        "-inf" => "-Infinity".into(),
+        _ => text,
     }
 }

@@ -1,0 +1,290 @@
+//! Operators of Python that minijinja evaluates differently: `~` joins the `str` of its operands, `%` formats texts,
+//! and `*` is limited.
+//!
+//! minijinja has no hook for operators. The source is parsed, and each of these operators becomes a filter before the
+//! template is compiled. Line numbers stay the same, for errors.
+
+use std::sync::LazyLock;
+
+use minijinja::machinery::ast::{BinOp, BinOpKind, Call, CallArg, Expr, Macro, Stmt, UnaryOpKind};
+use minijinja::machinery::parse;
+use minijinja::{Environment, Error, State, Value, context};
+
+use super::{invalid, percent};
+use crate::template::limits::check_size;
+
+/// Registers the filters that [`rewritten`] inserts.
+pub(super) fn install(environment: &mut Environment<'_>) {
+    environment.add_filter("__candlewick_remainder", remainder);
+    environment.add_filter("__candlewick_multiply", multiply);
+}
+
+/// Implements `left % right`, which formats if `left` is a text.
+fn remainder(state: &State, left: &Value, right: &Value) -> Result<Value, Error> {
+    let Some(format) = left.as_str() else { return arithmetic("a % b", left, right) };
+    let arguments = match right.is_tuple() {
+        true => right.try_iter()?.collect(),
+        false => vec![right.clone()],
+    };
+    percent::format(state, format, &arguments).map(Value::from)
+}
+
+/// Implements `left * right` within the limit on texts and tuples, which are copied. Lists repeat without a copy.
+fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
+    for (copied, count) in [(left, right), (right, left)] {
+        let n_bytes = match copied.as_str() {
+            Some(text) => text.len(),
+            None if copied.is_tuple() => copied.len().unwrap_or(0) * size_of::<Value>(),
+            None => continue,
+        };
+        // A negative count gives an empty result, as in Python.
+        match i64::try_from(count.clone()) {
+            Ok(count) if count < 0 => return arithmetic("a * b", copied, &Value::from(0)),
+            Ok(count) => check_size(n_bytes.checked_mul(count as usize))?,
+            Err(_) => {}
+        }
+    }
+    arithmetic("a * b", left, right)
+}
+
+/// Evaluates an operator of the engine.
+fn arithmetic(expression: &'static str, a: &Value, b: &Value) -> Result<Value, Error> {
+    static ENGINE: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
+    ENGINE.compile_expression(expression)?.eval(context! { a => a, b => b })
+}
+
+/// Replaces the operators `~`, `%` and `*` of a template by filters. A source with a syntax error is unchanged.
+///
+/// # Errors
+/// If a macro reads `varargs` or `kwargs`.
+pub(in crate::template) fn rewritten(environment: &Environment<'_>, source: String) -> Result<String, Error> {
+    let edits = match parse(&source, "", environment.syntax().clone()) {
+        Ok(template) => {
+            check_macros(&template)?;
+            edits(&source, &template)
+        }
+        Err(_) => return Ok(source),
+    };
+    let (mut out, mut from) = (String::with_capacity(source.len() + 16 * edits.len()), 0);
+    for SourceEdit { at, n_removed, text } in edits {
+        out.push_str(&source[from..at]);
+        out.push_str(text);
+        from = at + n_removed;
+    }
+    Ok(out + &source[from..])
+}
+
+/// Rejects the implicit variables of macros, which would be undefined.
+fn check_macros(template: &Stmt) -> Result<(), Error> {
+    let mut found = None;
+    walk(template, &mut |node| {
+        if let TemplateNode::Macro(declaration) = node {
+            found = found.or(implicit_variable(declaration));
+        }
+    });
+    match found {
+        None => Ok(()),
+        Some(name) => {
+            Err(invalid(format!("`{name}` of macros is not supported; give the macro a parameter for each argument")))
+        }
+    }
+}
+
+/// Returns the implicit variable that a macro reads. A parameter of that name is an ordinary variable.
+fn implicit_variable(declaration: &Macro) -> Option<&'static str> {
+    let named = |name| declaration.args.iter().any(|argument| matches!(argument, Expr::Var(it) if it.id == name));
+    let names = ["varargs", "kwargs"].map(|name| (!named(name)).then_some(name));
+    let mut found = None;
+    for statement in &declaration.body {
+        walk(statement, &mut |node| {
+            if let TemplateNode::Expression(Expr::Var(variable)) = node {
+                found = found.or(names.into_iter().flatten().find(|name| *name == variable.id));
+            }
+        });
+    }
+    found
+}
+
+/// Replacement of `n_removed` bytes at the offset `at`.
+struct SourceEdit {
+    at: usize,
+    n_removed: usize,
+    text: &'static str,
+}
+
+/// Returns the edits of a template in the order of their offsets. At one offset, inner operators come first.
+fn edits(source: &str, template: &Stmt) -> Vec<SourceEdit> {
+    let mut edits = Vec::new();
+    walk(template, &mut |node| {
+        if let TemplateNode::Expression(Expr::BinOp(operation)) = node {
+            operator_edits(source, operation, &mut edits);
+        }
+    });
+    edits.sort_by_key(|edit| edit.at);
+    edits
+}
+
+fn operator_edits(source: &str, operation: &BinOp, edits: &mut Vec<SourceEdit>) {
+    let mut edit = |at, n_removed, text| edits.push(SourceEdit { at, n_removed, text });
+    let BinOp { op, left, right } = operation;
+    let (text, operator) = match op {
+        BinOpKind::Concat => {
+            for operand in [left, right].into_iter().filter(|operand| !is_text(operand)) {
+                edit(start(source, operand), 0, "(");
+                edit(end(operand), 0, ")|string");
+            }
+            return;
+        }
+        BinOpKind::Rem => (")|__candlewick_remainder(", '%'),
+        BinOpKind::Mul if !(is_number(left) && is_number(right)) => (")|__candlewick_multiply(", '*'),
+        _ => return,
+    };
+    // Only brackets and white space stand between an operand and its operator.
+    let Some(found) = source[end(left)..start(source, right)].find(operator) else { return };
+    edit(start(source, left), 0, "(");
+    edit(end(left) + found, 1, text);
+    edit(end(right), 0, ")");
+}
+
+fn is_text(operand: &Expr) -> bool {
+    match operand {
+        Expr::Const(constant) => constant.value.as_str().is_some(),
+        Expr::BinOp(operation) => matches!(operation.op, BinOpKind::Concat),
+        _ => false,
+    }
+}
+
+fn is_number(operand: &Expr) -> bool {
+    matches!(operand, Expr::Const(constant) if constant.value.is_number())
+}
+
+/// Returns the offset of the first token of an expression, after its own brackets.
+fn start(source: &str, expression: &Expr) -> usize {
+    let first = match expression {
+        Expr::Slice(it) => Some(&it.expr),
+        Expr::BinOp(it) => Some(&it.left),
+        Expr::Compare(it) => Some(&it.expr),
+        Expr::IfExpr(it) => Some(&it.true_expr),
+        Expr::Test(it) => Some(&it.expr),
+        Expr::GetAttr(it) => Some(&it.expr),
+        Expr::GetItem(it) => Some(&it.expr),
+        Expr::Call(it) => Some(&it.expr),
+        Expr::Filter(it) => it.expr.as_ref(),
+        // `a not in b` and `a is not b` are negations without a token in front.
+        Expr::UnaryOp(it) if matches!(it.op, UnaryOpKind::Not) => {
+            let at = it.span().start_offset as usize;
+            (!source[at..].starts_with("not")).then_some(&it.expr)
+        }
+        _ => None,
+    };
+    first.map_or(expression.span().start_offset as usize, |first| start(source, first))
+}
+
+fn end(expression: &Expr) -> usize {
+    expression.span().end_offset as usize
+}
+
+/// Part of a template that [`walk`] visits.
+enum TemplateNode<'n, 's> {
+    Expression(&'n Expr<'s>),
+    Macro(&'n Macro<'s>),
+}
+
+type Visitor<'v> = &'v mut dyn FnMut(TemplateNode);
+
+/// Calls `visit` with each expression and macro of a statement, operands before their operator.
+fn walk(statement: &Stmt, visit: Visitor) {
+    let mut bodies: Vec<&[Stmt]> = Vec::new();
+    match statement {
+        Stmt::Template(it) => bodies.push(&it.children),
+        Stmt::EmitExpr(it) => walk_expression(&it.expr, visit),
+        Stmt::ForLoop(it) => {
+            walk_expression(&it.iter, visit);
+            it.filter_expr.iter().for_each(|expression| walk_expression(expression, visit));
+            bodies.extend([&it.body[..], &it.else_body]);
+        }
+        Stmt::IfCond(it) => {
+            walk_expression(&it.expr, visit);
+            bodies.extend([&it.true_body[..], &it.false_body]);
+        }
+        Stmt::WithBlock(it) => {
+            it.assignments.iter().for_each(|(_, value)| walk_expression(value, visit));
+            bodies.push(&it.body);
+        }
+        Stmt::Set(it) => walk_expression(&it.expr, visit),
+        Stmt::SetBlock(it) => {
+            it.filter.iter().for_each(|filter| walk_expression(filter, visit));
+            bodies.push(&it.body);
+        }
+        Stmt::AutoEscape(it) => bodies.push(&it.body),
+        Stmt::FilterBlock(it) => {
+            walk_expression(&it.filter, visit);
+            bodies.push(&it.body);
+        }
+        Stmt::Block(it) => bodies.push(&it.body),
+        Stmt::Macro(it) => walk_macro(it, visit),
+        Stmt::CallBlock(it) => {
+            walk_call(&it.call, visit);
+            walk_macro(&it.macro_decl, visit);
+        }
+        Stmt::Do(it) => walk_call(&it.call, visit),
+        _ => {}
+    }
+    bodies.into_iter().flatten().for_each(|statement| walk(statement, visit));
+}
+
+fn walk_macro(declaration: &Macro, visit: Visitor) {
+    visit(TemplateNode::Macro(declaration));
+    declaration.defaults.iter().for_each(|default| walk_expression(default, visit));
+    declaration.body.iter().for_each(|statement| walk(statement, visit));
+}
+
+fn walk_call(call: &Call, visit: Visitor) {
+    walk_expression(&call.expr, visit);
+    walk_arguments(&call.args, visit);
+}
+
+fn walk_arguments(arguments: &[CallArg], visit: Visitor) {
+    for argument in arguments {
+        let (CallArg::Pos(value) | CallArg::Kwarg(_, value) | CallArg::PosSplat(value) | CallArg::KwargSplat(value)) =
+            argument;
+        walk_expression(value, visit);
+    }
+}
+
+fn walk_expression(expression: &Expr, visit: Visitor) {
+    let mut operands: Vec<&Expr> = Vec::new();
+    match expression {
+        Expr::Var(_) | Expr::Const(_) => {}
+        Expr::Slice(it) => {
+            operands.push(&it.expr);
+            operands.extend([&it.start, &it.stop, &it.step].into_iter().flatten());
+        }
+        Expr::UnaryOp(it) => operands.push(&it.expr),
+        Expr::BinOp(it) => operands.extend([&it.left, &it.right]),
+        Expr::Compare(it) => {
+            operands.push(&it.expr);
+            operands.extend(it.ops.iter().map(|operation| &operation.expr));
+        }
+        Expr::IfExpr(it) => {
+            operands.extend([&it.true_expr, &it.test_expr]);
+            operands.extend(&it.false_expr);
+        }
+        Expr::Filter(it) => {
+            it.expr.iter().for_each(|operand| walk_expression(operand, visit));
+            walk_arguments(&it.args, visit);
+        }
+        Expr::Test(it) => {
+            walk_expression(&it.expr, visit);
+            walk_arguments(&it.args, visit);
+        }
+        Expr::GetAttr(it) => operands.push(&it.expr),
+        Expr::GetItem(it) => operands.extend([&it.expr, &it.subscript_expr]),
+        Expr::Call(it) => walk_call(it, visit),
+        Expr::List(it) => operands.extend(&it.items),
+        Expr::Tuple(it) => operands.extend(&it.items),
+        Expr::Map(it) => operands.extend(it.keys.iter().chain(&it.values)),
+    }
+    operands.into_iter().for_each(|operand| walk_expression(operand, visit));
+    visit(TemplateNode::Expression(expression));
+}
