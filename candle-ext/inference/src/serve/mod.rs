@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use candlewick_runtime::stop_signals::stop_signals;
 use signal_hook::iterator::Signals;
 use tokio::sync::{mpsc, watch};
 
@@ -32,7 +32,8 @@ use server_state::{ServerState, limits};
 pub use settings::ServeSettings;
 use worker::Worker;
 
-/// Serves models on `listener` until SIGINT or SIGTERM. Running requests are completed; a second signal cancels them.
+/// Serves models on `listener` until SIGINT, SIGTERM or SIGHUP. Running requests are completed; a second signal cancels
+/// them.
 ///
 /// The models are the first one and adapters on it. They run on the calling thread.
 pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> Result<()> {
@@ -40,7 +41,7 @@ pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> 
     let (limits, max_model_len) = limits(first, settings)?;
     let (queue, jobs) = mpsc::channel(settings.max_queue);
     let state = Arc::new(ServerState::new(models, settings, max_model_len, queue));
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to watch for signals")?;
+    let mut signals = Signals::new(stop_signals()).context("failed to watch for signals")?;
     let handle = signals.handle();
     let (count, counted) = watch::channel(0);
     thread::scope(|scope| {
