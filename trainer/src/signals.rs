@@ -1,4 +1,4 @@
-//! Stop requests: SIGTERM, SIGINT, SIGUSR1 (Slurm's preemption notice) and the kill switch file.
+//! Stop requests: SIGTERM, SIGINT, SIGHUP (a lost terminal), SIGUSR1 (Slurm's preemption notice) and the kill switch file.
 //!
 //! The preparation of the data stops at a request, the training loop handles one between two steps. In between, while the
 //! model is loaded, a signal ends the process at once. So does a second SIGTERM or SIGINT at any time.
@@ -11,7 +11,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use candlewick_runtime::exit::ExitCode;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use candlewick_runtime::stop_signals::stop_signals;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
 
 /// Watches for stop requests. Clones share their state.
@@ -43,7 +44,7 @@ pub struct StopDeadline {
 /// The source of a stop request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StopRequest {
-    /// SIGTERM, SIGINT or SIGUSR1: save a checkpoint and exit with the code for preemption.
+    /// SIGTERM, SIGINT, SIGHUP or SIGUSR1: save a checkpoint and exit with the code for preemption.
     Signal(Signal),
     /// The kill switch file exists: save and end the run as if it were finished.
     KillSwitch(PathBuf),
@@ -56,26 +57,28 @@ pub enum Signal {
     Terminate,
     /// SIGINT: Ctrl-C.
     Interrupt,
+    /// SIGHUP: the terminal is lost.
+    HangUp,
     /// SIGUSR1, which Slurm's `--signal=USR1@90` sends before the time limit.
     Preempt,
 }
 
 impl StopSignals {
-    /// Installs handlers for the three signals for the rest of the process.
+    /// Installs handlers for the signals for the rest of the process.
     pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
         let signal = Arc::new(AtomicUsize::new(0));
         let (already_requested, ends_at_once) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-        for number in [SIGTERM, SIGINT, SIGUSR1] {
+        for number in stop_signals().into_iter().chain([SIGUSR1]) {
             flag::register_conditional_default(number, ends_at_once.clone())?;
+            flag::register_usize(number, signal.clone(), number as usize)?;
         }
+        // SIGHUP never counts as the second signal: the kernel and the shell may both send it. Neither does SIGUSR1, which
+        // precedes the scheduler's SIGTERM.
         for number in [SIGTERM, SIGINT] {
             // Handlers run in the order of registration, so the exit handler reads the flag before it is set.
             flag::register_conditional_shutdown(number, 128 + number, already_requested.clone())?;
             flag::register(number, already_requested.clone())?;
-            flag::register_usize(number, signal.clone(), number as usize)?;
         }
-        // The notice precedes the scheduler's SIGTERM, which must not count as a second signal.
-        flag::register_usize(SIGUSR1, signal.clone(), SIGUSR1 as usize)?;
         Ok(Self { signal, ends_at_once, kill_switch })
     }
 
@@ -124,6 +127,7 @@ impl StopSignals {
         match self.signal.load(Ordering::SeqCst) as i32 {
             SIGTERM => Some(Signal::Terminate),
             SIGINT => Some(Signal::Interrupt),
+            SIGHUP => Some(Signal::HangUp),
             SIGUSR1 => Some(Signal::Preempt),
             _ => None,
         }
@@ -152,6 +156,7 @@ impl std::fmt::Display for StopRequest {
         match self {
             StopRequest::Signal(Signal::Terminate) => write!(f, "SIGTERM"),
             StopRequest::Signal(Signal::Interrupt) => write!(f, "SIGINT"),
+            StopRequest::Signal(Signal::HangUp) => write!(f, "SIGHUP (lost terminal)"),
             StopRequest::Signal(Signal::Preempt) => write!(f, "SIGUSR1 (preemption notice)"),
             StopRequest::KillSwitch(path) => write!(f, "the kill switch {}", path.display()),
         }

@@ -1,5 +1,5 @@
 //! Process-level code of the programs: exit codes, error messages, torchelastic's error file, the allocator, threads per rank, the
-//! launch environment and progress lines.
+//! launch environment, stop signals and progress lines.
 //!
 //! Only this library crate reads environment variables.
 
@@ -13,4 +13,5 @@ pub mod process_memory;
 pub mod progress;
 pub mod rank_env;
 pub mod run_id;
+pub mod stop_signals;
 pub mod terminal;

@@ -12,7 +12,7 @@ const LATEST: &str = "latest";
 /// Atomically points `latest` to the complete checkpoint `dir` in the same folder.
 ///
 /// On a file system without symlinks this only warns: the program itself does not use the link.
-pub fn update_latest_link(dir: &Path) {
+pub(super) fn update_latest_link(dir: &Path) {
     if let Err(error) = replace(dir) {
         tracing::warn!("failed to point the link {LATEST} to {}: {error}", dir.display());
     }

@@ -59,7 +59,7 @@ pub struct Moment {
 }
 
 /// The identity of a checkpoint: the weights after step N have the tag N.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Tag {
     /// Optimizer steps done.
     pub step: usize,

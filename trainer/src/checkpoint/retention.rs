@@ -54,6 +54,7 @@ impl Retention<'_> {
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
             storage.mark_unfinished(&dir).map_err(CheckpointError::io("mark", &dir))?;
             storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
+            format.failpoint("removing", newest.step);
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
             removed.push(dir);
         }

@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
 use super::hash::HashedFile;
-use super::latest::update_latest_link;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
 use super::owner::refuse_unowned;
 use super::plan::{CheckpointPlan, Tag};
@@ -17,7 +16,6 @@ use super::retention::{old_name, temporary_name};
 use super::shard::write_shard;
 use super::state::{RunState, TensorChunk, TrainState};
 use super::storage::{LocalDisk, Storage};
-use crate::failpoint::failpoint;
 
 /// The bytes of tensors after which a new shard file begins.
 const SHARD_BYTES: usize = 2 << 30;
@@ -79,14 +77,12 @@ pub(crate) fn save_with(
                 .map(|bytes| RankManifest::of_bytes(bytes, &dir))
                 .collect::<Result<Vec<_>, _>>()?;
             process.on_first_rank(|| {
-                let n_bytes = finish(storage, &temporary, run, rank_manifests)
-                    .inspect(|_| failpoint("checkpoint_written", run.step))
+                let n_bytes = write_manifest(storage, &temporary, run, rank_manifests)
+                    .inspect(|_| plan.format.failpoint("written", run.step))
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
-                failpoint("checkpoint_published", run.step);
-                update_latest_link(&dir);
-                let prune = |save_total_limit| plan.retention(save_total_limit, run).prune_with(storage, tag);
-                Ok((n_bytes, plan.save_total_limit.map_or(Ok(Vec::new()), prune)?))
+                plan.format.failpoint("renamed", run.step);
+                Ok((n_bytes, plan.finish_save(storage, tag, run)?))
             })
         });
     if written.is_err() && process.is_first() {
@@ -155,7 +151,7 @@ fn write_rank_files(
 }
 
 /// Writes the loop's state, then the manifest of all ranks' files. Returns the total bytes.
-fn finish(
+fn write_manifest(
     storage: &dyn Storage,
     dir: &Path,
     run: &RunState,
@@ -204,7 +200,7 @@ fn write_json(
 }
 
 /// Renames the finished folder to its final name. Renames an existing folder with that name first; if the process dies
-/// between the two renames, the next start restores it.
+/// between the two renames, the next start restores it. [`CheckpointPlan::finish_save`] removes it.
 fn publish(storage: &dyn Storage, temporary: &Path, dir: &Path) -> Result<(), CheckpointError> {
     let parent = dir.parent().expect("a checkpoint folder has a parent");
     let old = parent.join(old_name(&Tag::name_of(dir)));
@@ -217,7 +213,5 @@ fn publish(storage: &dyn Storage, temporary: &Path, dir: &Path) -> Result<(), Ch
         let _ = storage.rename(&old, dir).and_then(|()| storage.unmark_finished(dir));
         return Err(CheckpointError::io("rename", temporary)(error));
     }
-    storage.unmark_finished(dir).map_err(CheckpointError::io("finish", dir))?;
-    storage.sync_dir(parent).map_err(CheckpointError::io("sync", parent))?;
-    storage.remove_dir(&old).map_err(CheckpointError::io("remove", &old))
+    Ok(())
 }

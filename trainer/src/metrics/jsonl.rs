@@ -15,6 +15,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::description::RunDescription;
+use super::record::CheckpointRecord;
 use super::tracker::{MetricsRecord, RecordKind, RunStart, Tracker};
 
 /// Appends records to a metrics file.
@@ -120,6 +121,15 @@ pub(super) fn records_until(path: &Path, last_step: usize) -> Vec<MetricsRecord>
         MetricsRecord::of(RecordKind::Other, &fields).ok()
     });
     records.filter(|record| record.step <= last_step).collect()
+}
+
+/// Returns the checkpoint folders that a metrics file records.
+pub(super) fn saved_checkpoints(path: &Path) -> Vec<PathBuf> {
+    let text = fs::read(path).unwrap_or_default();
+    // Most lines are of steps, and are not parsed.
+    let lines = text.split(|byte| *byte == b'\n').filter(|line| line.windows(8).any(|part| part == b"\"saved\":"));
+    let record = |line| serde_json::from_slice::<CheckpointRecord>(line).ok();
+    lines.filter_map(record).map(|record| record.saved).collect()
 }
 
 /// Returns the first unused name of `<name>.1.<ending>`, `.2`, and so on.

@@ -203,8 +203,9 @@ pub struct CheckpointRecord {
     pub iter: usize,
     /// The checkpoint folder.
     pub saved: PathBuf,
-    /// Seconds until the checkpoint was on disk.
-    pub save_time: f64,
+    /// Seconds until the checkpoint was on disk. `None` if the process was killed before it recorded them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub save_time: Option<f64>,
 }
 
 /// A run that resumes from a checkpoint.
@@ -279,7 +280,7 @@ mod tests {
 
     #[test]
     fn the_json_of_checkpoints_and_resumes_has_these_fields() {
-        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: 0.5 };
+        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: Some(0.5) };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"saved":"out/global_step_4","save_time":0.5}"#);
         let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"resumed_from":"out/global_step_4","resume_time":0.5}"#);

@@ -1,7 +1,7 @@
 //! Sends each record to the trackers and the terminal.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use candlewick_runtime::exit::ExitCode;
@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
 use super::description::RunDescription;
 use super::format::duration;
+use super::jsonl::saved_checkpoints;
 use super::plan::{Console, LogPlan};
 use super::record::{
     CheckpointRecord, EvalRecord, Fp8Record, LossSpikeRecord, ResumeRecord, SamplesRecord, StepRecord, TasksRecord,
@@ -114,7 +115,17 @@ impl Reporter {
     /// Reports a checkpoint.
     pub fn log_checkpoint(&mut self, record: &CheckpointRecord) {
         self.record(RecordKind::Checkpoint, record);
-        self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
+        let saved = record.saved.display();
+        self.terminal.line(&match record.save_time {
+            Some(save_time) => format!("saved {saved} in {}", duration(save_time)),
+            None => format!("completed the save of {saved}, which a killed process had begun"),
+        });
+    }
+
+    /// Returns true if a metrics file is written and has no record of the checkpoint in `dir`.
+    pub fn lacks_checkpoint(&self, dir: &Path) -> bool {
+        let path = self.plan.metrics_path.as_deref().filter(|path| path.is_file());
+        path.is_some_and(|path| !saved_checkpoints(path).iter().any(|saved| saved == dir))
     }
 
     /// Reports a resume.
@@ -178,7 +189,6 @@ mod tests {
     use super::*;
     use crate::metrics::plan::Console;
     use crate::metrics::tracking_plan::TrackingPlan;
-    use std::path::Path;
 
     /// Returns a plan with the intervals of steps and of evaluations.
     fn plan(metrics_path: &Path, [train_log_iter_interval, eval_log_iter_interval]: [usize; 2]) -> LogPlan {

@@ -39,7 +39,8 @@ pub struct LossWatchdogSection {
     /// continues after the batch of the spike) or `stop` (ends the run with exit code 5).
     pub action: Option<SpikeAction>,
     /// The limit of a loss, as the number of standard deviations above the median of the last losses. The standard deviation
-    /// is 1.4826 times the median absolute deviation, and at least 1% of the median. Default 6.
+    /// is 1.4826 times the median absolute deviation, or half the distance from the median to the loss that 2.28% of them
+    /// exceed, if that is greater. It is at least 0.05. Default 6.
     pub sigma_factor: Option<HumanFloat>,
     /// The number of last losses that determine the limit. Default 128.
     pub rolling_interval_length: Option<HumanInt>,

@@ -49,10 +49,14 @@ impl Session<'_> {
     /// Runs the evaluations that are due after this step, unless they were done before the run was resumed.
     pub(super) fn evaluate(&mut self) -> Result<()> {
         let moment = self.moment();
-        if self.progress.evaluated == Some(moment.step) {
-            return Ok(());
-        }
-        self.evaluate_as(|plan| plan.is_due(moment))
+        if self.is_evaluation_due() { self.evaluate_as(|plan| plan.is_due(moment)) } else { Ok(()) }
+    }
+
+    /// Returns true if an evaluation is due after this step and was not completed.
+    pub(super) fn is_evaluation_due(&self) -> bool {
+        let (moment, plan) = (self.moment(), self.run.plan);
+        let mut whens = plan.eval.iter().chain(plan.tasks.iter().map(|tasks| &tasks.when));
+        self.progress.evaluated != Some(moment.step) && whens.any(|when| when.is_due(moment))
     }
 
     fn evaluate_as(&mut self, is_due: impl Fn(&EvalPlan) -> bool) -> Result<()> {
@@ -142,6 +146,11 @@ impl Session<'_> {
         }
         let Some(value) = values.get(&self.progress.scores.metric) else { return };
         self.progress.scores.add(self.stream.cursor().step, *value);
+        self.report_best();
+    }
+
+    /// Writes the best step so far into run.json.
+    pub(super) fn report_best(&mut self) {
         if let Some((step, value)) = self.progress.scores.best() {
             let metric = self.progress.scores.metric.clone();
             self.update_run_json(|report| {

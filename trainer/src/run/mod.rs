@@ -271,11 +271,15 @@ fn steps(session: &mut Session) -> Result<EndReason> {
     match first_step {
         0 => session.evaluate_first()?,
         // A run that was stopped during an evaluation evaluates first.
-        _ => session.evaluate()?,
+        _ => {
+            session.evaluate()?;
+            session.finish_earlier_saves()?;
+        }
     }
     loop {
         let done = session.stream.cursor().step;
-        if done >= session.stream.total_steps() {
+        // A stop request may have ended the last evaluation without a result.
+        if done >= session.stream.total_steps() && !session.is_evaluation_due() {
             return Ok(EndReason::Horizon);
         }
         if let Some(end) = session.early_stopping() {

@@ -86,7 +86,7 @@ impl<'w> RankContext<'w> {
         own: Option<StopRequest>,
         kill_switch: Option<&Path>,
     ) -> Result<Option<StopRequest>> {
-        const SIGNALS: [Signal; 3] = [Signal::Preempt, Signal::Interrupt, Signal::Terminate];
+        const SIGNALS: [Signal; 4] = [Signal::Preempt, Signal::HangUp, Signal::Interrupt, Signal::Terminate];
         let code = match own {
             None => 0,
             Some(StopRequest::KillSwitch(_)) => 1,

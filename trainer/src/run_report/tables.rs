@@ -211,14 +211,14 @@ pub(super) fn trained(stats: &TokenStats) -> Vec<(&'static str, String)> {
 pub(super) fn events(run: &ReportedRun) -> Vec<RunEvent> {
     let rows = &run.history.rows;
     let saved = rows.checkpoints().iter().map(|it| (it.iter, "checkpoint", &it.saved, it.save_time));
-    let resumed = rows.resumes().iter().map(|it| (it.iter, "resumed from", &it.resumed_from, it.resume_time));
+    let resumed = rows.resumes().iter().map(|it| (it.iter, "resumed from", &it.resumed_from, Some(it.resume_time)));
     let mut all: Vec<_> = saved.chain(resumed).collect();
     all.sort_by_key(|(step, ..)| *step);
-    let event = |(step, what, path, time): (usize, &'static str, &std::path::PathBuf, f64)| RunEvent {
+    let event = |(step, what, path, time): (usize, &'static str, &std::path::PathBuf, Option<f64>)| RunEvent {
         step: grouped(step),
         what,
         path: path.display().to_string(),
-        time: duration(time),
+        time: time.map_or_else(String::new, duration),
     };
     all.into_iter().map(event).collect()
 }

@@ -23,6 +23,21 @@ const FAILPOINTS: [&str; 11] = [
     "export_published:24",
 ];
 
+/// Two entries that keep one checkpoint each: the save of step 4 deletes that of step 2.
+#[cfg(debug_assertions)]
+const KEEPS_ONE: [&str; 6] = [
+    "eval_interval=2",
+    "metric_for_best_model=loss",
+    "checkpoint.0.save_every_n_steps=2",
+    "checkpoint.0.save_total_limit=1",
+    "checkpoint.1.save_every_n_steps=2",
+    "checkpoint.1.save_total_limit=1",
+];
+
+/// The end of a run of four steps.
+#[cfg(debug_assertions)]
+const FOUR_STEPS: [&str; 2] = ["train_iters=4", "checkpoint.1.save_end_of_training=false"];
+
 /// Release builds have no failpoints. Unit tests stop the writing of a checkpoint at each file operation.
 #[cfg(debug_assertions)]
 #[test]
@@ -37,6 +52,108 @@ fn a_run_killed_several_times_ends_with_the_same_weights() {
     killed.train_ok(&[]);
     assert!(killed.report()["resumed_from"].is_string(), "{}", killed.report()["resumed_from"]);
     assert!(whole.exported() == killed.exported(), "the weights differ");
+}
+
+/// Kills a run at each failpoint, starts it again, and compares its folders and records with those of a run that was not
+/// killed.
+#[cfg(debug_assertions)]
+#[track_caller]
+fn check_killed_at(arguments: &[&str], failpoints: &[&str]) {
+    let arguments = &[&KEEPS_ONE[..], arguments].concat();
+    let whole = Run::new();
+    whole.train_ok(arguments);
+    for failpoint in failpoints {
+        let killed = Run::new();
+        let output = killed.command("train", arguments).env("CANDLEWICK_TEST_KILL_AT", failpoint).output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGKILL), "{failpoint}: {}", stderr(&output));
+        let output = killed.train(arguments);
+        assert!(output.status.success(), "{failpoint}: {}", stderr(&output));
+        for of in [listing, saved, best] {
+            assert_eq!(of(&killed), of(&whole), "{failpoint}: {}", stderr(&output));
+        }
+        assert!(whole.exported() == killed.exported(), "{failpoint}: the weights differ");
+    }
+}
+
+/// Lists the files and the targets of links in both checkpoint folders.
+#[cfg(debug_assertions)]
+fn listing(run: &Run) -> Vec<String> {
+    let mut folders = vec![run.path().join("checkpoints"), run.path().join("hf")];
+    let mut found = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(run.path()).unwrap().display().to_string();
+            match std::fs::read_link(&path) {
+                Ok(target) => found.push(format!("{name} -> {}", target.display())),
+                Err(_) if path.is_dir() => folders.push(path),
+                Err(_) => found.push(name),
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Lists the checkpoints that the metrics record.
+#[cfg(debug_assertions)]
+fn saved(run: &Run) -> Vec<String> {
+    let records = run.metrics();
+    let folders = records.iter().filter_map(|record| record["saved"].as_str());
+    let mut saved: Vec<_> =
+        folders.map(|folder| folder.strip_prefix(run.path().to_str().unwrap()).unwrap().to_owned()).collect();
+    saved.sort();
+    saved
+}
+
+/// Returns the step with the best evaluation, which run.json names.
+#[cfg(debug_assertions)]
+fn best(run: &Run) -> Vec<String> {
+    vec![run.report()["metrics"]["best"].to_string()]
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_at_any_point_of_its_last_save_completes_it_at_the_next_start() {
+    let parts = ["written", "renamed", "published", "linked", "removing", "pruned", "recorded"];
+    check_killed_at(&FOUR_STEPS, &parts.map(|part| format!("checkpoint_{part}:4")).each_ref().map(String::as_str));
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_at_any_point_of_its_last_export_completes_it_at_the_next_start() {
+    let parts = ["started", "renamed", "published", "linked", "removing", "pruned", "recorded"];
+    check_killed_at(&FOUR_STEPS, &parts.map(|part| format!("export_{part}:4")).each_ref().map(String::as_str));
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_during_a_save_in_the_background_completes_it_at_the_next_start() {
+    let in_background = [&FOUR_STEPS[..], &["checkpoint.0.async_save=true"]].concat();
+    check_killed_at(&in_background, &["checkpoint_renamed:4", "checkpoint_removing:4", "export_renamed:2"]);
+}
+
+/// The run ends after step 5, where no checkpoint is due.
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_during_a_save_before_its_end_completes_it_at_the_next_start() {
+    let five_steps = ["train_iters=5", "checkpoint.1.save_end_of_training=false"];
+    check_killed_at(&five_steps, &["checkpoint_published:4", "export_removing:4"]);
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_during_the_saves_of_an_early_end_completes_them_at_the_next_start() {
+    let early = ["train_iters=4", "exit_iteration=3"];
+    check_killed_at(&early, &["checkpoint_published:3", "checkpoint_recorded:3", "export_published:3"]);
+}
+
+/// Every entry saves the last step of a run without a due checkpoint.
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_killed_between_the_saves_of_its_last_step_completes_them_at_the_next_start() {
+    let none_due = ["train_iters=1", "checkpoint.1.save_end_of_training=false"];
+    check_killed_at(&none_due, &["checkpoint_published:1", "checkpoint_recorded:1", "export_published:1"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::low_level::raise;
 use trainer::exit::ExitCode;
 use trainer::signals::{Signal, SignalReaction, StopRequest, StopSignals};
@@ -37,6 +37,7 @@ fn child() {
         Some(StopRequest::Signal(Signal::Terminate)) => 10,
         Some(StopRequest::Signal(Signal::Interrupt)) => 11,
         Some(StopRequest::Signal(Signal::Preempt)) => 12,
+        Some(StopRequest::Signal(Signal::HangUp)) => 13,
         Some(StopRequest::KillSwitch(_)) | None => 19,
     });
 }
@@ -99,6 +100,7 @@ fn the_first_signal_is_a_request() {
     check(&[SIGTERM], 10);
     check(&[SIGINT], 11);
     check(&[SIGUSR1], 12);
+    check(&[SIGHUP], 13);
 }
 
 #[test]
@@ -106,6 +108,23 @@ fn the_second_signal_ends_the_process_with_its_own_code() {
     check(&[SIGTERM, SIGTERM], 128 + SIGTERM);
     check(&[SIGINT, SIGINT], 128 + SIGINT);
     check(&[SIGTERM, SIGINT], 128 + SIGINT);
+}
+
+/// The kernel and the shell may both send SIGHUP, and systemd sends it after SIGTERM.
+#[test]
+fn a_lost_terminal_is_not_the_first_or_second_of_two() {
+    check(&[SIGHUP, SIGHUP], 13);
+    check(&[SIGHUP, SIGTERM], 10);
+    check(&[SIGTERM, SIGHUP], 13);
+    check(&[SIGHUP, SIGTERM, SIGTERM], 128 + SIGTERM);
+}
+
+#[test]
+fn a_program_that_nohup_started_ignores_a_lost_terminal() {
+    let mut nohup = Command::new("nohup");
+    nohup.arg(std::env::current_exe().unwrap()).args(["--exact", "signals::child", "--nocapture"]);
+    nohup.env(SIGNALS, SIGHUP.to_string()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    assert_eq!(nohup.status().unwrap().code(), Some(19));
 }
 
 #[test]

@@ -120,7 +120,7 @@ impl ServeOptions {
     }
 }
 
-/// Serves `model`, a path or Hub id, until SIGINT or SIGTERM.
+/// Serves `model`, a path or Hub id, until SIGINT, SIGTERM or SIGHUP.
 pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
     let address = SocketAddr::new(options.host, options.port);
     // A used port is an error before the model is loaded.

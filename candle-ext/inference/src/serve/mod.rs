@@ -27,8 +27,8 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_runtime::stop_signals::stop_signals;
 use candlewick_runtime::terminal::print_note;
-use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tokio::sync::{mpsc, watch};
 
@@ -37,8 +37,8 @@ use server_state::{ServerEndpoints, ServerState, limits};
 pub use settings::ServeSettings;
 use worker::Worker;
 
-/// Serves models on `listener` until SIGINT or SIGTERM. Running requests are completed until the deadline of the settings; a
-/// second signal cancels them.
+/// Serves models on `listener` until SIGINT, SIGTERM or SIGHUP. Running requests are completed until the deadline of the
+/// settings; a second signal cancels them.
 ///
 /// The models are the first one and adapters on it. They run on the calling thread.
 pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> Result<()> {
@@ -46,7 +46,7 @@ pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> 
     let (limits, max_model_len) = limits(first, settings)?;
     let address = listener.local_addr().context("failed to read the server's address")?;
     let (queue, jobs) = mpsc::channel(settings.max_queue);
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to watch for signals")?;
+    let mut signals = Signals::new(stop_signals()).context("failed to watch for signals")?;
     let handle = signals.handle();
     let (count, counted) = watch::channel(0);
     let endpoints = ServerEndpoints { address, queue, signals: counted };

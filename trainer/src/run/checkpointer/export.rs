@@ -8,8 +8,7 @@ use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHA
 use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 
-use crate::checkpoint::{CheckpointPlan, EXPORT_MARK, ExportMark, RunState, refuse_unowned, update_latest_link};
-use crate::failpoint::failpoint;
+use crate::checkpoint::{CheckpointPlan, EXPORT_MARK, ExportMark, LocalDisk, RunState, refuse_unowned};
 use crate::plan::dtype;
 
 use super::{Checkpointer, SavedCheckpoint};
@@ -46,7 +45,7 @@ impl Checkpointer<'_> {
         // Exported tensors are in the order of the model.
         let fetch = |spec: &ParamSpec| {
             // A gather waits for the other ranks, so this rank is not busy meanwhile.
-            failpoint("export_started", state.step);
+            checkpoint.format.failpoint("started", state.step);
             shown.add(1);
             drop(busy.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
@@ -71,10 +70,8 @@ impl Checkpointer<'_> {
             let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes, expert_tensors };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
-        failpoint("export_published", state.step);
-        update_latest_link(&dir);
-        let prune = |save_total_limit| checkpoint.retention(save_total_limit, state).prune(state.tag());
-        Ok(checkpoint.save_total_limit.map_or(Ok(Vec::new()), prune)?)
+        checkpoint.format.failpoint("renamed", state.step);
+        Ok(checkpoint.finish_save(&LocalDisk, state.tag(), state)?)
     }
 
     /// Returns the folders with the files that an export copies.

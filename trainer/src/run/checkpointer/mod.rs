@@ -4,18 +4,17 @@ mod export;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, UNIX_EPOCH};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candlewick_model::BaseModelRecord;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointFormat, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, Moment, PlannedCheckpoints,
-    Resumed, RunState, TrainState, WrittenCheckpoint, bytes_needed, move_aside, newest_complete, preflight, read_state,
-    refuse_occupied, resume, save,
+    CheckpointError, CheckpointFormat, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
+    PlannedCheckpoints, Resumed, RunState, Tag, TrainState, WrittenCheckpoint, bytes_needed, move_aside,
+    newest_complete, preflight, read_state, refuse_occupied, resume, save,
 };
 use crate::data::{EpochSize, TrainSteps};
 use crate::plan::{Plan, WeightInit};
@@ -69,12 +68,6 @@ pub(super) fn run_id(plan: &Plan, unfinished: Option<u64>) -> Result<RunId> {
     let date = state.as_ref().and_then(|state| state.date).unwrap_or(run_start);
     let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
     Ok(RunId { run: if is_copy { without_checkpoint } else { run_start }, date })
-}
-
-/// Returns true if the checkpoint in `dir` was written after this run started, and not by an earlier run.
-pub(super) fn is_of_run(dir: &Path, run_id: RunId) -> bool {
-    let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
-    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(run_id.run))
 }
 
 impl<'a> Checkpointer<'a> {
@@ -211,6 +204,12 @@ impl<'a> Checkpointer<'a> {
         self.newest.values().map(|(step, _)| *step).max()
     }
 
+    /// Returns true if this step is the newest checkpoint of an entry of the plan.
+    pub(super) fn is_saved(&self, checkpoint: &CheckpointPlan, step: usize) -> bool {
+        let place = (checkpoint.format, checkpoint.output_dir.clone());
+        self.newest.get(&place).is_some_and(|(newest, _)| *newest == step)
+    }
+
     /// Returns the newest folder of each entry of the plan that exports weights.
     pub(super) fn exported(&self) -> impl Iterator<Item = &Path> {
         let newest = self.newest.iter().filter(|((format, _), _)| *format == CheckpointFormat::HuggingFace);
@@ -232,10 +231,10 @@ impl<'a> Checkpointer<'a> {
     ) -> Result<SaveOutcome> {
         let home = checkpoint.output_dir.canonicalize().ok();
         let state = RunState { home, ..self.run_state(stream, progress) };
-        let place = (checkpoint.format, checkpoint.output_dir.clone());
-        if self.newest.get(&place).is_some_and(|(step, _)| *step == state.step) {
+        if self.is_saved(checkpoint, state.step) {
             return Ok(SaveOutcome::AlreadySaved);
         }
+        let place = (checkpoint.format, checkpoint.output_dir.clone());
         let newest = (state.step, checkpoint.dir(state.tag()));
         let outcome = match checkpoint.format {
             CheckpointFormat::Sharded if checkpoint.async_save => {
@@ -253,6 +252,33 @@ impl<'a> Checkpointer<'a> {
         };
         self.newest.insert(place, newest);
         Ok(outcome)
+    }
+
+    /// Completes the newest save of each entry up to this step, in case a process was killed before its end. Returns the tag
+    /// of each, and the deleted folders on the first rank. All ranks call this.
+    pub(super) fn finish_saves(
+        &mut self,
+        stream: &TrainSteps,
+        progress: Progress,
+    ) -> Result<Vec<(Tag, SavedCheckpoint)>> {
+        let (state, plans) = (self.run_state(stream, progress), &self.run.plan.checkpoints);
+        let mut removed = vec![Vec::new(); plans.len()];
+        let tags = self.run.ranks.process.broadcast_from_first(|| {
+            let finished: Vec<Option<FinishedSave>> =
+                plans.iter().map(|plan| plan.finish_newest_save(&state)).collect::<Result<_, _>>()?;
+            let tags: Vec<Option<Tag>> = finished.iter().map(|save| save.as_ref().map(|save| save.tag)).collect();
+            removed = finished.into_iter().map(|save| save.map(|save| save.removed).unwrap_or_default()).collect();
+            Ok(serde_json::to_vec(&tags)?)
+        })?;
+        let tags: Vec<Option<Tag>> = serde_json::from_slice(&tags).context("failed to read the first rank's tags")?;
+        let mut saves = Vec::new();
+        for ((plan, removed), tag) in plans.iter().zip(removed).zip(tags) {
+            let Some(tag) = tag else { continue };
+            let dir = plan.dir(tag);
+            self.newest.insert((plan.format, plan.output_dir.clone()), (tag.step, dir.clone()));
+            saves.push((tag, SavedCheckpoint { dir, removed }));
+        }
+        Ok(saves)
     }
 
     fn run_state(&self, stream: &TrainSteps, progress: Progress) -> RunState {

@@ -117,9 +117,7 @@ impl<'a> Session<'a> {
         lines(plan, &description.device).iter().for_each(|line| session.reporter.terminal().line(line));
         session.run_json.update(|report| report.run = Some(description))?;
         session.log_start(resumed.as_ref(), resume_time, &moved)?;
-        if resumed.is_some() {
-            session.save_missing()?;
-        }
+        session.report_best();
         session.run.ranks.instruments.begin_training();
         Ok(session)
     }

@@ -6,11 +6,11 @@ use std::time::Instant;
 use anyhow::Result;
 use candlewick_ops::span;
 
-use crate::checkpoint::{CheckpointFormat, CheckpointPlan, Moment, Tag};
+use crate::checkpoint::{CheckpointFormat, CheckpointPlan, Moment};
 use crate::data::Cursor;
 use crate::metrics::CheckpointRecord;
 use crate::run::async_save::FinishedAsyncSave;
-use crate::run::checkpointer::{self, SaveOutcome, SavedCheckpoint};
+use crate::run::checkpointer::{SaveOutcome, SavedCheckpoint};
 use crate::run::context::Progress;
 use crate::run::step::AllStepsSkipped;
 
@@ -33,11 +33,15 @@ impl Session<'_> {
     /// Reports the asynchronous checkpoint if it is finished. With `wait`, waits for it.
     pub(in crate::run) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
         if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
-            let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
-            self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved: dir, save_time });
-            self.log_removed(&removed);
+            let (epoch, iter, save_time) = (tag.epoch, tag.step, Some(save_time.as_secs_f64()));
+            self.log_saved(&CheckpointRecord { epoch, iter, saved: dir, save_time }, &removed);
         }
         Ok(())
+    }
+
+    fn log_saved(&mut self, record: &CheckpointRecord, removed: &[PathBuf]) {
+        self.reporter.log_checkpoint(record);
+        self.log_removed(removed);
     }
 
     fn log_removed(&self, removed: &[PathBuf]) {
@@ -80,25 +84,31 @@ impl Session<'_> {
         Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
     }
 
-    /// Saves the checkpoints of this step that are missing because the run died between two of them.
-    pub(super) fn save_missing(&mut self) -> Result<()> {
-        let Cursor { step, epoch, .. } = *self.stream.cursor();
-        let (moment, run_id) = (self.moment(), self.run.run_id);
-        let is_missing = |plan: &CheckpointPlan| !checkpointer::is_of_run(&plan.dir(Tag { step, epoch }), run_id);
-        // The first rank decides: a later check on another rank may find a checkpoint that was written meanwhile.
-        let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.is_due(moment) && is_missing(plan)));
-        let found = self.run.ranks.process.exchange(Ok(found.collect()))?.swap_remove(0);
-        let checkpoints = self.run.plan.checkpoints.iter().zip(found);
-        let missing: Vec<&CheckpointPlan> = checkpoints.filter(|(_, is)| *is == 1).map(|(plan, _)| plan).collect();
-        self.save_all(|plan| missing.contains(&plan)).map(drop)
+    /// Completes the saves during which an earlier process of this run was killed, and saves the checkpoints of this step
+    /// that it did not reach.
+    pub(in crate::run) fn finish_earlier_saves(&mut self) -> Result<()> {
+        for (tag, SavedCheckpoint { dir, removed }) in
+            self.checkpointer.finish_saves(&self.stream, self.progress.clone())?
+        {
+            if self.reporter.lacks_checkpoint(&dir) {
+                let record = CheckpointRecord { epoch: tag.epoch, iter: tag.step, saved: dir, save_time: None };
+                self.log_saved(&record, &removed);
+            } else {
+                self.log_removed(&removed);
+            }
+        }
+        self.save_due()
     }
 
     /// Saves every checkpoint of the plan if the run has ended and none was due, so that no training is lost.
+    ///
+    /// An earlier process may have been killed between two of these checkpoints.
     pub(in crate::run) fn save_last_step(&mut self) -> Result<()> {
-        if self.checkpointer.newest_step().is_some()
-            || self.run.plan.checkpoints.is_empty()
-            || self.stream.cursor().step == 0
-        {
+        let (moment, plans) = (self.moment(), &self.run.plan.checkpoints);
+        let was_due = self.checkpointer.newest_step().is_some_and(|newest| newest < moment.step)
+            || plans.iter().any(|plan| plan.is_due(moment));
+        let is_saved = plans.iter().all(|plan| self.checkpointer.is_saved(plan, moment.step));
+        if was_due || is_saved || moment.step == 0 {
             return Ok(());
         }
         self.refuse_untrained()?;
@@ -141,9 +151,9 @@ impl Session<'_> {
                 self.checkpointer.save(checkpoint, &self.stream, progress)?
             {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
-                let save_time = started.elapsed().as_secs_f64();
-                self.reporter.log_checkpoint(&CheckpointRecord { epoch, iter, saved, save_time });
-                self.log_removed(&removed);
+                let save_time = Some(started.elapsed().as_secs_f64());
+                self.log_saved(&CheckpointRecord { epoch, iter, saved, save_time }, &removed);
+                checkpoint.format.failpoint("recorded", iter);
             }
             n_checkpoints += 1;
         }
