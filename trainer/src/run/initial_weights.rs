@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use candlewick_inference::weights::{self, WeightSource, load_weights};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, ModelError};
 use candlewick_parallel::Engine;
 use candlewick_text::hub::{Hub, HubError, ModelFiles};
 
+use crate::exit::ExitCode;
 use crate::plan::{Plan, WeightInit};
 
 /// The opened files of the initial weights. Only their headers are read.
@@ -59,6 +60,9 @@ pub fn check_weights(plan: &Plan, hub: &Hub) -> Result<Vec<String>> {
             error @ (HubError::InvalidId { .. } | HubError::PathNotFound { .. } | HubError::NotAModel { .. }),
         )) => {
             return Err(error.into());
+        }
+        Some(Err(error @ HubError::LockedFileDamaged { .. })) => {
+            return Err(anyhow!("failed to {error}").context(ExitCode::Data));
         }
         // Weights that the cache lacks are downloaded when the run starts.
         found => found.and_then(Result::ok),

@@ -472,6 +472,14 @@ pub(crate) const ATTACKS: &[Attack] = &[
         words: &["recipe.yaml.lock", "its sha256 is ", "expected 0000", "run `trainer prefetch recipe.yaml`"],
     },
     Attack {
+        name: "a locked file with other bytes in the cache, for check",
+        path: "recipe.yaml.lock",
+        apply: |path| write_locked_cache(path),
+        command: &["trainer", "check", "recipe.yaml", "model.name_or_path=tiny/base"],
+        code: 3,
+        words: &["recipe.yaml.lock", "its sha256 is ", "expected 0000", "run `trainer prefetch recipe.yaml`"],
+    },
+    Attack {
         name: "a chain of 40 bases",
         path: "recipe.yaml",
         apply: |path| {

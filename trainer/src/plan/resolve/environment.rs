@@ -292,9 +292,12 @@ fn from_hub(
     };
     match found {
         Ok(folder) => Ok(Some(Config::read(&folder)?)),
-        Err(error @ (HubError::InvalidId { .. } | HubError::PathNotFound { .. } | HubError::NotAModel { .. })) => {
-            Err(error.into())
-        }
+        Err(
+            error @ (HubError::InvalidId { .. }
+            | HubError::PathNotFound { .. }
+            | HubError::NotAModel { .. }
+            | HubError::LockedFileDamaged { .. }),
+        ) => Err(error.into()),
         Err(_) if view.access == HubAccess::ThisMachine => Ok(None),
         Err(error) => Err(error.into()),
     }
