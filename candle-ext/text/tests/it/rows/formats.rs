@@ -500,7 +500,7 @@ fn calls_of(row: &str) -> String {
     let format = RowFormat::find(&request(), &*source).unwrap();
     let Document::Conversation(chat) = format.read(&*source, 0).unwrap() else { panic!("{row} is no chat") };
     let template = ChatTemplate::new("calls", SOURCE).unwrap();
-    template.render(&template.with_parsed_tool_arguments(&chat), AddGenerationPrompt::No).unwrap()
+    template.render(&template.adapt(&chat), AddGenerationPrompt::No).unwrap()
 }
 
 // `json.loads` and `json.dumps` of Python keep all digits, too.
