@@ -199,7 +199,7 @@ mod tests {
         for seed in 0..200 {
             let sequences = random(1 + seed as usize % 40, seed);
             let sequences: Vec<&[u32]> = sequences.iter().map(Vec::as_slice).collect();
-            let class = |i: usize| if i % 3 == 0 { LengthClass::Long } else { LengthClass::Short };
+            let class = |i: usize| if i.is_multiple_of(3) { LengthClass::Long } else { LengthClass::Short };
             let classes: Vec<LengthClass> = (0..sequences.len()).map(class).collect();
             let tree = PrefixTree::new(&sequences, &classes);
             for (i, node) in tree.nodes.iter().enumerate() {
