@@ -1,11 +1,13 @@
 //! Hub API: the commit of a revision and its file list.
 //!
 //! Answers are bounded, and compared with the request: a commit has the requested hash, a list names each file once. The
-//! token goes to the endpoint alone, wherever the next page of a list is.
+//! token goes to the endpoint alone, wherever the next page of a list is. hf-hub has the types of the answers; its client
+//! bounds neither answers nor pages.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
+use hf_hub::repository::{DatasetInfo, ModelInfo, RepoTreeEntry};
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue, LINK};
 use reqwest::{Client, Url};
 use serde::Deserialize;
@@ -15,7 +17,7 @@ use super::cache::{is_commit, is_inside};
 use super::error::innermost;
 use super::fetch::{RESPONSE_TIMEOUT_FACTOR, client};
 use super::retry::{AttemptError, ErrorResponse, RequestTarget, with_retries};
-use super::{HubError, HubSettings, ListedFile, RepoId};
+use super::{HubError, HubSettings, ListedFile, RepoId, RepoKind};
 use crate::response_body::read_body;
 
 pub(crate) struct HubApi {
@@ -24,20 +26,12 @@ pub(crate) struct HubApi {
     client: Client,
 }
 
-#[derive(Deserialize)]
-struct RepoInfo {
-    sha: String,
-}
-
-/// File, folder or submodule in a file list.
+/// File or folder in a file list. hf-hub's type lacks the hash of an LFS file in a list.
 #[derive(Deserialize)]
 struct TreeEntry {
-    #[serde(rename = "type")]
-    kind: String,
-    path: String,
-    #[serde(default)]
-    size: u64,
     lfs: Option<LfsPointer>,
+    #[serde(flatten)]
+    entry: RepoTreeEntry,
 }
 
 /// Pointer to the contents of a large file.
@@ -73,7 +67,11 @@ impl HubApi {
         let asked = RequestTarget { repo, revision, file: None };
         let mut url = self.url(repo, ["revision", revision])?;
         url.set_query(Some("expand=sha"));
-        let (RepoInfo { sha: commit }, _) = with_retries(&self.settings, &asked, || self.get(&url))?;
+        let commit = with_retries(&self.settings, &asked, || match repo.kind() {
+            RepoKind::Model => self.get::<ModelInfo>(&url).map(|(info, _)| info.sha),
+            RepoKind::Dataset => self.get::<DatasetInfo>(&url).map(|(info, _)| info.sha),
+        })?;
+        let commit = commit.unwrap_or_default();
         if !is_commit(&commit) {
             let problem = format!("the Hub names {commit:?} as the commit of {revision:?}");
             return Err(HubError::WrongContents { id: repo.to_string(), problem });
@@ -102,11 +100,14 @@ impl HubApi {
             if entries.is_empty() && next.is_some() {
                 return Err(wrong("a page of its file list is empty, but another page follows".to_owned()));
             }
-            for TreeEntry { kind, path, size, lfs } in entries {
+            for TreeEntry { entry, lfs } in entries {
+                let (RepoTreeEntry::File { path, .. } | RepoTreeEntry::Directory { path, .. }) = &entry;
                 if !names.insert(path.clone()) {
                     return Err(wrong(format!("its file list names {path:?} twice")));
                 }
-                if kind == "file" && is_inside(&path) {
+                if let RepoTreeEntry::File { path, size, .. } = entry
+                    && is_inside(&path)
+                {
                     files.push(ListedFile { path, size, sha256: lfs.map(|lfs| lfs.oid.to_ascii_lowercase()) });
                 }
             }

@@ -62,7 +62,8 @@ impl EnforcedLock {
     /// Returns the error of a cached file that differs from its entry.
     pub(super) fn damaged(&self, repo: &RepoId, file: &LockedFile, problem: String) -> HubError {
         let LockContext { path: lock, prefetch } = self.context.clone();
-        HubError::LockedFileDamaged { file: format!("{} of {repo}", file.path), lock, problem, prefetch }
+        let problem = format!("{problem} in {}", lock.display());
+        HubError::LockedFileDamaged { file: format!("{} of {repo}", file.path), problem, prefetch }
     }
 
     fn not_locked(&self, entry: String) -> HubError {

@@ -188,16 +188,11 @@ pub enum HubError {
         prefetch: String,
     },
     /// A cached file differs from its entry in a lock file.
-    #[error(
-        "load {file}: {problem} in {}; run `{prefetch}` with a network to download it again",
-        lock.display()
-    )]
+    #[error("load {file}: {problem}; run `{prefetch}` with a network to download it again")]
     LockedFileDamaged {
         /// The file and its repository.
         file: String,
-        /// The lock file.
-        lock: PathBuf,
-        /// Found and expected size or hash.
+        /// Found and expected size or hash, with the lock file.
         problem: String,
         /// Command that downloads the file.
         prefetch: String,
