@@ -54,12 +54,6 @@ def enter_namespaces():
     return True
 
 
-def set_read_only(path, recursive, attributes):
-    """Calls mount_setattr. The attributes are the flags to set and to clear."""
-    size = struct.pack("4Q", *attributes, 0, 0)
-    return libc.syscall(442, -100, path.encode(), 0x8000 if recursive else 0, size, ctypes.c_size_t(32)) == 0
-
-
 def mount_read_only(folder):
     """Mounts all file systems read-only, except `folder` and a new one for shared memory. Returns true for each of
     the two steps that succeeds."""
