@@ -14,7 +14,7 @@ use candlewick_text::printable::{mask_passwords, printable, shorten_lines};
 use candlewick_text::render::RenderError;
 use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
-use candlewick_text::template::limits::ThreadSpawnError;
+use candlewick_text::template::parser::ThreadSpawnError;
 use candlewick_text::tokenizer::TokenizerError;
 
 use crate::peer_error::PeerError;

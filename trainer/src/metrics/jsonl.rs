@@ -125,7 +125,7 @@ pub(super) fn records_until(path: &Path, last_step: usize) -> Vec<MetricsRecord>
 
 /// Returns the checkpoint folders that a metrics file records.
 pub(super) fn saved_checkpoints(path: &Path) -> Vec<PathBuf> {
-    let text = fs::read(path).unwrap_or_default();
+    let text = read_regular_file(path, MAX_GENERATED_FILE_BYTES).unwrap_or_default();
     // Most lines are of steps, and are not parsed.
     let lines = text.split(|byte| *byte == b'\n').filter(|line| line.windows(8).any(|part| part == b"\"saved\":"));
     let record = |line| serde_json::from_slice::<CheckpointRecord>(line).ok();

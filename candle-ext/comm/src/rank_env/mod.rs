@@ -30,7 +30,7 @@ impl RankEnv {
         let launchers = [torchrun::read, mpi::read_open_mpi, mpi::read_pmi, slurm::read];
         let found = launchers.iter().find_map(|read| read(&reader).transpose());
         let found = found.unwrap_or_else(|| Ok(Self::single()))?;
-        Ok(Self { store_secret: StoreSecret::from_variables(variables), ..found })
+        Ok(Self { store_secret: StoreSecret::from_variable(variables.get(StoreSecret::VARIABLE)), ..found })
     }
 
     /// Returns true if all ranks run on this node.

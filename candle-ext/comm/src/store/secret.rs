@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::rank_env::Variables;
-
 /// Secret of a store. Its `Debug` output hides the text.
 #[derive(Clone)]
 pub struct StoreSecret(String);
@@ -17,9 +15,9 @@ impl StoreSecret {
         Self(text.into())
     }
 
-    /// Reads the secret of a process; returns `None` if its variable is unset or empty.
-    pub fn from_variables(variables: &Variables) -> Option<Self> {
-        variables.get(Self::VARIABLE).filter(|text| !text.is_empty()).map(Self::new)
+    /// Creates a secret from its variable in the environment; returns `None` if that is unset or empty.
+    pub fn from_variable(text: Option<&String>) -> Option<Self> {
+        text.filter(|text| !text.is_empty()).map(Self::new)
     }
 
     /// Returns the text, for the environment of a process.
@@ -57,8 +55,8 @@ mod tests {
             assert!(secret != StoreSecret::new(other) && StoreSecret::new(other) != secret, "{other}");
         }
         assert!(!format!("{secret:?}").contains("abc"));
-        let variables = |text: &str| Variables::from([(StoreSecret::VARIABLE.to_owned(), text.to_owned())]);
-        assert_eq!(StoreSecret::from_variables(&variables("abc")), Some(secret));
-        assert_eq!(StoreSecret::from_variables(&variables("")), None);
+        assert_eq!(StoreSecret::from_variable(Some(&"abc".to_owned())), Some(secret));
+        assert_eq!(StoreSecret::from_variable(Some(&String::new())), None);
+        assert_eq!(StoreSecret::from_variable(None), None);
     }
 }

@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_line_has_no_control_characters() {
-        assert_eq!(shortened("a\n\u{1b}[2Jb"), "a \\u{1b}[2Jb");
+        assert_eq!(shortened("a\n\u{1b}[2Jb"), r"a \u001b[2Jb");
         assert_eq!(shortened(&"x".repeat(1000)).len(), MAX_CHARS);
     }
 }

@@ -1,20 +1,15 @@
 //! Bodies of requests: their type, their size, their deadline, and the memory of all of them.
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use futures_util::StreamExt;
-use futures_util::future::{Either, select};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::api_error::ApiError;
-use super::connections::n_signals;
-use super::server_state::ServerState;
 
 /// Body of a request. It holds its part of [`BodyMemory`].
 pub(super) struct RequestBody {
@@ -47,7 +42,7 @@ impl Default for BodyMemory {
 
 impl BodyMemory {
     /// Reads a body within the deadline. `length` is its size, if the request has it.
-    async fn read(&self, body: Body, length: Option<usize>) -> Result<RequestBody, ApiError> {
+    pub(super) async fn read(&self, body: Body, length: Option<usize>) -> Result<RequestBody, ApiError> {
         if length.is_some_and(|length| length > MAX_BODY_BYTES) {
             return Err(too_large());
         }
@@ -82,23 +77,8 @@ impl BodyMemory {
     }
 }
 
-impl FromRequest<Arc<ServerState>> for RequestBody {
-    type Rejection = ApiError;
-
-    async fn from_request(request: Request, state: &Arc<ServerState>) -> Result<Self, ApiError> {
-        check_content_type(request.headers())?;
-        let length = request.headers().get(header::CONTENT_LENGTH);
-        let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
-        let body = pin!(state.bodies.read(request.into_body(), length));
-        match select(body, pin!(n_signals(state.signals.clone(), 1))).await {
-            Either::Left((body, _)) => body,
-            Either::Right(_) => Err(ApiError::stopping()),
-        }
-    }
-}
-
 /// Rejects types that a web page may send without a preflight request.
-fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+pub(super) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let media_type = content_type.and_then(|value| value.split(';').next()).map(str::trim);
     match media_type.is_some_and(|media_type| media_type.eq_ignore_ascii_case("application/json")) {

@@ -1,24 +1,26 @@
 //! The HTTP server: routes, authorization and shutdown.
 
 use std::net::TcpListener;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{FromRequestParts, Path, Request, State};
+use axum::extract::{FromRequest, FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use futures_util::future::{Either, select};
 use serde_json::{Value as Json, json};
 use tokio::runtime::Builder;
 
 use super::api_error::ApiError;
-use super::body::RequestBody;
-use super::connections::{ClientAddress, ConnectionDeadlines, serve_connections};
+use super::body::{RequestBody, check_content_type};
+use super::connections::{ClientAddress, ConnectionDeadlines, n_signals, serve_connections};
 use super::fields::Fields;
 use super::origin::{allow_origin, preflight};
 use super::response::{ParsedRequest, json_response};
@@ -66,6 +68,21 @@ fn router(state: Arc<ServerState>) -> Router {
 
 /// A request with the server's API key, if it has one.
 struct Authorized;
+
+impl FromRequest<Arc<ServerState>> for RequestBody {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &Arc<ServerState>) -> Result<Self, ApiError> {
+        check_content_type(request.headers())?;
+        let length = request.headers().get(header::CONTENT_LENGTH);
+        let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
+        let body = pin!(state.bodies.read(request.into_body(), length));
+        match select(body, pin!(n_signals(state.signals.clone(), 1))).await {
+            Either::Left((body, _)) => body,
+            Either::Right(_) => Err(ApiError::stopping()),
+        }
+    }
+}
 
 impl FromRequestParts<Arc<ServerState>> for Authorized {
     type Rejection = ApiError;

@@ -260,7 +260,7 @@ impl Rendezvous {
 /// Returns the secret of the stores: that of the environment, else a random one if all clients are on this node.
 fn secret_of(plan: &LaunchPlan, node_resources: &NodeResources) -> Option<StoreSecret> {
     let is_single_node = plan.nodes.max <= 1;
-    let given = StoreSecret::from_variables(&node_resources.variables);
+    let given = StoreSecret::from_variable(node_resources.variables.get(StoreSecret::VARIABLE));
     let random = || StoreSecret::new(format!("{:032x}", rand::random::<u128>()));
     given.or_else(|| is_single_node.then(random)).filter(|_| !plan.torch_clients)
 }

@@ -27,7 +27,7 @@ use crate::{HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
-    files: Vec<MappedFile>,
+    files: Vec<MappedShard>,
     /// File and entry of each tensor, by name.
     tensors: BTreeMap<String, (usize, StoredTensor)>,
     /// Index of the file whose tensors replace those of the others.
@@ -35,12 +35,12 @@ pub struct Checkpoint {
 }
 
 #[derive(Debug)]
-pub(super) struct MappedFile {
+pub(super) struct MappedShard {
     path: PathBuf,
     pub(super) bytes: Mmap,
 }
 
-impl MappedFile {
+impl MappedShard {
     /// Removes the pages of bytes that were read from the process's memory. The page cache keeps them.
     pub(super) fn release(&self, bytes: &Range<usize>) {
         #[cfg(target_os = "linux")]
@@ -112,7 +112,7 @@ impl Checkpoint {
         // gets SIGBUS, as with every memory-mapped file; checkpoint writes never truncate in place.
         let bytes = unsafe { Mmap::map(&file) }.map_err(ModelError::io("map", &path))?;
         let entries = header::parse(&path, &bytes)?;
-        self.files.push(MappedFile { path, bytes });
+        self.files.push(MappedShard { path, bytes });
         Ok(entries)
     }
 
@@ -242,7 +242,7 @@ impl Checkpoint {
         format!("{} missing: {}{hint}", count(missing.len(), "tensor"), first(missing))
     }
 
-    pub(super) fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedFile, &StoredTensor), ModelError> {
+    pub(super) fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedShard, &StoredTensor), ModelError> {
         let Some((file_idx, entry)) = self.tensors.get(name) else {
             return Err(ModelError::mismatch(&self.folder, format!("tensor `{name}` is missing")));
         };

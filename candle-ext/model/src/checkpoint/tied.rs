@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Checkpoint;
 use super::element;
 use super::header::StoredTensor;
-use super::reader::MappedFile;
+use super::reader::MappedShard;
 use crate::unit::{EMBEDDING, LM_HEAD};
 use crate::{ModelError, ParamSpec};
 
@@ -39,7 +39,7 @@ impl Checkpoint {
         const PIECE: usize = 1 << 20;
         let Some(shape) = self.shape(a).filter(|shape| self.shape(b) == Some(shape)) else { return Ok(false) };
         let [a, b] = [self.entry(a, shape)?, self.entry(b, shape)?];
-        let piece = |(file, entry): (&MappedFile, &StoredTensor), elements: Range<usize>| {
+        let piece = |(file, entry): (&MappedShard, &StoredTensor), elements: Range<usize>| {
             let width = entry.bytes.len() / shape.iter().product::<usize>();
             let at = |element: usize| entry.bytes.start + element * width;
             let bytes = at(elements.start)..at(elements.end);

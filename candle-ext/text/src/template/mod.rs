@@ -20,6 +20,7 @@ mod fallback;
 mod fingerprint;
 pub mod limits;
 mod markers;
+pub mod parser;
 mod printed;
 pub mod python;
 mod source;
@@ -108,7 +109,7 @@ pub enum TemplateError {
         /// File or argument of the template.
         name: String,
         /// Error of the thread that did not start.
-        source: limits::ThreadSpawnError,
+        source: parser::ThreadSpawnError,
     },
     /// The template fails on this conversation, or calls `raise_exception`.
     #[error("render chat template {name}, line {line}: {message}")]
@@ -204,7 +205,7 @@ impl ChatTemplate {
         let mut environment = environment::environment(Clock::System);
         let unusable = |error: minijinja::Error| {
             let name = name.clone();
-            match error.source().and_then(|source| source.downcast_ref::<limits::ThreadSpawnError>()) {
+            match error.source().and_then(|source| source.downcast_ref::<parser::ThreadSpawnError>()) {
                 Some(source) => TemplateError::Memory { name, source: source.clone() },
                 None => TemplateError::Syntax { name, line: error.line().unwrap_or(1), message: describe(&error) },
             }
@@ -214,7 +215,7 @@ impl ChatTemplate {
             (MARKED, source::mark_generation_blocks_and_loops(&source)),
             (BLOCKS, source::mark_generation_blocks(&source)),
         ] {
-            limits::add_template(&mut environment, text, source).map_err(unusable)?;
+            parser::add_template(&mut environment, text, source).map_err(unusable)?;
         }
         Ok(Self {
             name,

@@ -1,6 +1,6 @@
 //! Limits on templates: their length, and the instructions of one rendering.
 
-use candlewick_text::template::limits;
+use candlewick_text::template::parser;
 use candlewick_text::template::python::invalid;
 use minijinja::{Environment, Error};
 
@@ -22,6 +22,6 @@ pub(super) fn add_template(
     environment.set_fuel(Some(FUEL));
     // With debug information, an error would hold values that may be nested too deeply to drop.
     environment.set_debug(false);
-    limits::add_template(&mut environment, name, source)?;
+    parser::add_template(&mut environment, name, source)?;
     Ok(environment)
 }

@@ -90,7 +90,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         },
         command: GENERATE,
         code: 3,
-        words: &["chat template", "MiB of memory"],
+        words: &["chat template", "longer than 64 MiB"],
     },
     Attack {
         name: "a template of 100,000 nots",

@@ -265,12 +265,12 @@ fn a_lock_is_not_recorded_anew_from_other_answers() {
     };
     let revision = Reply::new(200, &format!("{{\"id\":\"x\",\"sha\":\"{other}\"}}"));
     keeps(elsewhere(&[("/revision/", revision)]).hub(), &lock, &[&commit, &other, "was requested"]);
-    let without = r#"[{"type": "file", "size": 2, "path": "config.json"}, {"type": "file", "size": 1200, "path": "model.safetensors"}]"#;
+    let without = r#"[{"type": "file", "oid": "a", "size": 2, "path": "config.json"}, {"type": "file", "oid": "b", "size": 1200, "path": "model.safetensors"}]"#;
     let lacks = format!("the file list of the commit {commit} lacks tokenizer.json of the lock file");
     keeps(elsewhere(&[("/tree/", Reply::new(200, without))]).hub(), &lock, &[&lacks, "--update"]);
     let shorter = without
         .replace("1200", "1199")
-        .replace("}]", "}, {\"type\": \"file\", \"size\": 13, \"path\": \"tokenizer.json\"}]");
+        .replace("}]", "}, {\"type\": \"file\", \"oid\": \"c\", \"size\": 13, \"path\": \"tokenizer.json\"}]");
     let want = ["model.safetensors has 1199 bytes, but 1200 in the lock file"];
     keeps(elsewhere(&[("/tree/", Reply::new(200, &shorter))]).hub(), &lock, &want);
     let changed = elsewhere(&[("config.json", Reply::new(200, "[]"))]);
