@@ -1,7 +1,7 @@
 //! The launch plan: the command line resolved on this node. All defaults and checks that need no process are here.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::cli::Cli;
@@ -368,8 +368,9 @@ fn threads(local_world_size: usize, node_resources: &NodeResources) -> BTreeMap<
 /// Returns true if the workers are Python programs.
 fn runs_python(cli: &Cli) -> bool {
     let python = &cli.python;
-    let is_script = cli.command.first().is_some_and(|program| program.ends_with(".py")) && !python.no_python;
-    python.run_path || python.module || is_script
+    let program = cli.command.first().and_then(|program| Path::new(program).file_name()?.to_str());
+    let is_python = |name: &str| name.starts_with("python") || name.ends_with(".py") && !python.no_python;
+    python.run_path || python.module || program.is_some_and(is_python)
 }
 
 fn command(cli: &Cli, node_resources: &NodeResources) -> Result<Vec<String>, PlanError> {

@@ -1,4 +1,4 @@
-//! The signals that ask a program to stop.
+//! The signals that stop a program.
 
 use libc::{SIGHUP, SIGINT, SIGTERM};
 

@@ -74,16 +74,19 @@ pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
 
 /// Replaces the file at `path` atomically: a concurrent reader sees the old file or the whole new one.
 ///
-/// A device or a pipe is written as it is. Creates missing parent folders. Does not sync the disk, so a power failure may lose the new file.
+/// A device, a pipe or /dev/stdout is written as it is, and a link stays a link. Creates missing parent folders. Does not sync the disk, so a power failure may lose the new file.
 ///
 /// # Errors
 /// If a folder or a file cannot be created, or `write` fails. The old file then stays.
 pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
-    if metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
-        let mut file = BufWriter::new(File::options().write(true).open(path)?);
+    let is_special = metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir());
+    // A link of the system to an open file, such as /dev/stdout, has no folder for a new file.
+    if is_special || path.starts_with("/dev") || path.starts_with("/proc") {
+        let mut file = BufWriter::new(File::options().append(true).open(path)?);
         return write(&mut file).and_then(|()| file.flush());
     }
-    replace_atomically(path, |unfinished| {
+    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    replace_atomically(&target, |unfinished| {
         let mut file = BufWriter::new(File::create_new(unfinished)?);
         write(&mut file)?;
         file.flush()

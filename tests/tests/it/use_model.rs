@@ -358,7 +358,15 @@ fn perplexity_reports_the_oddities_that_training_reports() {
     let calls = row(&json!({"role": "assistant", "content": null, "tool_calls": [call]}));
     runs.write("calls.jsonl", &(rows(0..1) + &calls));
     let refused = runs.evaluator(&["score", "--model", "full", "--data", "calls.jsonl"], "");
-    runs.refuses(&refused, 3, &["failed to render 1 of 2 rows", "tool calls that chat template", "calls.jsonl:2"]);
+    runs.refuses(
+        &refused,
+        3,
+        &[
+            "failed to render 1 of 2 rows",
+            "tool calls, or answers of reasoning alone, that chat template",
+            "calls.jsonl:2",
+        ],
+    );
 }
 
 #[test]

@@ -23,7 +23,7 @@ const FAILPOINTS: [&str; 11] = [
     "export_published:24",
 ];
 
-/// Two entries that keep one checkpoint each: the save of step 4 deletes that of step 2.
+/// Two entries that keep one checkpoint each: the checkpoint of step 4 replaces that of step 2.
 #[cfg(debug_assertions)]
 const KEEPS_ONE: [&str; 6] = [
     "eval_interval=2",
@@ -114,7 +114,7 @@ fn best(run: &Run) -> Vec<String> {
 
 #[cfg(debug_assertions)]
 #[test]
-fn a_run_killed_at_any_point_of_its_last_save_completes_it_at_the_next_start() {
+fn a_run_killed_at_any_point_of_its_last_checkpoint_completes_it_at_the_next_start() {
     let parts = ["written", "renamed", "published", "linked", "removing", "pruned", "recorded"];
     check_killed_at(&FOUR_STEPS, &parts.map(|part| format!("checkpoint_{part}:4")).each_ref().map(String::as_str));
 }
@@ -128,7 +128,7 @@ fn a_run_killed_at_any_point_of_its_last_export_completes_it_at_the_next_start()
 
 #[cfg(debug_assertions)]
 #[test]
-fn a_run_killed_during_a_save_in_the_background_completes_it_at_the_next_start() {
+fn a_run_killed_during_an_asynchronous_checkpoint_completes_it_at_the_next_start() {
     let in_background = [&FOUR_STEPS[..], &["checkpoint.0.async_save=true"]].concat();
     check_killed_at(&in_background, &["checkpoint_renamed:4", "checkpoint_removing:4", "export_renamed:2"]);
 }
@@ -136,14 +136,14 @@ fn a_run_killed_during_a_save_in_the_background_completes_it_at_the_next_start()
 /// The run ends after step 5, where no checkpoint is due.
 #[cfg(debug_assertions)]
 #[test]
-fn a_run_killed_during_a_save_before_its_end_completes_it_at_the_next_start() {
+fn a_run_killed_during_a_checkpoint_before_its_end_completes_it_at_the_next_start() {
     let five_steps = ["train_iters=5", "checkpoint.1.save_end_of_training=false"];
     check_killed_at(&five_steps, &["checkpoint_published:4", "export_removing:4"]);
 }
 
 #[cfg(debug_assertions)]
 #[test]
-fn a_run_killed_during_the_saves_of_an_early_end_completes_them_at_the_next_start() {
+fn a_run_killed_during_the_checkpoints_of_an_early_end_completes_them_at_the_next_start() {
     let early = ["train_iters=4", "exit_iteration=3"];
     check_killed_at(&early, &["checkpoint_published:3", "checkpoint_recorded:3", "export_published:3"]);
 }
@@ -151,7 +151,7 @@ fn a_run_killed_during_the_saves_of_an_early_end_completes_them_at_the_next_star
 /// Every entry saves the last step of a run without a due checkpoint.
 #[cfg(debug_assertions)]
 #[test]
-fn a_run_killed_between_the_saves_of_its_last_step_completes_them_at_the_next_start() {
+fn a_run_killed_between_the_checkpoints_of_its_last_step_completes_them_at_the_next_start() {
     let none_due = ["train_iters=1", "checkpoint.1.save_end_of_training=false"];
     check_killed_at(&none_due, &["checkpoint_published:1", "checkpoint_recorded:1", "export_published:1"]);
 }

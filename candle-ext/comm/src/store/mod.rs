@@ -59,7 +59,7 @@ pub enum Error {
     /// The store requires a secret, and the client has none or another.
     #[error(
         "connect to the store at {host}:{port}: the store refuses the secret of this process, or its absence; set {} to \
-         the same value on all nodes",
+         the same value on all nodes, and keep it in the environment of each worker",
         StoreSecret::VARIABLE
     )]
     Refused {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io::{BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -190,6 +190,10 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> st
 
 /// Refuses a client without the secret. Our client detects the wrong answer to its ping.
 fn refuse(mut stream: &TcpStream, query: Option<Query>) -> std::io::Result<()> {
+    static LOGGED: Once = Once::new();
+    LOGGED.call_once(|| {
+        tracing::warn!("the store refused a client without its secret; clients of torch need `launch --torch-clients`");
+    });
     match query {
         Some(Query::Ping(nonce)) => stream.write_all(&(!nonce).to_le_bytes()),
         _ => Ok(()),

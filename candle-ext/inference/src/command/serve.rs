@@ -52,10 +52,10 @@ pub struct ServeOptions {
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     shutdown_timeout: u32,
     /// Host names that a server on a loopback address answers, besides localhost: those of a reverse proxy
-    #[arg(long, value_name = "NAME", num_args = 1..)]
+    #[arg(long, value_name = "NAME", num_args = 1.., value_parser = host_name)]
     allowed_hosts: Vec<String>,
     /// Origins of web pages that may send requests, such as https://chat.example.org; * is any
-    #[arg(long, value_name = "ORIGIN", num_args = 1..)]
+    #[arg(long, value_name = "ORIGIN", num_args = 1.., value_parser = web_origin)]
     allowed_origins: Vec<String>,
     /// Format of the model's thinking in chats
     #[arg(long, value_enum, value_name = "FORMAT", default_value_t = ReasoningFormat::Auto)]
@@ -86,6 +86,21 @@ const MAX_SEQUENCES: usize = 1 << 16;
 fn n_sequences(text: &str) -> Result<usize, String> {
     let n = text.parse().ok().filter(|n| (1..=MAX_SEQUENCES).contains(n));
     n.ok_or_else(|| format!("expected an integer from 1 to {MAX_SEQUENCES}"))
+}
+
+fn host_name(text: &str) -> Result<String, String> {
+    match text.is_empty() || text.contains([':', '/', '*']) {
+        true => Err("expected a name without port, scheme and wildcard, such as gpu-box".to_owned()),
+        false => Ok(text.to_owned()),
+    }
+}
+
+fn web_origin(text: &str) -> Result<String, String> {
+    let host = text.split_once("://").map(|(_, host)| host.trim_end_matches('/'));
+    match text == "*" || host.is_some_and(|host| !host.is_empty() && !host.contains('/')) {
+        true => Ok(text.trim_end_matches('/').to_owned()),
+        false => Err("expected a scheme and a host, such as https://chat.example.org, or *".to_owned()),
+    }
 }
 
 impl ServeOptions {

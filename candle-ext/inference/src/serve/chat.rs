@@ -90,9 +90,12 @@ fn message(i: usize, value: Json) -> Result<Message, ApiError> {
     message_from_fields(fields).map_err(|problem| ApiError::field("messages", format!("messages[{i}]: {problem}")))
 }
 
-/// Refuses a conversation of which the template renders only a part, except for reasoning.
+/// Refuses a conversation of which the template renders only a part, except for reasoning and texts of earlier answers.
+///
+/// Some templates omit the text next to a tool call, and clients send it back with each request.
 fn refuse_unrendered_parts(template: &ChatTemplate, chat: &Conversation) -> Result<(), ApiError> {
-    let parts = template.unrendered_parts(chat, AddGenerationPrompt::Yes);
+    let mut parts = template.unrendered_parts(chat, AddGenerationPrompt::Yes);
+    parts.contents.retain(|idx| !chat.messages[*idx].is_assistant());
     if parts.tools {
         return Err(ApiError::field("tools", "the model's chat template does not render tools; remove them"));
     }

@@ -116,6 +116,7 @@ pub(super) async fn n_signals(mut signals: watch::Receiver<usize>, n: usize) {
 mod tests {
     use std::io::{Read, Write};
     use std::thread;
+    use std::time::Instant;
 
     use axum::routing::get;
     use tokio::runtime::Builder;
@@ -154,7 +155,10 @@ mod tests {
     fn read(mut stream: std::net::TcpStream) -> String {
         let mut text = Vec::new();
         // The server resets a connection whose bytes it has not read.
-        let _ = stream.read_to_end(&mut text);
+        if let Err(error) = stream.read_to_end(&mut text) {
+            let is_open = matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut);
+            assert!(!is_open, "the connection is open after {LONG:?}");
+        }
         String::from_utf8(text).unwrap()
     }
 
@@ -168,31 +172,36 @@ mod tests {
             assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 408"), "{sent:?}: {answer}");
         }
         // The connection is idle after its request.
+        let (address, _signals, _server) = start(ConnectionDeadlines { head: Duration::from_secs(1), shutdown: LONG });
         assert!(read(send(address, "GET / HTTP/1.1\r\nHost: a\r\n\r\n")).ends_with("done"));
     }
 
     #[test]
     fn incomplete_requests_do_not_delay_the_end_of_the_server() {
-        let (address, signals, server) = start(ConnectionDeadlines { head: LONG, shutdown: LONG });
+        let (address, signals, server) = start(ConnectionDeadlines { head: LONG, shutdown: 60 * LONG });
         let half: Vec<_> = ["", "G", HALF_HEAD].map(|sent| send(address, sent)).into();
         let mut idle = send(address, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         let mut answer = [0; 12];
         idle.read_exact(&mut answer).unwrap();
         assert_eq!(&answer, b"HTTP/1.1 200");
         signals.send_modify(|n| *n += 1);
+        let stopped = Instant::now();
         server.join().unwrap();
+        assert!(stopped.elapsed() < LONG / 2);
         drop(half);
     }
 
     #[test]
     fn a_running_request_ends_with_the_deadline_or_the_second_signal() {
-        for (shutdown, n_signals) in [(SHORT, 1), (LONG, 2)] {
+        for (shutdown, n_signals) in [(SHORT, 1), (60 * LONG, 2)] {
             let (address, signals, server) = start(ConnectionDeadlines { head: LONG, shutdown });
             let endless = send(address, "GET /endless HTTP/1.1\r\nHost: a\r\n\r\n");
             // The answer shows that the server has accepted the earlier connection.
             assert!(read(send(address, "GET / HTTP/1.0\r\n\r\n")).ends_with("done"));
             signals.send_modify(|n| *n += n_signals);
+            let stopped = Instant::now();
             server.join().unwrap();
+            assert!(stopped.elapsed() < LONG / 2);
             assert_eq!(read(endless), "");
         }
     }

@@ -44,14 +44,19 @@ impl OriginPolicy {
         Ok(())
     }
 
+    /// Returns true for a name of this machine or of the options. DNS rebinding needs a name, so any address is allowed.
     fn allows_host(&self, host: &str) -> bool {
         let name = without_port(host);
-        is_loopback(name) || self.hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
+        is_loopback(name) || address(name).is_some() || is_reserved(name) || self.is_named(name)
     }
 
     fn allows_origin(&self, origin: &str) -> bool {
-        let host = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
-        self.lists(origin) || host.is_some_and(|host| is_loopback(without_port(host)))
+        let host = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://")).map(without_port);
+        self.lists(origin) || host.is_some_and(|name| is_loopback(name) || self.is_named(name))
+    }
+
+    fn is_named(&self, name: &str) -> bool {
+        self.hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
     }
 
     fn lists(&self, origin: &str) -> bool {
@@ -68,7 +73,7 @@ impl OriginPolicy {
 pub(super) fn preflight(method: &Method) -> Option<Response> {
     let headers = [
         (header::ACCESS_CONTROL_ALLOW_METHODS, "GET, POST"),
-        (header::ACCESS_CONTROL_ALLOW_HEADERS, "authorization, content-type"),
+        (header::ACCESS_CONTROL_ALLOW_HEADERS, "authorization, content-type, *"),
     ];
     (method == Method::OPTIONS).then(|| (StatusCode::NO_CONTENT, headers).into_response())
 }
@@ -88,8 +93,17 @@ fn without_port(host: &str) -> &str {
 }
 
 fn is_loopback(name: &str) -> bool {
-    let address = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-    name.eq_ignore_ascii_case("localhost") || address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    name.eq_ignore_ascii_case("localhost") || address(name).is_some_and(|address| address.is_loopback())
+}
+
+/// Returns true for names that no public DNS server can give to another machine, such as `host.docker.internal`.
+fn is_reserved(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    [".localhost", ".internal"].iter().any(|ending| name.ends_with(ending))
+}
+
+fn address(name: &str) -> Option<IpAddr> {
+    name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name).parse().ok()
 }
 
 #[cfg(test)]
@@ -122,8 +136,11 @@ mod tests {
             ("localhost.evil.example", false),
             ("127.0.0.1.evil.example:8000", false),
             ("localhost:8000@evil.example", false),
-            ("192.168.1.2", false),
-            ("0.0.0.0:8000", false),
+            ("192.168.1.2", true),
+            ("192.168.1.2.evil.example", false),
+            ("host.docker.internal:8000", true),
+            ("chat.localhost", true),
+            ("internal.evil.example", false),
             ("", false),
             (":8000", false),
         ] {
@@ -135,6 +152,9 @@ mod tests {
             ("https://127.0.0.1", true),
             ("http://[::1]:8000", true),
             ("https://chat.example.org", true),
+            ("https://gpu-box", true),
+            ("http://192.168.1.2", false),
+            ("https://host.docker.internal", false),
             ("http://chat.example.org", false),
             ("https://evil.example", false),
             ("http://localhost.evil.example", false),

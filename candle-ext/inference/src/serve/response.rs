@@ -59,6 +59,8 @@ struct Choice {
     n_tokens: usize,
     /// Characters of the choice's tokens in earlier parts.
     n_chars_before: usize,
+    /// First bytes of a character whose other bytes are in this part.
+    begun_character: Vec<u8>,
 }
 
 /// Token counts of a response.
@@ -135,7 +137,7 @@ impl ResponseFormat {
             (true, ResponseKind::Chat) => {
                 json!({"content": choice.logprobs.iter().map(chat_logprob).collect::<Vec<_>>(), "refusal": null})
             }
-            (true, ResponseKind::Completion) => completion_logprobs(&choice.logprobs, choice.n_chars_before),
+            (true, ResponseKind::Completion) => choice.completion_logprobs(),
         };
         let end = choice.end.map(|end| if end == GenerationEnd::Stop { "stop" } else { "length" });
         json!({"index": index, key: content, "logprobs": logprobs, "finish_reason": end})
@@ -152,19 +154,29 @@ fn chat_logprob(logprobs: &TokenLogprobs) -> Json {
     own
 }
 
-fn completion_logprobs(all: &[TokenLogprobs], n_chars_before: usize) -> Json {
-    let (mut n_chars, mut bytes) = (n_chars_before, Vec::new());
-    let offset = |logprobs: &TokenLogprobs| {
-        let offset = n_chars;
-        bytes.extend(&logprobs.token.bytes);
-        n_chars += take_characters(&mut bytes);
-        offset
-    };
-    let offsets: Vec<usize> = all.iter().map(offset).collect();
-    let tokens: Vec<&str> = all.iter().map(|logprobs| logprobs.token.text.as_str()).collect();
-    let own: Vec<Option<f32>> = all.iter().map(|it| it.logprob.map(|logprob| logprob.max(MIN_LOGPROB))).collect();
-    let top: Vec<Json> = all.iter().map(top_logprobs).collect();
-    json!({"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets})
+impl Choice {
+    fn completion_logprobs(&self) -> Json {
+        let all = &self.logprobs;
+        let tokens: Vec<&str> = all.iter().map(|logprobs| logprobs.token.text.as_str()).collect();
+        let own: Vec<Option<f32>> = all.iter().map(|it| it.logprob.map(|logprob| logprob.max(MIN_LOGPROB))).collect();
+        let top: Vec<Json> = all.iter().map(top_logprobs).collect();
+        let (offsets, ..) = self.text_offsets();
+        json!({"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets})
+    }
+
+    /// Returns the offset of each token in characters, the offset after all of them, and the bytes of a character that is not
+    /// complete.
+    fn text_offsets(&self) -> (Vec<usize>, usize, Vec<u8>) {
+        let (mut n_chars, mut bytes) = (self.n_chars_before, self.begun_character.clone());
+        let offset = |logprobs: &TokenLogprobs| {
+            let offset = n_chars;
+            bytes.extend(&logprobs.token.bytes);
+            n_chars += take_characters(&mut bytes);
+            offset
+        };
+        let offsets = self.logprobs.iter().map(offset).collect();
+        (offsets, n_chars, bytes)
+    }
 }
 
 /// Removes the complete characters from the beginning of `bytes`, and returns their number.
@@ -302,9 +314,9 @@ impl ResponseStream {
             return;
         }
         self.n_open -= usize::from(part.end.is_some());
-        let n_chars = part.logprobs.iter().map(|logprobs| logprobs.token.text.chars().count()).sum::<usize>();
-        let n_chars_before = part.n_chars_before + n_chars;
-        let next = Choice { n_chars_before, parser: std::mem::take(&mut part.parser), ..Choice::default() };
+        let (_, n_chars_before, begun_character) = part.text_offsets();
+        let parser = std::mem::take(&mut part.parser);
+        let next = Choice { n_chars_before, begun_character, parser, ..Choice::default() };
         let part = std::mem::replace(part, next);
         let chunk = self.format.chunk(vec![self.format.part(index, &part)], None);
         self.send(&chunk);

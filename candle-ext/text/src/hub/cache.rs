@@ -17,12 +17,14 @@
 //! | `create_parent`, `evict` | no link leads a write or a removal out of the repository's folder |
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Component, Path, PathBuf};
 
 use super::{HubError, ListedFile, RepoId};
-use crate::files::{replace_atomically, write_atomically};
+use crate::files::{
+    MAX_CONFIG_FILE_BYTES, MAX_GENERATED_FILE_BYTES, read_regular_file, read_regular_text_file, replace_atomically,
+};
 
 pub(crate) struct HubCache {
     root: PathBuf,
@@ -55,7 +57,7 @@ impl HubCache {
         if is_commit(revision) {
             return Some(revision.to_owned());
         }
-        let commit = fs::read_to_string(self.ref_path(repo, revision)?).ok()?;
+        let commit = read_regular_text_file(&self.ref_path(repo, revision)?, MAX_CONFIG_FILE_BYTES).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
@@ -69,7 +71,8 @@ impl HubCache {
 
     /// Returns the file list of a commit, if it was downloaded.
     pub(crate) fn listing(&self, repo: &RepoId, commit: &str) -> Option<Vec<ListedFile>> {
-        serde_json::from_slice(&fs::read(self.listing_path(repo, commit)).ok()?).ok()
+        serde_json::from_slice(&read_regular_file(&self.listing_path(repo, commit), MAX_GENERATED_FILE_BYTES).ok()?)
+            .ok()
     }
 
     /// Stores the file list of a commit. Offline runs need it to check that a snapshot is complete.
@@ -163,7 +166,9 @@ impl HubCache {
 
     fn write(&self, repo: &RepoId, path: &Path, bytes: &[u8]) -> Result<(), HubError> {
         self.create_parent(repo, path)?;
-        write_atomically(path, |file| file.write_all(bytes)).map_err(|error| HubError::cache(path, error))
+        // The name is replaced, also if it is a link.
+        replace_atomically(path, |unfinished| fs::write(unfinished, bytes))
+            .map_err(|error| HubError::cache(path, error))
     }
 
     /// Returns true if the file is cached with its listed size. Never removes a file.

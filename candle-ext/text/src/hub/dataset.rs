@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
+use crate::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use crate::format::known_split_mapping;
 use crate::source::{
     DatasetCard, DatasetSpec, FileFormat, FileSelector, LocalRequest, ReadOptions, RowSource, SourceFiles,
@@ -162,7 +163,7 @@ impl Hub {
         let readme = "README.md".to_owned();
         let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
         let place = places.inspect_err(|error| tracing::warn!("the README is ignored: {error}")).ok()?.remove(0);
-        DatasetCard::parse(&std::fs::read_to_string(place).ok()?)
+        DatasetCard::parse(&read_regular_text_file(&place, MAX_CONFIG_FILE_BYTES).ok()?)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use crate::response_body::userinfo;
 
 /// Settings of Hub access. Binaries read them from the environment once.
@@ -109,7 +110,7 @@ fn expanded(path: &str, user: &Path) -> PathBuf {
 }
 
 fn token_in(path: &Path) -> Option<String> {
-    let token = std::fs::read_to_string(path).ok()?;
+    let token = read_regular_text_file(path, MAX_CONFIG_FILE_BYTES).ok()?;
     Some(token.trim().to_owned()).filter(|token| !token.is_empty())
 }
 

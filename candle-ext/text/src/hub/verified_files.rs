@@ -3,7 +3,7 @@
 //! A locked run compares the SHA-256 of each file. The record spares it the second hash of a file that has not changed.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use super::cache::HubCache;
 use super::partial_download::hex;
 use super::{ListedFile, LockedFile, RepoId};
-use crate::files::{read_regular_file, write_atomically};
+use crate::files::{read_regular_file, replace_atomically};
 
 /// Size limit of a record in bytes.
 const MAX_RECORD_BYTES: u64 = 64 << 10;
@@ -99,7 +99,9 @@ impl HubCache {
         let path = self.record_path(repo, sha256);
         let text = serde_json::to_vec(identity).unwrap_or_default();
         let written = self.create_parent(repo, &path).map_err(|error| error.to_string());
-        let write = || write_atomically(&path, |file| file.write_all(&text)).map_err(|error| error.to_string());
+        let write = || {
+            replace_atomically(&path, |unfinished| std::fs::write(unfinished, &text)).map_err(|error| error.to_string())
+        };
         if let Err(error) = written.and_then(|()| write()) {
             tracing::debug!("the SHA-256 of {} is not recorded: {error}", identity.path.display());
         }

@@ -1,7 +1,7 @@
 //! Removal of the null fields that a file format adds to nested structs.
 //!
 //! All structs of a Parquet column have the same fields. So a tool schema has the properties of all other schemas, as nulls,
-//! and a chat template would print them. A null of the original data cannot be told apart.
+//! and a chat template would print them. A null of the original data looks the same.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -78,18 +78,31 @@ impl RowSource for WithoutNullFields {
     }
 }
 
-/// Removes the null fields of all objects in a value, except for those of messages. Returns their number.
-fn remove_null_fields(value: &mut Value) -> usize {
+/// Removes the null fields of all objects in a column, except for those of its messages. Returns their number.
+fn remove_null_fields(column: &mut Value) -> usize {
+    let items = match column {
+        Value::Array(items) => items.as_mut_slice(),
+        item => std::slice::from_mut(item),
+    };
+    let of_item = |item: &mut Value| match item {
+        // A null content is an empty answer.
+        Value::Object(fields) if is_message(fields) => fields.values_mut().map(remove_nested).sum(),
+        item => remove_nested(item),
+    };
+    items.iter_mut().map(of_item).sum()
+}
+
+fn is_message(fields: &Row) -> bool {
+    ["role", "from"].iter().any(|key| fields.get(*key).is_some_and(Value::is_string))
+}
+
+fn remove_nested(value: &mut Value) -> usize {
     match value {
-        Value::Array(items) => items.iter_mut().map(remove_null_fields).sum(),
+        Value::Array(items) => items.iter_mut().map(remove_nested).sum(),
         Value::Object(fields) => {
             let n_before = fields.len();
-            // A null content is an empty answer.
-            let is_message = ["role", "from"].iter().any(|key| fields.get(*key).is_some_and(Value::is_string));
-            if !is_message {
-                fields.retain(|_, value| !value.is_null());
-            }
-            n_before - fields.len() + fields.values_mut().map(remove_null_fields).sum::<usize>()
+            fields.retain(|_, value| !value.is_null());
+            n_before - fields.len() + fields.values_mut().map(remove_nested).sum::<usize>()
         }
         _ => 0,
     }
@@ -111,6 +124,12 @@ mod tests {
             (
                 json!([{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": null}}}]}]),
                 json!([{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}]),
+                1,
+            ),
+            // Arguments of a tool call are no message.
+            (
+                json!([{"role": "assistant", "tool_calls": [{"arguments": {"from": "Oslo", "to": "Rome", "date": null}}]}]),
+                json!([{"role": "assistant", "tool_calls": [{"arguments": {"from": "Oslo", "to": "Rome"}}]}]),
                 1,
             ),
             (

@@ -65,6 +65,9 @@ pub(in crate::template) fn rewritten(environment: &Environment<'_>, source: Stri
         }
         Err(_) => return Ok(source),
     };
+    if edits.len() > MAX_EDITS {
+        return Err(invalid("the template has too many operators"));
+    }
     let (mut out, mut from) = (String::with_capacity(source.len() + 16 * edits.len()), 0);
     for SourceEdit { at, n_removed, text } in edits {
         out.push_str(&source[from..at]);
@@ -105,6 +108,9 @@ fn implicit_variable(declaration: &Macro) -> Option<&'static str> {
     found
 }
 
+/// Maximum number of edits. Finding the start of an operand takes a step for each operator before it.
+const MAX_EDITS: usize = 20_000;
+
 /// Replacement of `n_removed` bytes at the offset `at`.
 struct SourceEdit {
     at: usize,
@@ -116,7 +122,9 @@ struct SourceEdit {
 fn edits(source: &str, template: &Stmt) -> Vec<SourceEdit> {
     let mut edits = Vec::new();
     walk(template, &mut |node| {
-        if let TemplateNode::Expression(Expr::BinOp(operation)) = node {
+        if let TemplateNode::Expression(Expr::BinOp(operation)) = node
+            && edits.len() <= MAX_EDITS
+        {
             operator_edits(source, operation, &mut edits);
         }
     });
