@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use candlewick_comm::store::StoreSecret;
+
 use crate::cli::Cli;
 use crate::endpoint::{Endpoint, is_this_machine};
 use crate::node_resources::NodeResources;
@@ -175,7 +177,7 @@ impl LaunchPlan {
             rendezvous: rendezvous(cli)?,
             run_id: if cli.nodes.standalone { random_id() } else { cli.nodes.rdzv_id.clone() },
             role: cli.workers.role.clone(),
-            torch_clients: cli.nodes.torch_clients || runs_python(cli),
+            torch_clients: lets_in_torch(cli),
             local_addr: cli.nodes.local_addr.clone(),
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
@@ -365,6 +367,11 @@ fn threads(local_world_size: usize, node_resources: &NodeResources) -> BTreeMap<
     wanted.into_iter().filter(|(name, _)| has_several && !node_resources.variables.contains_key(*name)).collect()
 }
 
+/// Returns true if the store answers clients that do not send its secret.
+fn lets_in_torch(cli: &Cli) -> bool {
+    cli.nodes.torch_clients || runs_python(cli)
+}
+
 /// Returns true if the workers are Python programs.
 fn runs_python(cli: &Cli) -> bool {
     let python = &cli.python;
@@ -409,6 +416,11 @@ fn notes(cli: &Cli, local_world_size: usize, node_resources: &NodeResources) -> 
             "this is node 0, and --master-addr {master} is not an address of {}",
             node_resources.hostname
         ));
+    }
+    let secret = StoreSecret::from_variable(node_resources.variables.get(StoreSecret::VARIABLE));
+    if secret.is_some() && lets_in_torch(cli) {
+        let variable = StoreSecret::VARIABLE;
+        notes.push(format!("{variable} has no effect: torch's clients send no secret, so the store asks for none"));
     }
     if cli.torchrun_only.start_method.is_some() || cli.torchrun_only.event_log_handler.is_some() {
         notes.push("--start-method and --event-log-handler have no effect here".into());

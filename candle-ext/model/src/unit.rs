@@ -156,7 +156,6 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [FsdpUnit]) -> Result<
         let FsdpUnitKind::Layer(layer) = &mut unit.kind else { continue };
         unit.params.extend(targets.attach(layer)?);
     }
-    targets.refuse_unused_patterns(&names)?;
     match units.iter().any(|unit| unit.adapters().next().is_some()) {
         true => Ok(()),
         false => Err(lora.without_target(&names)),

@@ -1,6 +1,6 @@
 //! Signals. Each case runs in a child process, which is this test program again.
 
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -16,12 +16,17 @@ const SIGNALS: &str = "CANDLEWICK_TEST_SIGNALS";
 #[track_caller]
 fn check(signals: &[i32], want: i32) {
     let list: Vec<String> = signals.iter().map(i32::to_string).collect();
-    let status: ExitStatus = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "signals::child", "--nocapture"])
-        .env(SIGNALS, list.join(" "))
-        .stdout(Stdio::null())
-        .status()
-        .unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "signals::child", "--nocapture"]).env(SIGNALS, list.join(" ")).stdout(Stdio::null());
+    // nohup ignores SIGHUP, and children inherit that.
+    // SAFETY: `signal` is async-signal-safe, and the closure calls nothing else.
+    unsafe {
+        child.pre_exec(|| {
+            libc::signal(libc::SIGHUP, libc::SIG_DFL);
+            Ok(())
+        })
+    };
+    let status: ExitStatus = child.status().unwrap();
     assert_eq!(status.code(), Some(want), "{signals:?}: {status}");
 }
 

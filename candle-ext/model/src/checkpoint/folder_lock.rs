@@ -8,6 +8,10 @@ use std::path::{Path, PathBuf};
 
 use crate::ModelError;
 
+/// Largest number of attempts to open the lock file while other processes remove it. Some file systems in user space number
+/// their files anew at each look.
+const MAX_ATTEMPTS: usize = 100;
+
 /// A lock file next to a folder. The operating system releases the lock of a killed process; the file is reused then.
 #[derive(Debug)]
 pub(super) struct FolderLock {
@@ -22,7 +26,7 @@ impl FolderLock {
     /// # Errors
     /// If another process has the lock.
     pub(super) fn take(path: PathBuf, target: &Path) -> Result<Self, ModelError> {
-        loop {
+        for _ in 0..MAX_ATTEMPTS {
             // Opening a named pipe blocks until a reader opens it.
             if fs::symlink_metadata(&path).is_ok_and(|found| !found.is_file()) {
                 let error = io::Error::other("it is no regular file; remove it");
@@ -40,6 +44,10 @@ impl FolderLock {
                 return Ok(Self { path, _file: file });
             }
         }
+        let error = io::Error::other(format!(
+            "after {MAX_ATTEMPTS} attempts it is still another file than the opened one; name a folder on another file system"
+        ));
+        Err(ModelError::io("lock", &path)(error))
     }
 }
 

@@ -144,8 +144,12 @@ impl Config {
         Self { n_mtp_layers, ..self }
     }
 
-    /// Sets the vocabulary size: the number of rows of embedding and output layer.
+    /// Sets the vocabulary size: the number of rows of embedding and output layer. A padding token beyond it is removed.
     pub(crate) fn with_vocab_size(mut self, vocab_size: usize) -> Self {
+        if self.typed.pad_id.is_some_and(|id| id as usize >= vocab_size) {
+            self.raw.remove("pad_token_id");
+            self.typed.pad_id = None;
+        }
         self.raw.insert("vocab_size".to_owned(), Value::from(vocab_size));
         self.typed.vocab_size = vocab_size;
         self

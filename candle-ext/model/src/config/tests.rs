@@ -261,6 +261,15 @@ fn a_negative_padding_token_counts_from_the_end() {
 }
 
 #[test]
+fn a_smaller_vocabulary_keeps_the_padding_token_only_if_it_has_it() {
+    for (id, n_rows, want) in [(61, 62, Some(61)), (62, 62, None), (-1, 62, None)] {
+        let config = with(json!({"pad_token_id": id})).unwrap().with_vocab_size(n_rows);
+        assert_eq!(config.pad_id(), want, "{id}");
+        assert_eq!(Config::from_json(config.to_json()).unwrap().pad_id(), want, "{id}");
+    }
+}
+
+#[test]
 fn impossible_numbers_are_refused_with_their_key() {
     refused(json!({"hidden_size": 30}), &["hidden_size", "30", "num_attention_heads (4)"]);
     refused(json!({"num_key_value_heads": 3}), &["num_key_value_heads", "multiple of 3"]);

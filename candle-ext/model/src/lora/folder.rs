@@ -108,19 +108,23 @@ impl AdapterFolder {
         Ok((config.with_vocab_size(n_rows), base))
     }
 
-    /// Returns the number of rows of the embedding layers; `None` without any.
+    /// Returns the number of rows of the embedding layers; `None` without any. A vocabulary without the padding of the base
+    /// model has fewer rows.
     fn n_embeddings(&self, config: &Config) -> Result<Option<usize>, ModelError> {
         let (n_tokens, width) = (config.vocab_size(), config.hidden_size());
         let mut n_rows = None;
         for name in self.embedding_layers() {
             let shape = self.weights.shape(name).unwrap_or_default();
             match *shape {
-                [rows, columns] if columns == width && rows >= n_tokens && n_rows.is_none_or(|n| n == rows) => {
+                [rows, columns] if columns == width && rows > 0 && n_rows.is_none_or(|n| n == rows) => {
                     n_rows = Some(rows);
                 }
                 _ => {
-                    let wanted = format!("[{}, {width}], or more rows", n_rows.unwrap_or(n_tokens));
-                    let problem = format!("tensor `{name}` has shape {shape:?}, but the base model has {wanted}");
+                    let wanted = match n_rows {
+                        Some(n) => format!("the other embedding layer has [{n}, {width}]"),
+                        None => format!("the base model has [{n_tokens}, {width}]; only the number of rows may differ"),
+                    };
+                    let problem = format!("tensor `{name}` has shape {shape:?}, but {wanted}");
                     return Err(ModelError::mismatch(self.weights.folder(), problem));
                 }
             }

@@ -75,7 +75,7 @@ impl<'a> LoraTargets<'a> {
     }
 
     /// Rejects a pattern of ranks or alphas that matches only modules without an adapter. Call it after [`Self::attach`].
-    pub(crate) fn refuse_unused_patterns(&self, names: &ModelNames) -> Result<(), ModelError> {
+    fn refuse_unused_patterns(&self, names: &ModelNames) -> Result<(), ModelError> {
         const SHOWN: usize = 3;
         let adapted = self.adapted.borrow();
         for pattern in self.patterns() {
@@ -289,6 +289,20 @@ impl LoraConfig {
     /// If a name or pattern matches none of `names`.
     pub(crate) fn targets(&self, names: &ModelNames) -> Result<LoraTargets<'_>, ModelError> {
         LoraTargets::new(self, names)
+    }
+
+    /// Verifies that each pattern of a new adapter's ranks and alphas matches a module with an adapter. PEFT ignores other
+    /// patterns, so a stored configuration may have some.
+    ///
+    /// # Errors
+    /// If a pattern matches only modules without an adapter.
+    pub fn check_patterns(&self, config: &Config) -> Result<(), ModelError> {
+        let names = self.names(config);
+        let targets = self.targets(&names)?;
+        for layer_idx in 0..config.n_layers() {
+            targets.attach(&mut config.layer(layer_idx))?;
+        }
+        targets.refuse_unused_patterns(&names)
     }
 
     /// Returns the configuration with the names of the selected modules in place of `all-linear`, as PEFT saves it. Other

@@ -63,10 +63,14 @@ fn embedding_layers_of_an_adapter_replace_those_of_its_base() {
     applied(tied[0], tied[1], &[(EMBEDDING, 40, 0.5), (LM_HEAD, 40, 0.5)], 40, &[(EMBEDDING, 0.5)]);
     applied(tied[0], tied[1], &[(LM_HEAD, 40, 0.5)], 40, &[(EMBEDDING, 0.5)]);
     applied(tied[0], tied[1], &[(EMBEDDING, 43, 0.5)], 43, &[(EMBEDDING, 0.5)]);
+    applied(tied[0], tied[1], &[(EMBEDDING, 38, 0.5)], 38, &[(EMBEDDING, 0.5)]);
+    applied(tied[0], tied[1], &[(LM_HEAD, 38, 0.5)], 38, &[(EMBEDDING, 0.5)]);
     applied(untied[0], untied[1], &[(EMBEDDING, 40, 0.5)], 40, &[(EMBEDDING, 0.5)]);
     applied(untied[0], untied[1], &[(LM_HEAD, 40, 0.25)], 40, &[(LM_HEAD, 0.25)]);
     let both = [(EMBEDDING, 41, 0.5), (LM_HEAD, 41, 0.25)];
     applied(untied[0], untied[1], &both, 41, &[(EMBEDDING, 0.5), (LM_HEAD, 0.25)]);
+    let fewer = [(EMBEDDING, 38, 0.5), (LM_HEAD, 38, 0.25)];
+    applied(untied[0], untied[1], &fewer, 38, &[(EMBEDDING, 0.5), (LM_HEAD, 0.25)]);
 }
 
 #[track_caller]
@@ -91,7 +95,9 @@ fn a_tensor_of_an_adapter_that_is_not_applied_is_refused_by_name() {
 
 #[test]
 fn embedding_layers_that_do_not_fit_are_refused() {
-    refused("qwen2", "qwen2-lora", &[(EMBEDDING, 39, 1.0)], &[EMBEDDING, "[39, 16]", "[40, 16], or more rows"]);
+    let rows = "the base model has [40, 16]; only the number of rows may differ";
+    refused("qwen2", "qwen2-lora", &[(EMBEDDING, 0, 1.0)], &[EMBEDDING, "[0, 16]", rows]);
+    refused("mixtral", "mixtral-lora", &[(LM_HEAD, 39, 1.0)], &[LM_HEAD, "39 rows", "with 40"]);
     refused(
         "mixtral",
         "mixtral-lora",
@@ -99,7 +105,7 @@ fn embedding_layers_that_do_not_fit_are_refused() {
         &[EMBEDDING, "41 rows", "with 40", "save_embedding_layers"],
     );
     let both = [(EMBEDDING, 41, 1.0), (LM_HEAD, 42, 1.0)];
-    refused("mixtral", "mixtral-lora", &both, &[LM_HEAD, "[42, 16]", "[41, 16]"]);
+    refused("mixtral", "mixtral-lora", &both, &[LM_HEAD, "[42, 16]", "the other embedding layer has [41, 16]"]);
     let differ = [(EMBEDDING, 40, 1.0), (LM_HEAD, 40, 2.0)];
     let (folder, output) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write_adapter(folder.path(), "qwen2-lora", &differ);

@@ -235,21 +235,39 @@ fn refused(peft_config: Value, parts: &[&str]) {
     }
 }
 
+/// Checks that the patterns of a new adapter are refused, and that a folder with them loads.
+#[track_caller]
+fn idle(peft_config: Value, parts: &[&str]) {
+    let lora = LoraConfig::from_json(&peft_config).unwrap();
+    let message = lora.check_patterns(&config()).unwrap_err().to_string();
+    for part in parts {
+        assert!(message.contains(part), "`{message}` lacks `{part}`");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("adapter_config.json"), peft_config.to_string()).unwrap();
+    let stored = [LoraConfig::read(folder.path()).unwrap(), LoraConfig::from_peft_json(&lora.to_json()).unwrap()];
+    for stored in stored {
+        assert!(Model::new(config(), Some(stored)).unwrap().adapters().next().is_some());
+    }
+}
+
+#[test]
+fn a_pattern_of_modules_without_an_adapter_is_refused_in_a_new_adapter_alone() {
+    let modules =
+        "matches only modules without an adapter: model.layers.0.self_attn.k_proj, model.layers.1.self_attn.k_proj";
+    idle(json!({"rank_pattern": {"q_proj": 4, "k_proj": 4}}), &["rank_pattern", "`k_proj`", modules, "target_modules"]);
+    idle(json!({"alpha_pattern": {"mlp.up_proj": 4}}), &["alpha_pattern", "`mlp.up_proj` matches only", "or remove"]);
+    let of_layer = json!({"target_modules": ["q_proj"], "layers_to_transform": 0, "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4}});
+    idle(of_layer, &["rank_pattern", "without an adapter: model.layers.1.self_attn.q_proj; select"]);
+    LoraConfig::from_json(&json!({"rank_pattern": {"q_proj": 4}})).unwrap().check_patterns(&config()).unwrap();
+}
+
 #[test]
 fn unsupported_settings_are_refused_by_name() {
     refused(json!({"lora_dropout": 1.0}), &["lora_dropout", "from 0 to below 1", "1"]);
     refused(json!({"lora_dropout": -0.5}), &["lora_dropout", "-0.5"]);
     refused(json!({"lora_alpha": 0}), &["lora_alpha", "nothing would train"]);
     refused(json!({"rank_pattern": {"up_prj": 4}}), &["rank_pattern", "`up_prj` matches no module"]);
-    let idle =
-        "matches only modules without an adapter: model.layers.0.self_attn.k_proj, model.layers.1.self_attn.k_proj";
-    refused(json!({"rank_pattern": {"q_proj": 4, "k_proj": 4}}), &["rank_pattern", "`k_proj`", idle, "target_modules"]);
-    refused(
-        json!({"alpha_pattern": {"mlp.up_proj": 4}}),
-        &["alpha_pattern", "`mlp.up_proj` matches only", "or remove"],
-    );
-    let of_layer = json!({"target_modules": ["q_proj"], "layers_to_transform": 0, "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4}});
-    refused(of_layer, &["rank_pattern", "without an adapter: model.layers.1.self_attn.q_proj; select"]);
     refused(json!({"exclude_modules": ["up_prj"]}), &["exclude_modules", "`up_prj` matches no module"]);
     refused(json!({"layers_to_transform": [99]}), &["layers_to_transform", "there is no layer 99"]);
     refused(json!({"use_dora": true}), &["use_dora", "DoRA"]);

@@ -228,9 +228,13 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
     }
     let base = model.name_or_path.as_deref().map(folder_or_name);
     // The target modules can only be checked if the config is known.
-    let adapter = adapter.and_then(|adapter| match config {
-        Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
-        None => Ok(adapter),
+    let adapter = adapter.and_then(|adapter| {
+        let Some(config) = config else { return Ok(adapter) };
+        Model::new(config.clone(), Some(adapter.clone()))?;
+        if model.peft_config.is_some() {
+            adapter.check_patterns(config)?;
+        }
+        Ok(adapter)
     });
     match adapter {
         Ok(adapter) => Some(match base {

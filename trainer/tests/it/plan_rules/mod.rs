@@ -351,6 +351,10 @@ fn an_adapter_is_checked_at_its_key() {
         &["model.peft_config={peft_type: LORA, r: 0}"],
         &["argument `model.peft_config=", "model.peft_config:", "`r`"],
     );
+    refused(
+        &["model.peft_config={target_modules: [q_proj], rank_pattern: {k_proj: 4}}"],
+        &["model.peft_config:", "rank_pattern", "`k_proj` matches only modules without an adapter"],
+    );
 }
 
 #[test]
