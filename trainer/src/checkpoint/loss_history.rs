@@ -18,6 +18,9 @@ pub struct LossHistory {
     pub losses: Vec<(usize, f64)>,
     /// The number of loss spikes so far.
     pub n_spikes: usize,
+    /// The steps of `losses` that were loss spikes. Old checkpoints have none.
+    #[serde(default)]
+    pub spike_steps: Vec<usize>,
 }
 
 impl LossHistory {
@@ -32,6 +35,20 @@ impl LossHistory {
         }
         let n_dropped = self.losses.len().saturating_sub(rolling_interval_length + Self::LAG);
         self.losses.drain(..n_dropped);
+        let oldest = self.losses.first().map_or(step, |(step, _)| *step);
+        self.spike_steps.retain(|spike| *spike >= oldest);
+    }
+
+    /// Records that the loss of `step`, which was added before, is a spike.
+    pub fn add_spike(&mut self, step: usize) {
+        self.n_spikes += 1;
+        self.spike_steps.push(step);
+    }
+
+    /// Replaces the losses by those of an earlier step. The number of spikes stays.
+    pub fn rewind_to(&mut self, earlier: &Self) {
+        self.losses.clone_from(&earlier.losses);
+        self.spike_steps.clone_from(&earlier.spike_steps);
     }
 
     /// Returns the limit of the loss of `step`: `sigma_factor` robust standard deviations above the median of the last
@@ -40,13 +57,15 @@ impl LossHistory {
     /// It depends on no later step than `step - LAG`, so it is equal on all ranks and after a resume.
     pub fn limit(&self, step: usize, rolling_interval_length: usize, sigma_factor: f64) -> Option<f64> {
         let known = self.losses.iter().rev().filter(|(known, _)| known + Self::LAG <= step);
-        let losses: Vec<f64> = known.take(rolling_interval_length).map(|(_, loss)| *loss).collect();
+        let known: Vec<&(usize, f64)> = known.take(rolling_interval_length).collect();
+        let losses: Vec<f64> = known.iter().map(|(_, loss)| *loss).collect();
         if losses.len() < 2 {
             return None;
         }
         let middle = median(losses.clone());
         let mad = median(losses.iter().map(|loss| (loss - middle).abs()).collect());
-        let sigma = (SIGMA_PER_MAD * mad).max(upper_sigma(losses, middle)).max(LEAST_SIGMA);
+        let normal = known.iter().filter(|(step, _)| !self.spike_steps.contains(step)).map(|(_, loss)| *loss);
+        let sigma = (SIGMA_PER_MAD * mad).max(upper_sigma(normal.collect(), middle)).max(LEAST_SIGMA);
         Some(middle + sigma_factor * sigma)
     }
 }
@@ -55,8 +74,8 @@ impl LossHistory {
 /// deviations above it in a normal distribution. The loss of a mixture of data has such a tail, which a median absolute
 /// deviation does not see.
 ///
-/// Of 128 losses it reads the third largest, so up to two spikes do not raise the limit. Returns 0 if it would read the
-/// largest loss, with fewer than 44.
+/// `losses` are those that were no spikes: else a third spike in 128 steps would raise the limit above it. Of 128 losses it
+/// reads the third largest. Returns 0 if it would read the largest loss, with fewer than 44.
 fn upper_sigma(mut losses: Vec<f64>, middle: f64) -> f64 {
     let n_above = (ABOVE_TWO_SIGMA * losses.len() as f64) as usize;
     losses.sort_by(|a, b| b.total_cmp(a));
@@ -109,6 +128,30 @@ mod tests {
             let limit = history(&losses, 128).limit(130, 128, 6.0).unwrap();
             assert!((limit - quiet).abs() < 0.02 && quiet < 2.7, "{quiet} {limit}");
         }
+    }
+
+    #[test]
+    fn every_one_of_several_equal_spikes_in_a_window_is_found() {
+        let mut seen = LossHistory::default();
+        let mut found = Vec::new();
+        for step in 1..=400 {
+            let is_raised = step > 130 && step % 20 == 0;
+            let loss = if is_raised { 9.0 } else { 2.0 + 0.1 * (step as f64 * 0.7).sin() };
+            let limit = seen.limit(step, 128, 6.0).filter(|_| step > 64);
+            seen.add(step, loss, 128);
+            if limit.is_some_and(|limit| loss > limit) {
+                seen.add_spike(step);
+                found.push(step);
+            }
+        }
+        assert_eq!(found, (140..=400).step_by(20).collect::<Vec<_>>());
+        assert_eq!((seen.n_spikes, &seen.spike_steps[..]), (14, &[280, 300, 320, 340, 360, 380, 400][..]));
+    }
+
+    #[test]
+    fn a_history_without_steps_of_spikes_is_read() {
+        let old: LossHistory = serde_json::from_str(r#"{"losses": [[1, 2.5]], "n_spikes": 3}"#).unwrap();
+        assert_eq!(old, LossHistory { losses: vec![(1, 2.5)], n_spikes: 3, spike_steps: Vec::new() });
     }
 
     /// The losses are of a run of the quickstart over 3,000 steps: tests/reference/quickstart_losses.py wrote them. Some rows

@@ -35,7 +35,7 @@ impl Session<'_> {
         if outcome.decision.outcome != UpdateOutcome::LossSpike {
             return Ok(());
         }
-        history.n_spikes += 1;
+        history.add_spike(outcome.number);
         let is_last = history.n_spikes > plan.max_events;
         let kept = self.keep_batch(step, outcome, "the loss watchdog found a loss spike");
         let action = if is_last { SpikeAction::Stop } else { plan.action };
@@ -85,7 +85,7 @@ impl Session<'_> {
         let n_undone = |to: usize| position.step - to;
         let resumed = self.checkpointer.load_newest()?.context("failed to rewind: there is no complete checkpoint")?;
         self.progress.n_skipped = resumed.run.n_skipped + n_undone(resumed.run.step);
-        self.progress.loss_history.losses = resumed.run.loss_history.losses.clone();
+        self.progress.loss_history.rewind_to(&resumed.run.loss_history);
         self.progress.scaler = resumed.run.scaler;
         self.reset_scaler(resumed.run.step)?;
         self.stream = TrainSteps::new(prepared, &plan.data, position, ranks.reader())?;

@@ -24,7 +24,6 @@ const FAILPOINTS: [&str; 11] = [
 ];
 
 /// Two entries that keep one checkpoint each: the checkpoint of step 4 replaces that of step 2.
-#[cfg(debug_assertions)]
 const KEEPS_ONE: [&str; 6] = [
     "eval_interval=2",
     "metric_for_best_model=loss",
@@ -35,7 +34,6 @@ const KEEPS_ONE: [&str; 6] = [
 ];
 
 /// The end of a run of four steps.
-#[cfg(debug_assertions)]
 const FOUR_STEPS: [&str; 2] = ["train_iters=4", "checkpoint.1.save_end_of_training=false"];
 
 /// Release builds have no failpoints. Unit tests stop the writing of a checkpoint at each file operation.
@@ -154,6 +152,21 @@ fn a_run_killed_during_the_checkpoints_of_an_early_end_completes_them_at_the_nex
 fn a_run_killed_between_the_checkpoints_of_its_last_step_completes_them_at_the_next_start() {
     let none_due = ["train_iters=1", "checkpoint.1.save_end_of_training=false"];
     check_killed_at(&none_due, &["checkpoint_published:1", "checkpoint_recorded:1", "export_published:1"]);
+}
+
+/// The eval loss falls, so step 2 has the greatest one.
+#[test]
+fn the_best_checkpoint_of_a_finished_run_stays_when_its_metric_changes() {
+    let run = Run::new();
+    let start = |greater_is_better: &str| run.train_ok(&[&KEEPS_ONE[..], &FOUR_STEPS, &[greater_is_better]].concat());
+    let has_steps = |steps: [usize; 2]| {
+        steps.iter().all(|step| run.path().join(format!("checkpoints/epoch_0_global_step_{step}")).is_dir())
+    };
+    start("greater_is_better=true");
+    assert!(has_steps([2, 4]));
+    start("greater_is_better=false");
+    run.assert_resumed();
+    assert!(has_steps([2, 4]), "the start deleted the best checkpoint");
 }
 
 #[test]

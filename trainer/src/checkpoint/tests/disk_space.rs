@@ -63,6 +63,28 @@ fn retained_and_best_checkpoints_stay_next_to_the_newest() {
     assert_eq!(found, ["1", "1 2", "2 3", "3 4", "3 4 5", "3 4 5 6", "3 4 6 7", "3 4 7 8", "3 4 8 9"]);
 }
 
+/// A run exported step 110, and resumed from a sharded checkpoint of step 100.
+#[test]
+fn the_link_stays_at_a_later_export_of_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let latest = |want: &str| assert_eq!(fs::read_link(dir.path().join("latest")).unwrap(), Path::new(want));
+    let plan = CheckpointPlan { save_total_limit: None, ..exports(dir.path()) };
+    for step in [50, 110] {
+        export(dir.path(), &format!("global_step_{step}"), 1);
+        plan.finish_save(&LocalDisk, Tag { step, epoch: 0 }, &run(step)).unwrap();
+    }
+    let finished = plan.finish_newest_save(&run(100)).unwrap().unwrap();
+    assert_eq!(finished.tag.step, 50);
+    latest("global_step_110");
+    // The later one is another run's.
+    export(dir.path(), "global_step_120", 2);
+    plan.finish_newest_save(&run(115)).unwrap().unwrap();
+    latest("global_step_110");
+    fs::remove_dir_all(dir.path().join("global_step_110")).unwrap();
+    plan.finish_newest_save(&run(115)).unwrap().unwrap();
+    latest("global_step_50");
+}
+
 #[test]
 fn retained_checkpoints_need_extra_space() {
     let dir = tempfile::tempdir().unwrap();

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::{
     CheckpointError, CheckpointFormat, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
-    PlannedCheckpoints, Resumed, RunState, Tag, TrainState, WrittenCheckpoint, bytes_needed, move_aside,
+    PlannedCheckpoints, Resumed, RunState, Scores, Tag, TrainState, WrittenCheckpoint, bytes_needed, move_aside,
     newest_complete, preflight, read_state, refuse_occupied, resume, save,
 };
 use crate::data::{EpochSize, TrainSteps};
@@ -31,6 +31,8 @@ pub(super) struct Checkpointer<'a> {
     base: Option<BaseModelRecord>,
     /// The newest checkpoint of each entry of the plan: its step and its folder.
     newest: HashMap<(CheckpointFormat, PathBuf), (usize, PathBuf)>,
+    /// The scores in the checkpoint that the run resumed from. Their metric may be another one than the plan's.
+    resumed_scores: Scores,
     /// The checkpoint that is being written in the background.
     async_save_in_progress: Option<AsyncSave>,
 }
@@ -80,6 +82,7 @@ impl<'a> Checkpointer<'a> {
             settings: settings(run.plan),
             base,
             newest: HashMap::new(),
+            resumed_scores: Scores::default(),
             async_save_in_progress: None,
         }
     }
@@ -120,6 +123,7 @@ impl<'a> Checkpointer<'a> {
             self.run.engine.store().refresh()?;
             let newest = (resumed.run.step, resumed.dir.clone());
             self.newest.insert((checkpoint.format, checkpoint.output_dir.clone()), newest);
+            self.resumed_scores.clone_from(&resumed.run.scores);
         }
         Ok(resumed)
     }
@@ -256,12 +260,17 @@ impl<'a> Checkpointer<'a> {
 
     /// Completes the newest save of each entry up to this step, in case a process was killed before its end. Returns the tag
     /// of each, and the deleted folders on the first rank. All ranks call this.
+    ///
+    /// Without a value of the plan's metric, the stored scores select the best checkpoint, which is not deleted.
     pub(super) fn finish_saves(
         &mut self,
         stream: &TrainSteps,
         progress: Progress,
     ) -> Result<Vec<(Tag, SavedCheckpoint)>> {
-        let (state, plans) = (self.run_state(stream, progress), &self.run.plan.checkpoints);
+        let (mut state, plans) = (self.run_state(stream, progress), &self.run.plan.checkpoints);
+        if state.scores.values.is_empty() {
+            state.scores.clone_from(&self.resumed_scores);
+        }
         let mut removed = vec![Vec::new(); plans.len()];
         let tags = self.run.ranks.process.broadcast_from_first(|| {
             let finished: Vec<Option<FinishedSave>> =
