@@ -74,8 +74,8 @@ impl LossHistory {
 /// deviations above it in a normal distribution. The loss of a mixture of data has such a tail, which a median absolute
 /// deviation does not see.
 ///
-/// `losses` are those that were no spikes: else a third spike in 128 steps would raise the limit above it. Of 128 losses it
-/// reads the third largest. Returns 0 if it would read the largest loss, with fewer than 44.
+/// `losses` are those that were no spikes: else a third spike in 128 steps would raise the limit above it. It reads the third
+/// largest of 128 losses. Returns 0 if it would read the largest loss, with fewer than 44.
 fn upper_sigma(mut losses: Vec<f64>, middle: f64) -> f64 {
     let n_above = (ABOVE_TWO_SIGMA * losses.len() as f64) as usize;
     losses.sort_by(|a, b| b.total_cmp(a));
