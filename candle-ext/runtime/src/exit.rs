@@ -38,7 +38,7 @@ pub enum ExitCode {
     OutOfMemory = 4,
     /// Non-finite loss or gradient.
     NonFinite = 5,
-    /// Unreadable or unwritable checkpoint, or a full or read-only disk.
+    /// Unreadable or unwritable checkpoint, a full or read-only disk, or an access that was denied.
     Checkpoint = 6,
     /// Failure of another rank or of a collective.
     Peer = 7,
@@ -53,7 +53,7 @@ pub fn classify(error: &anyhow::Error) -> ExitCode {
 
 /// Returns the exit code of an error like [`classify`], with `code_of` for the error and each of its causes in turn.
 ///
-/// A full disk has the code `Checkpoint`, whatever the failed operation was.
+/// An I/O error of a full disk among the causes has the code `Checkpoint`, whatever the failed operation was.
 pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'static)) -> Option<ExitCode>) -> ExitCode {
     match error.downcast_ref::<ExitCode>() {
         _ if error.chain().any(is_full_disk) => ExitCode::Checkpoint,

@@ -1,7 +1,7 @@
 //! Sends each record to the trackers and the terminal.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Path, PathBuf, absolute};
 use std::time::Instant;
 
 use candlewick_runtime::exit::ExitCode;
@@ -26,6 +26,8 @@ pub struct Reporter {
     trackers: Vec<Box<dyn Tracker>>,
     terminal: Terminal,
     n_evals: usize,
+    /// True if the metrics file had records before this start.
+    had_records: bool,
     failure: Option<TrackerFailure>,
     /// The start of the first step, and the number of steps before it.
     started: (Instant, usize),
@@ -45,12 +47,16 @@ impl Reporter {
     pub fn open(plan: &LogPlan, start: RunStart, run: &RunDescription) -> io::Result<Self> {
         let (done, total_steps) = (start.step(), run.total_steps);
         let terminal = Terminal::new(plan.console, done, total_steps);
+        let trackers = trackers::open(plan, start, &terminal)?;
+        let metrics_file = plan.metrics_path.as_deref().filter(|path| path.is_file());
+        let had_records = metrics_file.and_then(|path| path.metadata().ok()).is_some_and(|found| found.len() > 0);
         let mut reporter = Self {
             plan: plan.clone(),
             total_steps,
-            trackers: trackers::open(plan, start, &terminal)?,
+            trackers,
             terminal,
             n_evals: 0,
+            had_records,
             failure: None,
             started: (Instant::now(), done),
         };
@@ -122,10 +128,11 @@ impl Reporter {
         });
     }
 
-    /// Returns true if a metrics file is written and has no record of the checkpoint in `dir`.
+    /// Returns true if the metrics file had records before this start, but none of the checkpoint in `dir`.
     pub fn lacks_checkpoint(&self, dir: &Path) -> bool {
-        let path = self.plan.metrics_path.as_deref().filter(|path| path.is_file());
-        path.is_some_and(|path| !saved_checkpoints(path).iter().any(|saved| saved == dir))
+        let is_dir = |saved: &PathBuf| absolute(saved).ok() == absolute(dir).ok();
+        let path = self.plan.metrics_path.as_deref().filter(|path| self.had_records && path.is_file());
+        path.is_some_and(|path| !saved_checkpoints(path).iter().any(is_dir))
     }
 
     /// Reports a resume.
@@ -237,6 +244,23 @@ mod tests {
     #[test]
     fn intervals_of_zero_disable_records() {
         check(0, 0, &[]);
+    }
+
+    #[test]
+    fn a_checkpoint_is_missing_in_earlier_records_only() {
+        let here = std::env::current_dir().unwrap().join("saves/global_step_2");
+        let record = r#"{"iter":2,"epoch":0,"saved":"saves/global_step_2","save_time":0.5}"#;
+        let cases = [(record, false), (r#"{"iter":1,"loss":2.0}"#, true), ("", false)];
+        for (records, want) in cases {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("metrics.jsonl");
+            let text = if records.is_empty() { String::new() } else { format!("{records}\n") };
+            std::fs::write(&path, text).unwrap();
+            let run = RunDescription::default();
+            let mut reporter = Reporter::open(&plan(&path, [1, 1]), RunStart::Resumed(2), &run).unwrap();
+            reporter.log_eval(&EvalRecord { iter: 2, ..EvalRecord::default() });
+            assert_eq!(reporter.lacks_checkpoint(&here), want, "{records}");
+        }
     }
 
     #[test]
