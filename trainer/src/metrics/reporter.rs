@@ -124,7 +124,7 @@ impl Reporter {
         let saved = record.saved.display();
         self.terminal.line(&match record.save_time {
             Some(save_time) => format!("saved {saved} in {}", duration(save_time)),
-            None => format!("completed the save of {saved}, which a killed process had begun"),
+            None => format!("completed {saved}, which a killed process had begun"),
         });
     }
 
