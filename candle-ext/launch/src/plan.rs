@@ -420,7 +420,7 @@ fn notes(cli: &Cli, local_world_size: usize, node_resources: &NodeResources) -> 
     let secret = StoreSecret::from_variable(node_resources.variables.get(StoreSecret::VARIABLE));
     if secret.is_some() && lets_in_torch(cli) {
         let variable = StoreSecret::VARIABLE;
-        notes.push(format!("{variable} has no effect: torch's clients send no secret, so the store asks for none"));
+        notes.push(format!("{variable} has no effect: torch's clients send no secret, so the store needs none"));
     }
     if cli.torchrun_only.start_method.is_some() || cli.torchrun_only.event_log_handler.is_some() {
         notes.push("--start-method and --event-log-handler have no effect here".into());

@@ -8,8 +8,8 @@ use minijinja::{Error, Value};
 use regex_automata::meta::Regex;
 use serde_json::Value as Json;
 
-use super::from_json;
 use super::globals::PythonRange;
+use super::value::{self, from_json};
 use crate::template::limits::check_size;
 
 /// Implements `str(value)`. An undefined value is an empty text.
@@ -87,24 +87,9 @@ fn write_pairs(out: &mut String, value: &Value, check: LengthCheck) -> Result<()
 /// Implements `repr` of an int or a float.
 pub(super) fn number(value: &Value) -> String {
     match f64::try_from(value.clone()) {
-        Ok(float) if !value.is_integer() => self::float(float),
+        Ok(float) if !value.is_integer() => value::float(float),
         _ => value.to_string(),
     }
-}
-
-/// Implements `repr` of a float: the shortest digits that round-trip, with an exponent below 1e-4 and from 1e16 on.
-pub fn float(value: f64) -> String {
-    if !value.is_finite() {
-        return if value.is_nan() { "nan".into() } else { if value > 0.0 { "inf" } else { "-inf" }.into() };
-    }
-    let scientific = format!("{value:e}");
-    let (mantissa, exponent) = scientific.split_once('e').expect("`{:e}` prints an exponent");
-    let exponent: i32 = exponent.parse().expect("the exponent is an integer");
-    if (-4..16).contains(&exponent) {
-        return format!("{value:?}");
-    }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{mantissa}e{sign}{:02}", exponent.abs())
 }
 
 fn write_text(out: &mut String, text: &str) {
@@ -164,7 +149,7 @@ mod tests {
             (f64::NAN, "nan"),
             (-f64::INFINITY, "-inf"),
         ] {
-            assert_eq!(float(value), want);
+            assert_eq!(value::float(value), want);
         }
     }
 }

@@ -7,7 +7,6 @@ use minijinja::Value;
 use minijinja::value::{Object, ObjectRepr};
 use serde_json::Value as Json;
 
-use super::print;
 use crate::long_integer;
 
 /// Converts a JSON value. An integer beyond 64 bits keeps all of its digits.
@@ -32,10 +31,25 @@ pub fn from_json(json: &Json) -> Value {
 /// Returns `str()` of a JSON number.
 pub fn number_text(json: &Json) -> Option<String> {
     match json {
-        Json::Number(number) if number.is_f64() => number.as_f64().map(print::float),
+        Json::Number(number) if number.is_f64() => number.as_f64().map(float),
         Json::Number(number) => Some(number.to_string()),
         other => long_integer::digits(other).map(str::to_owned),
     }
+}
+
+/// Implements `repr` of a float: the shortest digits that round-trip, with an exponent below 1e-4 and from 1e16 on.
+pub fn float(value: f64) -> String {
+    if !value.is_finite() {
+        return if value.is_nan() { "nan".into() } else { if value > 0.0 { "inf" } else { "-inf" }.into() };
+    }
+    let scientific = format!("{value:e}");
+    let (mantissa, exponent) = scientific.split_once('e').expect("`{:e}` prints an exponent");
+    let exponent: i32 = exponent.parse().expect("the exponent is an integer");
+    if (-4..16).contains(&exponent) {
+        return format!("{value:?}");
+    }
+    let sign = if exponent < 0 { '-' } else { '+' };
+    format!("{mantissa}e{sign}{:02}", exponent.abs())
 }
 
 fn integer(digits: &str) -> Value {
