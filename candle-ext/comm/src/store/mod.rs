@@ -14,7 +14,7 @@ mod wire;
 use std::time::Duration;
 
 pub use client::Client;
-pub use secret::StoreSecret;
+pub use secret::{StoreSecret, is_equal_in_constant_time};
 pub use server::Server;
 
 /// Error of a store's client or server.

@@ -29,10 +29,14 @@ impl StoreSecret {
 impl PartialEq for StoreSecret {
     /// Compares secrets; the time depends on the length of `other` only.
     fn eq(&self, other: &Self) -> bool {
-        let (own, other) = (self.0.as_bytes(), other.0.as_bytes());
-        let differences = other.iter().zip(own.iter().cycle()).fold(0, |sum, (a, b)| sum | (a ^ b));
-        own.len() == other.len() && std::hint::black_box(differences) == 0
+        is_equal_in_constant_time(other.0.as_bytes(), self.0.as_bytes())
     }
+}
+
+/// Compares secrets; the time depends on the length of `a` only.
+pub fn is_equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
+    let differences = a.iter().zip(b.iter().cycle()).fold(0, |sum, (a, b)| sum | (a ^ b));
+    a.len() == b.len() && std::hint::black_box(differences) == 0
 }
 
 impl Eq for StoreSecret {}

@@ -14,6 +14,7 @@ use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use candlewick_comm::store::is_equal_in_constant_time;
 use futures_util::future::{Either, select};
 use serde_json::{Value as Json, json};
 use tokio::runtime::Builder;
@@ -99,12 +100,6 @@ impl FromRequestParts<Arc<ServerState>> for Authorized {
             }
         }
     }
-}
-
-/// Compares secrets; the time depends on the length of `a` only.
-fn is_equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
-    let differences = a.iter().zip(b.iter().cycle()).fold(0, |sum, (a, b)| sum | (a ^ b));
-    a.len() == b.len() && std::hint::black_box(differences) == 0
 }
 
 /// Checks the host and origin of a request, and logs it.
