@@ -3,12 +3,14 @@
 use candlewick_runtime::allocator::{Allocator, keep_memory};
 use candlewick_runtime::cores::{divide_cores, load_kernels_eagerly};
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::stack::reserve_stack;
 
 #[global_allocator]
 static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     keep_memory();
+    reserve_stack();
     divide_cores();
     load_kernels_eagerly();
     candlewick_text::source::report_shortened_files();

@@ -93,7 +93,7 @@ fn allocated(block: *mut u8, n_bytes: usize) -> *mut u8 {
 
 /// Exits without another allocation, destructors or buffers.
 #[cold]
-fn out_of_memory(n_bytes: usize) -> ! {
+pub(crate) fn out_of_memory(n_bytes: usize) -> ! {
     let mut text = [0; 200];
     let mut rest = &mut text[..];
     let code = ExitCode::OutOfMemory as i32;

@@ -53,10 +53,12 @@ pub fn classify(error: &anyhow::Error) -> ExitCode {
 
 /// Returns the exit code of an error like [`classify`], with `code_of` for the error and each of its causes in turn.
 ///
-/// An I/O error of a full disk among the causes has the code `Checkpoint`, whatever the failed operation was.
+/// An I/O error of a full disk among the causes has the code `Checkpoint`, whatever the failed operation was. One of memory
+/// that ran out, such as that of a file that cannot be mapped, has the code `OutOfMemory`.
 pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'static)) -> Option<ExitCode>) -> ExitCode {
     match error.downcast_ref::<ExitCode>() {
         _ if error.chain().any(is_full_disk) => ExitCode::Checkpoint,
+        _ if error.chain().any(is_without_memory) => ExitCode::OutOfMemory,
         Some(code) => *code,
         None => error.chain().find_map(code_of).unwrap_or(ExitCode::Failed),
     }
@@ -118,12 +120,17 @@ fn is_full_disk(error: &(dyn StdError + 'static)) -> bool {
     KINDS.contains(&error.kind()) || error.get_ref().is_some_and(|inner| is_full_disk(inner))
 }
 
+/// Returns true for an I/O error of memory that ran out.
+fn is_without_memory(error: &(dyn StdError + 'static)) -> bool {
+    let Some(error) = error.downcast_ref::<io::Error>() else { return false };
+    error.kind() == io::ErrorKind::OutOfMemory || error.get_ref().is_some_and(|inner| is_without_memory(inner))
+}
+
 /// Returns the exit code of an I/O error of an operation without a code of its own. A denied access is usually that of a
 /// folder that cannot be written.
 fn io_code(error: &io::Error) -> Option<ExitCode> {
     match error.kind() {
         io::ErrorKind::PermissionDenied => Some(ExitCode::Checkpoint),
-        io::ErrorKind::OutOfMemory => Some(ExitCode::OutOfMemory),
         _ => None,
     }
 }
@@ -252,6 +259,15 @@ mod tests {
             check(io::Error::other(error()).into(), ExitCode::Checkpoint);
             check(anyhow::Error::from(error()).context("failed to read").context(ExitCode::Data), ExitCode::Checkpoint);
         }
+    }
+
+    #[test]
+    fn memory_that_ran_out_has_one_exit_code_whatever_failed() {
+        let error = || io::Error::from(io::ErrorKind::OutOfMemory);
+        let map = ModelError::Io { doing: "map", path: "model.safetensors".into(), source: error() };
+        check(map.into(), ExitCode::OutOfMemory);
+        check(io::Error::other(error()).into(), ExitCode::OutOfMemory);
+        check(anyhow::Error::from(error()).context("failed to read").context(ExitCode::Data), ExitCode::OutOfMemory);
     }
 
     #[test]

@@ -13,5 +13,6 @@ pub mod process_memory;
 pub mod progress;
 pub mod rank_env;
 pub mod run_id;
+pub mod stack;
 pub mod stop_signals;
 pub mod terminal;

@@ -108,8 +108,8 @@ fn hostile_memory_limit_is_exit_code_4() {
     let folder = Folder::new();
     let words = ["evaluator", "generate", "--model", "model", "--prompt", "Say yes."];
     // From too little memory for the model to enough: a failure of any allocation or thread start ends with code 4.
-    let faults: Vec<_> = (150_000..=400_000)
-        .step_by(10_000)
+    let faults: Vec<_> = (100_000..=400_000)
+        .step_by(2_500)
         .filter_map(|memory| {
             let output = folder.run_within(&memory.to_string(), &words);
             let fits = output.as_ref().is_ok_and(|output| output.status.success());
