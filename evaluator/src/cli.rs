@@ -45,7 +45,7 @@ const EXAMPLES: &str = "\
 Examples:
   evaluator score --model runs/lora --data chats.jsonl
   evaluator score --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --truncation split
-  evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
+  evaluator score --model base --adapter runs/lora/model/global_step_40 --text 'One plus one is two.'
   launch --nproc-per-node 2 evaluator score --model moe --data chats.jsonl --expert-parallel-size 2
   evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
   evaluator compare results/before results/after --fail-below acc=-0.01";

@@ -124,6 +124,7 @@ fn shortened(plan: &Plan, folder: &Path, last_step: usize) -> Plan {
     let mut plan = plan.clone();
     plan.exit = ExitPlan { iteration: Some(last_step), iteration_this_run: None, kill_switch_path: None };
     plan.checkpoints = vec![checkpoint_in(folder.join(CHECKPOINTS))];
+    (plan.stop_checkpoint, plan.resume_from_checkpoint) = (None, None);
     if let Some(moe) = &mut plan.moe
         && matches!(moe.routing_replay, Some(RoutingReplayPlan::Record(_)))
     {

@@ -21,7 +21,8 @@ pub enum CheckpointError {
     /// The disk filled up while a checkpoint was written. Earlier checkpoints are intact.
     #[error(
         "save to {}: no space left on the disk. The unfinished checkpoint was removed; earlier ones are intact. Free \
-         disk space, or set a smaller save_total_limit", dir.display()
+         space on the disk of {}, or set a smaller save_total_limit. With auto_resume, the same command then continues \
+         from the newest checkpoint", dir.display(), dir.parent().unwrap_or(dir).display()
     )]
     DiskFull {
         /// The checkpoint folder.
@@ -81,6 +82,52 @@ pub enum CheckpointError {
         /// The checkpoint folder.
         dir: PathBuf,
         /// One line for each difference: the key, the value in the checkpoint, the current value.
+        differences: Vec<String>,
+    },
+    /// The folder to resume from has checkpoints, and is none itself.
+    #[error("resume from {}: it is not a checkpoint. The newest one in it is {}", dir.display(), newest.display())]
+    NotACheckpoint {
+        /// The given folder.
+        dir: PathBuf,
+        /// The newest checkpoint in it.
+        newest: PathBuf,
+    },
+    /// The run has a newer checkpoint than the one that it should resume from.
+    #[error(
+        "resume from {}: this run has a newer checkpoint, {}. Set another output_dir, which starts a new run from the older \
+         one, or move the newer ones away", given.display(), newest.display()
+    )]
+    NewerCheckpoint {
+        /// The checkpoint of `resume_from_checkpoint`.
+        given: PathBuf,
+        /// The newest checkpoint in its folder.
+        newest: PathBuf,
+    },
+    /// The newest checkpoint in the folder is of a run with another `output_dir`.
+    #[error(
+        "resume from {}: it is of the run in {}, and output_dir is {}. For a new run, remove `output_dir` from the checkpoint \
+         entry: its folder is then below that of the run. To continue the other run, set output_dir={}. To start a new run from \
+         this checkpoint, do the former and set resume_from_checkpoint={}",
+        dir.display(), written_by.display(), output_dir.display(), written_by.display(), dir.display()
+    )]
+    OtherRun {
+        /// The checkpoint folder.
+        dir: PathBuf,
+        /// The `output_dir` of the run that wrote it.
+        written_by: PathBuf,
+        /// The `output_dir` of this run.
+        output_dir: PathBuf,
+    },
+    /// The settings changed since the run was stopped.
+    #[error(
+        "continue the run that was stopped: these settings changed since:\n  {}\nRestore them. To continue with the new ones, \
+         set resume_from_checkpoint={}. To start from the beginning, delete {} or set another output_dir",
+        differences.join("\n  "), dir.display(), dir.parent().unwrap_or(dir).display()
+    )]
+    ChangedSettings {
+        /// The checkpoint folder.
+        dir: PathBuf,
+        /// One line for each setting, with both values.
         differences: Vec<String>,
     },
     /// The adapter of a checkpoint was trained on other base weights.

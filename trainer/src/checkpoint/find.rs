@@ -64,7 +64,7 @@ pub fn is_checkpoint(dir: &Path) -> bool {
 }
 
 /// Opens a checkpoint folder of any name. Its files have the sizes in the manifest; the hashes are not verified.
-pub(super) fn open(dir: &Path) -> Result<CompleteCheckpoint, CheckpointError> {
+pub(crate) fn open(dir: &Path) -> Result<CompleteCheckpoint, CheckpointError> {
     let manifest = read_manifest(dir).map_err(|reason| CheckpointError::damaged(dir, reason))?;
     Ok(CompleteCheckpoint { dir: dir.to_path_buf(), manifest })
 }

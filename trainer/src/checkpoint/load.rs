@@ -13,7 +13,7 @@ use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 
 use super::error::CheckpointError;
-use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, open, search};
+use super::find::{CompleteCheckpoint, FoundCheckpoints, SkippedCheckpoint, is_checkpoint, open, search};
 use super::fingerprint::Fingerprint;
 use super::hash::hash_differs;
 use super::manifest::{Manifest, STATE};
@@ -66,6 +66,30 @@ pub fn resume(
     }
     let reasons = skipped.iter().map(|s| format!("{}: {}", s.dir.display(), s.reason)).collect();
     Err(CheckpointError::NoneComplete { output_dir: plan.output_dir.clone(), reasons }.into())
+}
+
+/// Loads the checkpoint in `dir` into `state`. All ranks of `process` call this. Fails like [`resume`].
+pub fn resume_from(
+    dir: &Path,
+    fingerprint: &Fingerprint,
+    state: &mut dyn TrainState,
+    process: &ProcessGroup,
+) -> Result<Resumed> {
+    let complete = process.all_ok(open(dir).map_err(|error| explain_given(dir, error).into()))?;
+    let run = verify(&complete, process)?.map_err(|reason| CheckpointError::damaged(dir, reason))?;
+    check_compatible(&complete, &run, fingerprint, &state.tensors())?;
+    process.keep_alive().during(|| load_tensors(&complete, state))?;
+    Ok(Resumed { run, dir: dir.to_path_buf(), skipped: Vec::new() })
+}
+
+/// Names the newest checkpoint within a folder that is no checkpoint itself.
+fn explain_given(dir: &Path, error: CheckpointError) -> CheckpointError {
+    let folders = [dir.to_owned(), dir.join("checkpoints"), dir.join("stop_checkpoint")];
+    let newest = folders.iter().find_map(|folder| search(folder).ok()?.complete.into_iter().next());
+    match newest.filter(|_| !is_checkpoint(dir)) {
+        Some(newest) => CheckpointError::NotACheckpoint { dir: dir.to_owned(), newest: newest.dir },
+        None => error,
+    }
 }
 
 /// Loads the tensors of the checkpoint in `dir` into the state of one rank, and returns the loop's state. Any plan may load

@@ -68,6 +68,22 @@ pub struct Tag {
 }
 
 impl CheckpointPlan {
+    /// Returns the checkpoint that a stopped run without `sharded` entries writes into `output_dir` and resumes from.
+    pub fn of_stopped_run(output_dir: PathBuf) -> Self {
+        Self {
+            format: CheckpointFormat::Sharded,
+            output_dir,
+            auto_resume: true,
+            save_every_n_steps: 0,
+            save_every_n_epochs: 0,
+            save_end_of_training: false,
+            save_total_limit: Some(1),
+            save_retain_interval: None,
+            async_save: false,
+            dtype: None,
+        }
+    }
+
     /// Returns true if a checkpoint is due after this step.
     pub fn is_due(&self, moment: Moment) -> bool {
         let every = |n: usize, count: usize| n > 0 && count > 0 && count.is_multiple_of(n);

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use candlewick_model::checkpoint::UNFINISHED_MARKER;
 
 use super::error::CheckpointError;
+use super::latest::remove_dangling_link;
 use super::plan::{CheckpointFormat, CheckpointPlan, Tag};
 use super::scores::Scores;
 use super::state::RunState;
@@ -49,17 +50,37 @@ impl Retention<'_> {
         let is_kept = |step: usize| Some(step) == best || plan.is_retained(step);
         let mut removed = Vec::new();
         for (_, dir) in older.skip(save_total_limit.saturating_sub(1)).filter(|(tag, _)| !is_kept(tag.step)) {
-            // Rename first: otherwise a kill during deletion would leave a damaged checkpoint.
-            let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
-            storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
-            storage.mark_unfinished(&dir).map_err(CheckpointError::io("mark", &dir))?;
-            storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
-            format.failpoint("removing", newest.step);
-            storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+            remove(storage, &dir, || format.failpoint("removing", newest.step))?;
             removed.push(dir);
         }
         Ok(removed)
     }
+}
+
+/// Deletes a checkpoint. `renamed` is called when it has no longer its name.
+fn remove(storage: &dyn Storage, dir: &Path, renamed: impl FnOnce()) -> Result<(), CheckpointError> {
+    // Rename first: otherwise a kill during deletion would leave a damaged checkpoint.
+    let temporary = dir.with_file_name(temporary_name(&Tag::name_of(dir)));
+    storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+    storage.mark_unfinished(dir).map_err(CheckpointError::io("mark", dir))?;
+    storage.rename(dir, &temporary).map_err(CheckpointError::io("rename", dir))?;
+    renamed();
+    storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))
+}
+
+/// Deletes all complete checkpoints of an entry, and its folder if nothing else is in it. Returns true if there were any.
+pub(crate) fn remove_all(plan: &CheckpointPlan) -> Result<bool, CheckpointError> {
+    let CheckpointPlan { format, output_dir, .. } = plan;
+    remove_unfinished_checkpoints(output_dir)?;
+    let mut checkpoints = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    checkpoints.retain(|(_, dir)| format.written_by(dir).is_some());
+    for (tag, dir) in &checkpoints {
+        remove(&LocalDisk, dir, || format.failpoint("removing", tag.step))?;
+    }
+    remove_dangling_link(output_dir).map_err(CheckpointError::io("remove the link `latest` of", output_dir))?;
+    // It fails if the folder is missing, or has files of another origin.
+    let _ = std::fs::remove_dir(output_dir);
+    Ok(!checkpoints.is_empty())
 }
 
 /// Removes unfinished checkpoints, and restores a checkpoint whose replacement was not finished. Returns one line for

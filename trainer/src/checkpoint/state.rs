@@ -126,6 +126,9 @@ pub struct RunState {
     /// The folder that the checkpoint was written into. Old checkpoints have none.
     #[serde(default)]
     pub home: Option<PathBuf>,
+    /// The `output_dir` of the run. Old checkpoints have none.
+    #[serde(default)]
+    pub output_dir: Option<PathBuf>,
     /// The number of steps skipped because of a non-finite loss or gradient.
     #[serde(default)]
     pub n_skipped: usize,
@@ -146,6 +149,18 @@ impl RunState {
         let (Some(home), Ok(dir)) = (&self.home, dir.canonicalize()) else { return false };
         let original = home.join(Tag::name_of(&dir));
         dir.parent() != Some(home) && CheckpointFormat::Sharded.written_by(&original) == Some(self.run_start)
+    }
+
+    /// Returns the `output_dir` of the run that wrote the checkpoint in `dir`, if that is another folder than `output_dir`.
+    ///
+    /// A folder that was moved or copied with its checkpoints is the same run's, and so is one that replaces a missing folder.
+    pub(crate) fn other_output_dir(&self, dir: &Path, output_dir: &Path) -> Option<&Path> {
+        let (written, home) = (self.output_dir.as_deref()?, self.home.as_deref()?);
+        let (now, dir) = (output_dir.canonicalize().ok()?, dir.canonicalize().ok()?);
+        let relative = |folder: &Path, run: &Path| folder.strip_prefix(run).ok().map(Path::to_owned);
+        let came_along =
+            relative(home, written).is_some_and(|from| Some(from) == relative(dir.parent().unwrap_or(&dir), &now));
+        (written != now && !came_along && written.is_dir()).then_some(written)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::exit::ExitCode;
 pub(super) const EXAMPLES: &str = "\
 Examples:
   trainer chat runs/my-run
-  trainer chat runs/my-run/adapter/latest --temperature 0.7 --top-p 0.9
+  trainer chat runs/my-run/model/latest --temperature 0.7 --top-p 0.9
   trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200
   launch --standalone --nproc-per-node 2 --interactive -- trainer chat runs/my-run --tensor-parallel-size 2";
 

@@ -168,7 +168,7 @@ enum Command {
 const MERGE_EXAMPLES: &str = "\
 Examples:
   trainer merge runs/lora --output merged
-  trainer merge runs/lora/adapter/global_step_40 --output merged --base base --dtype f32
+  trainer merge runs/lora/model/global_step_40 --output merged --base base --dtype f32
 
 The folder is read back: every value is compared, and the logits on 16 short prompts and a chat are compared with those of base and
 adapter. The output folder appears after that. A folder whose logits differ too much is kept in DIR.failed.";

@@ -194,12 +194,11 @@ fn dataset(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
 fn saving(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let folder = item.text().unwrap_or("ckpt").trim_end_matches('/').to_owned();
     let frequency = converter.get("checkpoint.save_frequency");
-    let mut sharded = json!({"type": "sharded", "output_dir": format!("{folder}/checkpoints")});
+    let mut sharded = json!({"type": "sharded"});
     if let Some(frequency) = &frequency {
         sharded["save_every_n_steps"] = frequency.scalar();
     }
-    let exported =
-        json!({"type": "huggingface", "output_dir": format!("{folder}/model"), "save_end_of_training": true});
+    let exported = json!({"type": "huggingface", "save_end_of_training": true});
     let list = ("checkpoint", json!([sharded, exported]));
     let note = "checkpoints have the format of this program; the model is exported at the end, too";
     converter.change(item, [("output_dir", folder.into()), list.clone()], note);

@@ -41,18 +41,16 @@ pub(super) fn checkpoints(converter: &mut Converter<'_>, defaults: SavingDefault
         Some(item) => {
             let note =
                 "the folder has metrics.jsonl, run.json, checkpoints and the exported model, in folders of their own";
-            converter.change(item, [("output_dir", folder.clone().into())], note);
+            converter.change(item, [("output_dir", folder.into())], note);
         }
-        None => converter.default("output_dir", "output_dir", folder.clone().into()),
+        None => converter.default("output_dir", "output_dir", folder.into()),
     }
     let interval = interval(converter, &defaults.interval);
     let limit = converter.get("save_total_limit");
     let only_model = converter.is_on("save_only_model");
     let mut exported = Map::from_iter([("type".to_owned(), "huggingface".into())]);
-    exported.insert("output_dir".to_owned(), format!("{folder}/model").into());
     exported.insert("save_end_of_training".to_owned(), true.into());
     let mut sharded = Map::from_iter([("type".to_owned(), "sharded".into())]);
-    sharded.insert("output_dir".to_owned(), format!("{folder}/checkpoints").into());
     let resumes = resumes(converter);
     if resumes {
         sharded.insert("auto_resume".to_owned(), true.into());

@@ -134,8 +134,7 @@ pub enum DataError {
     },
     /// The data or their order changed since the run started.
     #[error(
-        "resume the data: {changed}. Restore the values of the original run, or start a new run: give its checkpoints another \
-         output_dir, or set auto_resume: false"
+        "resume the data: {changed}. Restore the values of the original run, or start a new run with another output_dir"
     )]
     Changed {
         /// The changed values, old and new.

@@ -54,7 +54,7 @@ impl TrainLoader {
     /// Creates a loader that continues at `cursor`. The default cursor is the start of a run.
     pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
         let made_with = made_with(dataset.identity(), &plan);
-        check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;
+        check_unchanged(&cursor.made_with, &made_with, &plan)?;
         let rows = epoch_rows(&dataset, &plan, epoch_read(&plan, &cursor));
         let total_steps = total_steps(&dataset, &plan, &rows)?;
         let cursor = Cursor { made_with, ..cursor };
@@ -243,6 +243,9 @@ fn steps_until(dataset: &Dataset, plan: &DataPlan, tokens: u64) -> Result<usize,
     Err(DataError::Plan { name: "train_tokens".to_owned(), problem })
 }
 
+/// The name of the number of rows of a step on all ranks, in checkpoints.
+const ROWS_OF_STEP: &str = "rows a step";
+
 /// Returns the settings that the order of the steps depends on. The number of micro-batches of a step may change.
 pub(crate) fn made_with(data_identity: &str, plan: &DataPlan) -> BTreeMap<String, String> {
     let facts: [(&str, String); 13] = [
@@ -255,7 +258,7 @@ pub(crate) fn made_with(data_identity: &str, plan: &DataPlan) -> BTreeMap<String
         ("overlong", format!("{:?}", plan.truncation)),
         ("drop_last", plan.drop_last.to_string()),
         ("order", format!("{:?}", plan.order)),
-        ("rows a step", plan.rows_per_step().to_string()),
+        (ROWS_OF_STEP, plan.rows_per_step().to_string()),
         ("min_iterations", plan.min_iterations.to_string()),
         ("overfit_first_batch", plan.overfit_first_batch.to_string()),
         ("seed", plan.seed.to_string()),
@@ -268,12 +271,13 @@ pub(crate) fn made_with(data_identity: &str, plan: &DataPlan) -> BTreeMap<String
 pub(crate) fn check_unchanged(
     then: &BTreeMap<String, String>,
     now: &BTreeMap<String, String>,
-    sources: &[SourcePlan],
+    plan: &DataPlan,
 ) -> Result<(), DataError> {
     let changed: Vec<String> = now
         .iter()
         .filter_map(|(name, value)| match then.get(name) {
-            Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, sources)),
+            Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, &plan.sources)),
+            Some(old) if old != value && name == ROWS_OF_STEP => Some(changed_rows(old, plan)),
             Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
             // Checkpoints of earlier versions have no mixture.
             None if name == MIXTURE && !then.is_empty() && value != Mixture::DEFAULT => {
@@ -283,6 +287,27 @@ pub(crate) fn check_unchanged(
         })
         .collect();
     if changed.is_empty() { Ok(()) } else { Err(DataError::Changed { changed: changed.join("; ") }) }
+}
+
+/// Describes a changed number of rows of a step, with settings that restore it.
+fn changed_rows(old: &str, plan: &DataPlan) -> String {
+    let DataPlan { micro_batch_size, gradient_accumulation_steps: accumulation, data_ranks, .. } = *plan;
+    let changed = format!(
+        "{ROWS_OF_STEP} was {old}, now {} (micro_batch_size {micro_batch_size} x gradient_accumulation_steps {accumulation} x \
+         data ranks {data_ranks})",
+        plan.rows_per_step()
+    );
+    let Some(rows) = old.parse::<usize>().ok().filter(|rows| *rows > 0) else { return changed };
+    let settings = |of_rank: usize| {
+        let micro_batch = (1..=micro_batch_size).rev().find(|size| of_rank.is_multiple_of(*size)).unwrap_or(1);
+        let steps = format!("gradient_accumulation_steps: {}", of_rank / micro_batch);
+        if micro_batch == micro_batch_size { steps } else { format!("micro_batch_size: {micro_batch} and {steps}") }
+    };
+    if rows.is_multiple_of(data_ranks) {
+        return format!("{changed}; set {}", settings(rows / data_ranks));
+    }
+    let most = (1..data_ranks).rev().find(|n| rows.is_multiple_of(*n)).unwrap_or(1);
+    format!("{changed}; {rows} cannot be divided by {data_ranks}: use {most} data ranks with {}", settings(rows / most))
 }
 
 /// Names the sources whose rows changed. `then` and `now` have a key for each source.

@@ -354,6 +354,24 @@ fn a_changed_order_cannot_be_resumed() {
     let message = error.to_string();
     assert!(message.contains("seed was 42, now 7"), "{message}");
     assert!(message.contains("rows a step was 1, now 3"), "{message}");
+    // The values that restore the rows of a step are named.
+    let cases = [
+        ([2, 4, 2], "8", "set gradient_accumulation_steps: 2"),
+        ([3, 1, 2], "8", "set micro_batch_size: 2 and gradient_accumulation_steps: 2"),
+        (
+            [2, 1, 2],
+            "1",
+            "1 cannot be divided by 2: use 1 data ranks with micro_batch_size: 1 and gradient_accumulation_steps: 1",
+        ),
+        ([1, 1, 4], "6", "6 cannot be divided by 4: use 3 data ranks with gradient_accumulation_steps: 2"),
+    ];
+    for ([micro_batch_size, gradient_accumulation_steps, data_ranks], old, want) in cases {
+        let changed = DataPlan { micro_batch_size, gradient_accumulation_steps, data_ranks, ..plan() };
+        let mut cursor = first.cursor().clone();
+        cursor.made_with.insert("rows a step".to_owned(), old.to_owned());
+        let message = TrainLoader::new(dataset.clone(), changed, cursor).unwrap_err().to_string();
+        assert!(message.contains(&format!("; {want}. Restore")), "{want:?} is not in {message:?}");
+    }
     // The horizon, the padding and the number of micro-batches may change.
     let longer = DataPlan { horizon: Horizon::Epochs(4), padding: Padding::MaxLength, ..plan() };
     TrainLoader::new(dataset, longer, first.cursor().clone()).unwrap();

@@ -86,7 +86,7 @@ impl TrainSteps {
         reader: ReaderShard,
     ) -> Result<Self, DataError> {
         let made_with = made_with(&data.identity, plan);
-        check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;
+        check_unchanged(&cursor.made_with, &made_with, plan)?;
         let cursor = Cursor { made_with, ..cursor };
         let total_steps = match plan.horizon {
             Horizon::Steps(steps) => steps,

@@ -49,6 +49,8 @@ pub struct RunReport {
     pub resumed_from: Option<PathBuf>,
     /// Size, mesh and batch of the run; null until they are known.
     pub run: Option<RunDescription>,
+    /// The folders of exported models, which may be outside of the run's folder.
+    pub export_folders: Vec<PathBuf>,
     /// The resolved plan.
     pub plan: Value,
     /// The versions of the program.
@@ -94,6 +96,7 @@ impl RunJson {
             exit: None,
             resumed_from: None,
             run: None,
+            export_folders: Vec::new(),
             plan,
             versions: Versions::this(),
             host: HostInfo::this(),

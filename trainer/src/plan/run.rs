@@ -70,6 +70,12 @@ pub struct Plan {
     pub exit: ExitPlan,
     /// The checkpoints.
     pub checkpoints: Vec<CheckpointPlan>,
+    /// The checkpoint that a stopped run writes if no entry of `checkpoints` is `sharded`. It is deleted when the run completes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_checkpoint: Option<CheckpointPlan>,
+    /// The folder of a checkpoint from which the run starts, if it has none of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resume_from_checkpoint: Option<PathBuf>,
     /// Metrics and their files.
     pub log: LogPlan,
     /// Measurements of times and memory.

@@ -292,7 +292,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("save_dir", "checkpoint.N.output_dir", ""),
     key("output_path", "output_dir", ""),
     key("overwrite_output_dir", "", "checkpoints of earlier runs are moved to run.N, not overwritten"),
-    key("resume_from_checkpoint", "checkpoint.N.auto_resume", "it resumes from the newest complete checkpoint"),
     key("auto_resume_from_checkpoints", "checkpoint.N.auto_resume", ""),
     key("load_best_model_at_end", "metric_for_best_model", "the best checkpoint is kept; run.json names it"),
     key("early_stopping_patience", "early_stopping.patience", "in evaluations"),

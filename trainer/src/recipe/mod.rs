@@ -243,8 +243,11 @@ pub struct Recipe {
     pub mem_profiler_max_entries: Option<HumanInt>,
     /// The file whose creation ends the run after the current step. Default: `stop` in `output_dir`.
     pub kill_switch_path: Option<String>,
-    /// The run's folder, with `metrics.jsonl` and `run.json`. Default `runs/<name of the recipe>`.
+    /// The run's folder, with `metrics.jsonl`, `run.json` and the checkpoints. Default `runs/<name of the recipe>`.
     pub output_dir: Option<String>,
+    /// The folder of a `sharded` checkpoint, possibly of another run, from which a new run starts. Once this run has a
+    /// checkpoint of its own, `auto_resume` resumes from that one. Default: none.
+    pub resume_from_checkpoint: Option<String>,
     /// The reaction to a loss or gradient that is not finite: `stop` (default; exit code 5) or `skip` the step.
     pub on_nonfinite: Option<OnNonfinite>,
     /// The loss watchdog. Default: off.

@@ -18,12 +18,13 @@ pub struct CheckpointSection {
     /// `huggingface` has only the weights, in a folder that transformers loads.
     #[serde(rename = "type")]
     pub kind: Option<CheckpointType>,
-    /// The folder of the checkpoints, with a subfolder each. Relative paths start at the current folder.
-    pub output_dir: String,
+    /// The folder of the checkpoints, with a subfolder each. Relative paths start at the current folder. Default: the folder
+    /// `checkpoints` of the run's `output_dir`, or `model` with type `huggingface`.
+    pub output_dir: Option<String>,
     /// `false` turns this entry off. Default true.
     pub enabled: Option<bool>,
-    /// Resumes from the newest complete checkpoint in `output_dir`, if there is one. Only one `sharded` entry may set it.
-    /// Default false.
+    /// Resumes from this run's newest complete checkpoint in the entry's folder, if there is one. Only one `sharded` entry may
+    /// set it. Default false.
     pub auto_resume: Option<bool>,
     /// The number of steps between checkpoints. Default 0: off.
     pub save_every_n_steps: Option<HumanInt>,

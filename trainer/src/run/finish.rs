@@ -23,17 +23,27 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
         }
         EndReason::Stop(StopRequest::Signal(_)) => {
             let (what, code) = match session.save_to_resume()? {
-                StopResult::Resumable => ("checkpoint saved; start the run again to resume", ExitCode::Preempted),
-                StopResult::Saved => {
-                    ("checkpoint saved; to resume, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
+                StopResult::Resumable(dir) => (
+                    format!("checkpoint saved in {}; the same command continues the run", dir.display()),
+                    ExitCode::Preempted,
+                ),
+                StopResult::Saved(dir) => (
+                    format!(
+                        "checkpoint saved in {}; to continue the run, set auto_resume=true for its checkpoint entry",
+                        dir.display()
+                    ),
+                    ExitCode::Failed,
+                ),
+                StopResult::Exported => {
+                    ("only the weights are saved; a run cannot resume from them".to_owned(), ExitCode::Failed)
                 }
-                StopResult::Exported => ("only the weights are saved; a run cannot resume from them", ExitCode::Failed),
-                StopResult::Lost => ("nothing was saved: the run has no checkpoint", ExitCode::Failed),
+                StopResult::Lost => ("nothing was saved: the run has no checkpoint".to_owned(), ExitCode::Failed),
             };
             session.reporter.terminal().line(&format!("{}: {what}", end.reason()));
             return Ok(code);
         }
     };
+    session.checkpointer.remove_stop_checkpoint()?;
     for source in session.stream.counts_by_source() {
         session.reporter.terminal().line(&format!("read {source}"));
     }

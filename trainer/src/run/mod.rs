@@ -31,6 +31,7 @@ mod step_experts;
 mod tasks;
 mod watchdog;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -43,7 +44,7 @@ use candlewick_text::hub::Hub;
 use evaluator::chat::ChatTemplateFormatter;
 use evaluator::task::TaskSelection;
 
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, CheckpointFormat};
 use crate::data::{PreparedData, prepare_stream_until, prepare_until};
 use crate::failpoint::failpoint;
 use crate::metrics::{RunExit, RunJson, Terminal};
@@ -101,6 +102,7 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
         CheckpointError::Io { action: "write run.json into", path, source }
     };
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(unwritten)?;
+    run_json.update(|report| report.export_folders = export_folders(plan)).map_err(unwritten)?;
     let ended = run(plan, hub, ranks, &mut run_json).map_err(|error| ranks.report_failure(error));
     let exit = match &ended {
         Ok((code, reason)) => RunExit { code: *code as u8, reason: reason.clone() },
@@ -115,6 +117,12 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &RankContext) -> Result<ExitCode> {
         }
         (ended, Ok(())) => ended.map(|(code, _)| code),
     }
+}
+
+/// Lists the folders of exported models. The locks have created them.
+fn export_folders(plan: &Plan) -> Vec<PathBuf> {
+    let exports = plan.checkpoints.iter().filter(|checkpoint| checkpoint.format == CheckpointFormat::HuggingFace);
+    exports.filter_map(|checkpoint| checkpoint.output_dir.canonicalize().ok()).collect()
 }
 
 /// Loads and tokenizes the data of `plan`, as a run does before its first step.

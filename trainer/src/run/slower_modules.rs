@@ -7,8 +7,7 @@ use candlewick_runtime::process_group::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use super::RankContext;
-use super::checkpointer::settings;
-use crate::checkpoint::{newest_complete, read_state};
+use super::checkpointer::{settings, state_to_resume};
 use crate::fp8_advice::advise;
 use crate::plan::Plan;
 
@@ -65,10 +64,7 @@ impl EarlierRun<'_> {
 
 /// Returns the modules of the checkpoint that the plan resumes; `None` without one, or if it has other settings of FP8.
 fn of_checkpoint(plan: &Plan) -> Result<Option<Vec<String>>> {
-    let Some(entry) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
-    let Some(state) = newest_complete(&entry.output_dir)?.and_then(|complete| read_state(&complete).ok()) else {
-        return Ok(None);
-    };
+    let Some(state) = state_to_resume(plan)? else { return Ok(None) };
     let changes = state.settings.differences(&settings(plan));
     let is_same = !changes.iter().any(|change| change.starts_with("precision."));
     Ok(state.slower_modules.filter(|_| is_same))

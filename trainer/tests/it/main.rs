@@ -32,6 +32,7 @@ mod results;
 mod resume;
 mod routing_replay;
 mod run_files;
+mod run_folders;
 mod schedules;
 mod sharing;
 mod signals;

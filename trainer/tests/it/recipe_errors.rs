@@ -227,11 +227,6 @@ fn an_unsupported_type_is_named_before_its_unknown_keys() {
 }
 
 #[test]
-fn a_missing_key_names_the_map_that_lacks_it() {
-    check("checkpoint:\n  - type: sharded\n", &["r.yaml:2:5: the key `checkpoint.0.output_dir` is missing"]);
-}
-
-#[test]
 fn a_yaml_syntax_error_names_its_place() {
     check("a: [1\n", &["r.yaml:1:4: unclosed bracket"]);
     check("epochs: 1\n seed: 2\n", &["r.yaml:2:6: mapping values are not allowed"]);

@@ -220,7 +220,7 @@ fn arguments_can_set_every_key() {
     assert_eq!(recipe.data.sources[0].0.name_or_path.as_deref(), Some("a"));
     assert_eq!(recipe.data.sources[0].0.split.as_deref(), Some("train[:10]"));
     assert_eq!(recipe.data.sources[2].0.name_or_path.as_deref(), Some("c"));
-    assert_eq!(recipe.checkpoint[0].output_dir, "y");
+    assert_eq!(recipe.checkpoint[0].output_dir.as_deref(), Some("y"));
     assert!(matches!(&recipe.model.config, Some(ConfigSource::Inline(map)) if map["hidden_size"] == 64));
     assert_eq!(recipe.scheduler.name, Some(SchedulerName::CosineWithMinLr));
     assert_eq!(recipe.seed, Some(HumanInt(2)));

@@ -69,7 +69,7 @@ struct Export {
 /// Finds the local model at the path `name`. Returns `None` if `name` is not a folder.
 ///
 /// Returns a model or adapter folder unchanged. In the output folder of a training run, selects the best export that
-/// `run.json` names, else the newest.
+/// `run.json` names, else the newest. `run.json` also names the folders of the run's exports, which may be elsewhere.
 pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
     let path = Path::new(name);
     if !path.is_dir() {
@@ -80,8 +80,11 @@ pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
     }
     let current = subfolders(path).filter(|folder| !is_of_earlier_run(folder));
     let parents: Vec<PathBuf> = std::iter::once(path.to_path_buf()).chain(current).collect();
-    let mut found: Vec<(&PathBuf, Vec<Export>)> = parents.iter().map(|parent| (parent, exports_in(parent))).collect();
-    found.retain(|(_, exports)| !exports.is_empty());
+    let named = export_folders(path);
+    let mut found = with_exports(&named);
+    if found.is_empty() {
+        found = with_exports(&parents);
+    }
     // Exports of the folder itself take precedence over those one level down.
     if found.first().is_some_and(|(parent, _)| *parent == path) {
         found.truncate(1);
@@ -95,6 +98,24 @@ pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
             Err(HubError::NotAModel { name: shorten(name), problem })
         }
     }
+}
+
+/// Lists the folders that have exports.
+fn with_exports(folders: &[PathBuf]) -> Vec<(&PathBuf, Vec<Export>)> {
+    folders.iter().map(|folder| (folder, exports_in(folder))).filter(|(_, exports)| !exports.is_empty()).collect()
+}
+
+/// Lists the folders of a run's exports that its `run.json` names. Those within the run's folder move with it.
+fn export_folders(run: &Path) -> Vec<PathBuf> {
+    let Some(report) = json_in(&run.join(RUN_JSON)) else { return Vec::new() };
+    let of_run = report.get("folder").and_then(Value::as_str).map(PathBuf::from);
+    let named = report.get("export_folders").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
+    named
+        .map(|folder| match of_run.as_deref().and_then(|of_run| Path::new(folder).strip_prefix(of_run).ok()) {
+            Some(within) => run.join(within),
+            None => PathBuf::from(folder),
+        })
+        .collect()
 }
 
 /// Returns the end of a message about a missing path: `; did you mean X?`, or a period.
@@ -210,11 +231,14 @@ fn without_exports(path: &Path, parents: &[PathBuf]) -> String {
     let holds_sharded = |parent: &PathBuf| subfolders(parent).any(|folder| is_sharded(&folder));
     let canonical = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
     if is_sharded(&canonical) || parents.iter().any(holds_sharded) {
-        return "it holds sharded checkpoints, from which training resumes, and no model folder. To export the weights, \
-                set auto_resume: true in the recipe's sharded checkpoint, add `{type: huggingface, output_dir: DIR, \
-                save_end_of_training: true}` to its checkpoint list, and run `trainer train` on the recipe again: it \
-                resumes and exports"
-            .to_owned();
+        return format!(
+            "it holds sharded checkpoints, from which training resumes, and no model folder. `trainer export {} --output DIR` \
+             makes one",
+            path.display()
+        );
+    }
+    if let Some(problem) = without_model(path) {
+        return problem;
     }
     let mut held: Vec<String> = fs::read_dir(path)
         .into_iter()
@@ -233,6 +257,26 @@ fn without_exports(path: &Path, parents: &[PathBuf]) -> String {
         "the folder has none of {CONFIG}, {ADAPTER_CONFIG} and tokenizer.json, and no export global_step_N; {holds}. Name the \
          folder with the model's files"
     )
+}
+
+/// Describes why the run of a folder has no model; `None` for a folder without a run.
+fn without_model(run: &Path) -> Option<String> {
+    let report = json_in(&run.join(RUN_JSON))?;
+    let export_folders = report.get("export_folders").and_then(Value::as_array)?;
+    let named: Vec<&str> = export_folders.iter().filter_map(Value::as_str).collect();
+    let saved = match named.is_empty() {
+        true => {
+            "the run saves no model. Remove `checkpoint` from the recipe, or add an entry `{type: huggingface}` to it"
+                .to_owned()
+        }
+        false => format!("the run has saved no model in {}", named.join(", ")),
+    };
+    let reason = report.get("exit").and_then(|exit| exit.get("reason")).and_then(Value::as_str);
+    let end = match reason {
+        Some(reason) => format!("the run ended: {reason}"),
+        None => "the run has not ended, or was killed".to_owned(),
+    };
+    Some(format!("{saved}; {end}. Run `trainer train` on the recipe again"))
 }
 
 #[cfg(test)]
@@ -316,6 +360,32 @@ mod tests {
             run.finds("r", "r/adapter/global_step_4", Some("the only export")),
             LocalModelKind::Adapter { base }
         );
+    }
+
+    #[test]
+    fn a_run_folder_stands_for_the_exports_that_run_json_names() {
+        let run = Run::new();
+        let record = |folders: &[&str]| {
+            let folders: Vec<String> = folders.iter().map(|folder| run.name(folder)).collect();
+            let report =
+                serde_json::json!({"folder": run.name("r"), "export_folders": folders, "exit": {"reason": "stopped"}});
+            run.write("r/run.json", &report.to_string());
+        };
+        run.export("elsewhere/global_step_9").export("r/old/global_step_3");
+        record(&["elsewhere"]);
+        run.finds("r", "elsewhere/global_step_9", Some("the only export"));
+        record(&["r/old"]);
+        run.finds("r", "r/old/global_step_3", Some("the only export"));
+        fs::rename(run.name("r"), run.name("moved")).unwrap();
+        run.export("moved/other/global_step_5");
+        run.finds("moved", "moved/old/global_step_3", Some("the only export"));
+        for folder in ["moved/old", "moved/other"] {
+            fs::remove_dir_all(run.name(folder)).unwrap();
+        }
+        run.refuses("moved", "the run has saved no model in");
+        run.refuses("moved", "the run ended: stopped. Run `trainer train`");
+        record(&[]);
+        run.refuses("r", "the run saves no model");
     }
 
     #[test]

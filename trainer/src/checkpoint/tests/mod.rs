@@ -95,6 +95,7 @@ fn run(step: usize) -> RunState {
         run_start: 1,
         date: None,
         home: None,
+        output_dir: None,
         n_skipped: 0,
         scaler: None,
         settings: Fingerprint::default(),

@@ -297,7 +297,7 @@ fn saving(converter: &mut Converter<'_>) {
     let folder =
         output.as_ref().and_then(ForeignItem::text).unwrap_or("runs/torchtune").trim_end_matches('/').to_owned();
     let steps = converter.get("save_every_n_steps");
-    let mut sharded = json!({"type": "sharded", "output_dir": format!("{folder}/checkpoints")});
+    let mut sharded = json!({"type": "sharded"});
     let resumes = converter.is_on("resume_from_checkpoint");
     if resumes {
         sharded["auto_resume"] = true.into();
@@ -313,13 +313,12 @@ fn saving(converter: &mut Converter<'_>) {
     if converter.is_on("enable_async_checkpointing") {
         sharded["async_save"] = true.into();
     }
-    let exported =
-        json!({"type": "huggingface", "output_dir": format!("{folder}/model"), "save_end_of_training": true});
+    let exported = json!({"type": "huggingface", "save_end_of_training": true});
     let list = ("checkpoint", json!([sharded, exported]));
     if let Some(item) = &output {
         let note =
             "the folder has metrics.jsonl, run.json, checkpoints and the exported model, in folders of their own";
-        converter.change(item, [("output_dir", folder.clone().into()), list.clone()], note);
+        converter.change(item, [("output_dir", folder.into()), list.clone()], note);
     } else {
         converter.default("output_dir", "output_dir", folder.into());
         converter.default("checkpointer.output_dir", "checkpoint", list.1.clone());

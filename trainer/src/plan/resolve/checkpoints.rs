@@ -36,8 +36,9 @@ pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
         }
         let folder = resolved(&plan.output_dir);
         if plans.iter().any(|other| other.format == plan.format && resolved(&other.output_dir) == folder) {
-            let message = format!("{path}.output_dir: another checkpoint of the same type uses this folder");
-            resolver.report(&[&format!("{path}.output_dir")], message);
+            let (key, shown) = (format!("{path}.output_dir"), plan.output_dir.display());
+            let message = format!("{key}: another checkpoint of the same type uses this folder, {shown}");
+            resolver.report_with_advice(&[&key, &path], message, format!("give {key} another folder"));
         }
         refuse_model_in_use(resolver, &format!("{path}.output_dir"), &plan);
         let origin = resolver.loaded.origin(&[&path]);
@@ -93,7 +94,7 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     };
     let plan = CheckpointPlan {
         format: CheckpointFormat::HuggingFace,
-        output_dir: named(resolver, folder.join("model")),
+        output_dir: named(resolver, folder.join(subfolder(CheckpointFormat::HuggingFace))),
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
@@ -108,6 +109,28 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
     let output_dir = plan.output_dir.display();
     resolver.note(format!("the model will be saved in {output_dir} at the end; `checkpoint: none` saves nothing"));
     Some(plan)
+}
+
+/// Returns the checkpoint of a stopped run. A run that saves nothing has none.
+///
+/// A run with an `auto_resume` entry writes none, but resumes from it: an earlier recipe may have had no such entry.
+pub(super) fn resolve_stop(resolver: &mut Resolver, checkpoints: &[CheckpointPlan]) -> Option<CheckpointPlan> {
+    let is_sharded = |plan: &CheckpointPlan| plan.format == CheckpointFormat::Sharded;
+    let (writes, resumes) = (!checkpoints.iter().any(is_sharded), checkpoints.iter().any(|plan| plan.auto_resume));
+    let folder = run_folder(resolver).filter(|_| !checkpoints.is_empty() && (writes || resumes))?;
+    let folder = folder.join("stop_checkpoint");
+    if writes {
+        let note = "a signal saves a checkpoint from which the same command continues; the end of the run deletes it";
+        resolver.note(format!("{}: {note}", folder.display()));
+    }
+    Some(CheckpointPlan::of_stopped_run(folder))
+}
+
+/// Returns the folder of the checkpoint that a new run starts from.
+pub(super) fn resolve_resume(resolver: &mut Resolver) -> Option<PathBuf> {
+    const KEY: &str = "resume_from_checkpoint";
+    let given = resolver.recipe().resume_from_checkpoint.clone()?;
+    Some(PathBuf::from(resolver.pick(KEY, Some(given), String::new())))
 }
 
 /// Refuses a checkpoint folder that contains the run's model, adapter or tokenizer: a checkpoint could replace or delete
@@ -141,13 +164,40 @@ fn resolved(path: &Path) -> PathBuf {
     resolved
 }
 
+/// Returns the folder of checkpoints within that of the run.
+fn subfolder(format: CheckpointFormat) -> &'static str {
+    match format {
+        CheckpointFormat::Sharded => "checkpoints",
+        CheckpointFormat::HuggingFace => "model",
+    }
+}
+
+/// Returns the folder of an entry: the given one, or one within that of the run.
+fn output_dir(
+    resolver: &mut Resolver,
+    path: &str,
+    checkpoint: &CheckpointSection,
+    format: CheckpointFormat,
+) -> PathBuf {
+    match (&checkpoint.output_dir, run_folder(resolver)) {
+        (Some(given), _) => PathBuf::from(given),
+        (None, Some(folder)) => folder.join(subfolder(format)),
+        (None, None) => {
+            let key = format!("{path}.output_dir");
+            let message = format!("{key}: the checkpoint has no folder, because output_dir is /dev/null");
+            resolver.report_with_advice(&[&key, path], message, format!("set output_dir or {key}"));
+            PathBuf::new()
+        }
+    }
+}
+
 fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection) -> CheckpointPlan {
     let format = match checkpoint.kind {
         None | Some(CheckpointType::Sharded) => CheckpointFormat::Sharded,
         Some(CheckpointType::Huggingface) => CheckpointFormat::HuggingFace,
     };
     refuse_other_format(resolver, path, checkpoint, format);
-    let output_dir = PathBuf::from(&checkpoint.output_dir);
+    let output_dir = output_dir(resolver, path, checkpoint, format);
     let (output_dir, dtype) = match format {
         CheckpointFormat::Sharded => (output_dir, None),
         CheckpointFormat::HuggingFace => (named(resolver, output_dir), export_dtype(resolver, checkpoint.dtype)),

@@ -80,6 +80,8 @@ impl Plan {
         let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref(), early_stopping.as_ref());
         let exit = output::resolve_exit(&mut resolver);
         let checkpoints = checkpoints::resolve(&mut resolver);
+        let stop_checkpoint = checkpoints::resolve_stop(&mut resolver, &checkpoints);
+        let resume_from_checkpoint = checkpoints::resolve_resume(&mut resolver);
         let loss_watchdog = watchdog::resolve(&mut resolver, &checkpoints);
         let log = output::resolve_log(&mut resolver);
         let profiling = profiling::resolve(&mut resolver);
@@ -118,6 +120,8 @@ impl Plan {
             early_stopping,
             exit,
             checkpoints,
+            stop_checkpoint,
+            resume_from_checkpoint,
             log,
             profiling,
             on_nonfinite,

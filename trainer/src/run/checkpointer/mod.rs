@@ -1,6 +1,7 @@
 //! The checkpoints of a run: sharded ones to resume from, and exported weights for transformers and PEFT.
 
 mod export;
+mod resume;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -8,13 +9,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candlewick_model::BaseModelRecord;
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
     CheckpointError, CheckpointFormat, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
     PlannedCheckpoints, Resumed, RunState, Scores, Tag, TrainState, WrittenCheckpoint, bytes_needed, move_aside,
-    newest_complete, preflight, read_state, refuse_occupied, resume, save,
+    preflight, refuse_occupied, remove_all, save,
 };
 use crate::data::{EpochSize, TrainSteps};
 use crate::plan::{Plan, WeightInit};
@@ -22,6 +22,8 @@ use crate::plan::{Plan, WeightInit};
 use super::async_save::{AsyncSave, FinishedAsyncSave};
 use super::context::{Progress, TrainingRun};
 use super::state::EngineState;
+
+pub(super) use resume::{run_id, state_to_resume};
 
 pub(super) struct Checkpointer<'a> {
     run: TrainingRun<'a>,
@@ -54,24 +56,6 @@ pub(super) struct SavedCheckpoint {
     pub(super) removed: Vec<PathBuf>,
 }
 
-/// Returns the id of a run of `plan`. With `auto_resume` it is that of the run whose checkpoint the run will resume, or of the
-/// unfinished run `unfinished` in the same folder, which has no checkpoint yet. Else it is new.
-///
-/// A run that resumes a copied checkpoint is a new run. It keeps the date of the original run, but does not own its
-/// checkpoints.
-pub(super) fn run_id(plan: &Plan, unfinished: Option<u64>) -> Result<RunId> {
-    let now = RunId::now();
-    let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(now) };
-    let without_checkpoint = unfinished.unwrap_or(now.run);
-    let Some(save) = newest_complete(&checkpoint.output_dir)? else {
-        return Ok(RunId { run: without_checkpoint, date: without_checkpoint });
-    };
-    let (run_start, state) = (save.manifest.run_start, read_state(&save).ok());
-    let date = state.as_ref().and_then(|state| state.date).unwrap_or(run_start);
-    let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
-    Ok(RunId { run: if is_copy { without_checkpoint } else { run_start }, date })
-}
-
 impl<'a> Checkpointer<'a> {
     pub(super) fn new(run: TrainingRun<'a>) -> Self {
         let base = base_record(run);
@@ -85,14 +69,6 @@ impl<'a> Checkpointer<'a> {
             resumed_scores: Scores::default(),
             async_save_in_progress: None,
         }
-    }
-
-    /// Loads the newest complete checkpoint of the entry with `auto_resume`, if there is one.
-    pub(super) fn resume(&mut self) -> Result<Option<Resumed>> {
-        let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
-            return Ok(None);
-        };
-        self.load(checkpoint)
     }
 
     /// Loads the newest complete checkpoint that this run wrote or resumed from, if there is one.
@@ -114,18 +90,6 @@ impl<'a> Checkpointer<'a> {
         let sharded = self.newest.iter().filter(|((format, _), _)| *format == CheckpointFormat::Sharded);
         let newest = sharded.max_by_key(|((_, output_dir), (step, _))| (*step, output_dir));
         newest.map(|((_, output_dir), (_, dir))| (output_dir.as_path(), dir.as_path()))
-    }
-
-    fn load(&mut self, checkpoint: &CheckpointPlan) -> Result<Option<Resumed>> {
-        let mut state = EngineState::of(self.run.engine)?;
-        let resumed = resume(checkpoint, &self.fingerprint, &mut state, &self.run.ranks.process)?;
-        if let Some(resumed) = &resumed {
-            self.run.engine.store().refresh()?;
-            let newest = (resumed.run.step, resumed.dir.clone());
-            self.newest.insert((checkpoint.format, checkpoint.output_dir.clone()), newest);
-            self.resumed_scores.clone_from(&resumed.run.scores);
-        }
-        Ok(resumed)
     }
 
     /// Lists the settings that differ from the checkpoint's, one line for each key.
@@ -151,9 +115,15 @@ impl<'a> Checkpointer<'a> {
             };
             PlannedCheckpoints { plan, bytes_per_checkpoint, n_checkpoints, n_retained, run_start, keeps_best }
         };
-        let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
+        let plans = &self.run.plan.checkpoints;
+        let stop = self.run.plan.stop_checkpoint.iter().filter(|_| self.writes_stop_checkpoint()).map(planned);
+        let planned: Vec<_> = plans.iter().map(planned).collect();
+        let with_stop: Vec<_> = planned.iter().copied().chain(stop).collect();
         let check = || -> Result<()> {
             preflight(&planned)?;
+            if with_stop.len() > planned.len() {
+                warn_without_space(preflight(&with_stop))?;
+            }
             let exports = self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::HuggingFace);
             if exports {
                 self.auxiliary_files(&self.folders(), &[]).check()?;
@@ -203,9 +173,22 @@ impl<'a> Checkpointer<'a> {
         Ok(())
     }
 
-    /// Returns the step of the newest checkpoint that this run wrote or resumed from.
+    /// Returns the step of the newest checkpoint that this run wrote or resumed from, without that of a stopped run.
     pub(super) fn newest_step(&self) -> Option<usize> {
-        self.newest.values().map(|(step, _)| *step).max()
+        let stop = self.run.plan.stop_checkpoint.as_ref().map(|plan| &plan.output_dir);
+        let newest = self.newest.iter().filter(|((_, output_dir), _)| Some(output_dir) != stop);
+        newest.map(|(_, (step, _))| *step).max()
+    }
+
+    /// Returns true if a stopped run writes the checkpoint of the plan for that: no entry is `sharded`.
+    pub(super) fn writes_stop_checkpoint(&self) -> bool {
+        !self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::Sharded)
+    }
+
+    /// Deletes the checkpoint of an earlier process that was stopped: the run is complete. All ranks call this.
+    pub(super) fn remove_stop_checkpoint(&self) -> Result<()> {
+        let Some(stop) = &self.run.plan.stop_checkpoint else { return Ok(()) };
+        self.run.ranks.process.on_first_rank(|| Ok(remove_all(stop)?)).map(drop)
     }
 
     /// Returns true if this step is the newest checkpoint of an entry of the plan.
@@ -311,10 +294,26 @@ impl<'a> Checkpointer<'a> {
             run_start: self.run.run_id.run,
             date: Some(self.run.run_id.date),
             home: None,
+            output_dir: self.run.plan.log.output_dir.as_ref().and_then(|folder| folder.canonicalize().ok()),
             fingerprint: self.fingerprint.clone(),
             settings: self.settings.clone(),
             slower_modules: self.run.slower_modules.map(<[String]>::to_vec),
         }
+    }
+}
+
+/// Turns a lack of space for the checkpoint of a stopped run into a warning: the run may never be stopped.
+fn warn_without_space(checked: Result<(), CheckpointError>) -> Result<()> {
+    match checked {
+        Err(CheckpointError::NotEnoughSpace { needed, free, .. }) => {
+            let [needed, free] = [needed, free].map(|bytes| bytes as f64 / 1e9);
+            tracing::warn!(
+                "a run that is stopped could not be continued: its checkpoint and the exports need {needed:.2} GB, and \
+                 {free:.2} GB is free"
+            );
+            Ok(())
+        }
+        checked => Ok(checked?),
     }
 }
 

@@ -71,15 +71,20 @@ impl<'a> Session<'a> {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
             None => Cursor::default(),
         };
-        let stream = TrainSteps::new(prepared, &plan.data, cursor, run.ranks.reader())?;
+        let stream = TrainSteps::new(prepared, &plan.data, cursor, run.ranks.reader());
+        // Ranks with the same error report it once.
+        let stream = run.ranks.process.all_ok(stream.map_err(Into::into))?;
         let total_steps = stream.total_steps();
         let schedule = plan.schedule.in_steps(|| stream.tokens_of_steps());
-        schedule.check(total_steps, plan.optimizer.learning_rate)?;
+        run.ranks.process.all_ok(schedule.check(total_steps, plan.optimizer.learning_rate).map_err(Into::into))?;
         checkpointer.preflight(&stream)?;
         let moved = checkpointer.prepare_folders(&stream)?;
         let routing = routing::open(&run, &stream)?;
 
-        let start = state.map_or(RunStart::Fresh, |state| RunStart::Resumed(state.step));
+        let start = match &resumed {
+            Some(resumed) if !checkpointer.is_of_other_run(resumed) => RunStart::Resumed(resumed.run.step),
+            _ => RunStart::Fresh,
+        };
         let gpu_id = match run.engine.device().location() {
             DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
             _ => None,
@@ -142,7 +147,7 @@ impl<'a> Session<'a> {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
             self.reporter.log_resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
             for difference in self.checkpointer.changed_settings(run) {
-                terminal.line(&format!("changed since this checkpoint: {difference}"));
+                tracing::warn!("changed since this checkpoint: {difference}");
             }
             if run.step >= self.stream.total_steps() {
                 terminal.line("nothing left to train: all steps are done");

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::Result;
 use candlewick_ops::span;
 
-use crate::checkpoint::{CheckpointFormat, CheckpointPlan, Moment};
+use crate::checkpoint::{CheckpointFormat, CheckpointPlan, Moment, Tag};
 use crate::data::Cursor;
 use crate::metrics::CheckpointRecord;
 use crate::run::async_save::FinishedAsyncSave;
@@ -17,12 +17,12 @@ use crate::run::step::AllStepsSkipped;
 use super::Session;
 
 /// The saved state of a run that was stopped by a signal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::run) enum StopResult {
-    /// A checkpoint from which the same command resumes.
-    Resumable,
+    /// A checkpoint from which the same command resumes, and its folder.
+    Resumable(PathBuf),
     /// A checkpoint, but the recipe does not set `auto_resume`.
-    Saved,
+    Saved(PathBuf),
     /// Exported weights.
     Exported,
     /// Nothing: the recipe has no checkpoint.
@@ -128,35 +128,53 @@ impl Session<'_> {
 
     /// Saves the checkpoints to resume from. If the plan has none, exports the weights.
     pub(in crate::run) fn save_to_resume(&mut self) -> Result<StopResult> {
-        let n_checkpoints = self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;
+        let plan = self.run.plan;
+        self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;
         self.finish_async_save(true)?;
-        if n_checkpoints == 0 {
-            return Ok(if self.save_all(|_| true)? == 0 { StopResult::Lost } else { StopResult::Exported });
+        let sharded = || plan.checkpoints.iter().filter(|plan| plan.format == CheckpointFormat::Sharded);
+        let Cursor { epoch, step, .. } = *self.stream.cursor();
+        let tag = Tag { step, epoch };
+        if let Some(saved) = sharded().find(|plan| plan.auto_resume) {
+            return Ok(StopResult::Resumable(saved.dir(tag)));
         }
-        let resumes = self.run.plan.checkpoints.iter().any(|plan| plan.auto_resume);
-        Ok(if resumes { StopResult::Resumable } else { StopResult::Saved })
+        if let Some(saved) = sharded().next() {
+            return Ok(StopResult::Saved(saved.dir(tag)));
+        }
+        if let Some(stop) = &plan.stop_checkpoint {
+            match self.save_one(stop) {
+                Ok(()) => return Ok(StopResult::Resumable(stop.dir(tag))),
+                Err(error) => tracing::warn!("{}", crate::exit::report(&error).trim_end()),
+            }
+        }
+        Ok(if self.save_all(|_| true)? == 0 { StopResult::Lost } else { StopResult::Exported })
     }
 
     /// Saves the `wanted` checkpoints and returns their number, existing ones included.
     fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
         let mut n_checkpoints = 0;
         for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
-            self.drain(0)?;
-            self.finish_async_save(true)?;
-            let _span = span("save", "");
-            let before = self.progress.before + self.started.elapsed();
-            let progress = Progress { before, ..self.progress.clone() };
-            let started = Instant::now();
-            if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) =
-                self.checkpointer.save(checkpoint, &self.stream, progress)?
-            {
-                let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
-                let save_time = Some(started.elapsed().as_secs_f64());
-                self.log_saved(&CheckpointRecord { epoch, iter, saved, save_time }, &removed);
-                checkpoint.format.failpoint("recorded", iter);
-            }
+            self.save_one(checkpoint)?;
             n_checkpoints += 1;
         }
         Ok(n_checkpoints)
+    }
+
+    /// Saves a checkpoint, unless it exists.
+    fn save_one(&mut self, checkpoint: &CheckpointPlan) -> Result<()> {
+        self.drain(0)?;
+        self.finish_async_save(true)?;
+        let _span = span("save", "");
+        let before = self.progress.before + self.started.elapsed();
+        let progress = Progress { before, ..self.progress.clone() };
+        let started = Instant::now();
+        if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) =
+            self.checkpointer.save(checkpoint, &self.stream, progress)?
+        {
+            let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
+            let save_time = Some(started.elapsed().as_secs_f64());
+            self.log_saved(&CheckpointRecord { epoch, iter, saved, save_time }, &removed);
+            checkpoint.format.failpoint("recorded", iter);
+        }
+        Ok(())
     }
 }

@@ -1,0 +1,128 @@
+//! The checkpoint that a run resumes: its own newest one, else that of `resume_from_checkpoint`.
+
+use std::path::Path;
+
+use anyhow::Result;
+use candlewick_runtime::run_id::RunId;
+
+use crate::checkpoint::{
+    CheckpointError, CheckpointPlan, CompleteCheckpoint, Resumed, RunState, newest_complete, open, read_state, resume,
+    resume_from, search,
+};
+use crate::plan::Plan;
+
+use super::super::state::EngineState;
+use super::Checkpointer;
+
+/// Returns the id of a run of `plan`. With `auto_resume` it is that of the run whose checkpoint the run will resume, or of the
+/// unfinished run `unfinished` in the same folder, which has no checkpoint yet. Else it is new.
+///
+/// A run that resumes a copied checkpoint, or that of `resume_from_checkpoint`, is a new run. It keeps the date of the original
+/// run, but does not own its checkpoints.
+pub(in crate::run) fn run_id(plan: &Plan, unfinished: Option<u64>) -> Result<RunId> {
+    let now = RunId::now();
+    let resumes = plan.checkpoints.iter().any(|checkpoint| checkpoint.auto_resume);
+    let new = unfinished.filter(|_| resumes).unwrap_or(now.run);
+    let Some(found) = to_resume(plan)? else { return Ok(RunId { run: new, date: new }) };
+    let (run_start, state) = (found.checkpoint.manifest.run_start, read_state(&found.checkpoint).ok());
+    let date = state.as_ref().and_then(|state| state.date).unwrap_or(run_start);
+    let is_copy = state.is_some_and(|state| state.is_copied_to(&found.checkpoint.dir));
+    Ok(RunId { run: if is_copy || !found.is_own { new } else { run_start }, date })
+}
+
+/// Reads the state of the checkpoint that a run of `plan` will resume; `None` without one, or if it is damaged.
+pub(in crate::run) fn state_to_resume(plan: &Plan) -> Result<Option<RunState>> {
+    Ok(to_resume(plan)?.and_then(|found| read_state(&found.checkpoint).ok()))
+}
+
+/// The checkpoint to resume.
+struct CheckpointToResume {
+    checkpoint: CompleteCheckpoint,
+    /// True if it is in a folder of this run.
+    is_own: bool,
+}
+
+fn to_resume(plan: &Plan) -> Result<Option<CheckpointToResume>> {
+    for entry in entries_to_resume(plan) {
+        if let Some(checkpoint) = newest_complete(&entry.output_dir)? {
+            return Ok(Some(CheckpointToResume { checkpoint, is_own: true }));
+        }
+    }
+    // A folder that is no checkpoint is an error later, with a remedy.
+    let given = plan.resume_from_checkpoint.as_deref().and_then(|dir| open(dir).ok());
+    Ok(given.map(|checkpoint| CheckpointToResume { checkpoint, is_own: false }))
+}
+
+/// Lists the entries with checkpoints of this run to resume from, in order of precedence.
+fn entries_to_resume(plan: &Plan) -> impl Iterator<Item = &CheckpointPlan> {
+    plan.checkpoints.iter().filter(|checkpoint| checkpoint.auto_resume).chain(&plan.stop_checkpoint)
+}
+
+impl Checkpointer<'_> {
+    /// Loads the newest complete checkpoint of this run, or that of `resume_from_checkpoint`, if there is one.
+    pub(in crate::run) fn resume(&mut self) -> Result<Option<Resumed>> {
+        let plan = self.run.plan;
+        for entry in entries_to_resume(plan) {
+            self.run.ranks.process.on_first_rank(|| self.check_origin(entry))?;
+            let resumed = self.load(entry)?;
+            if resumed.is_some() {
+                return Ok(resumed);
+            }
+        }
+        let Some(dir) = &plan.resume_from_checkpoint else { return Ok(None) };
+        let mut state = EngineState::of(self.run.engine)?;
+        let resumed = resume_from(dir, &self.fingerprint, &mut state, &self.run.ranks.process)?;
+        self.run.engine.store().refresh()?;
+        self.resumed_scores.clone_from(&resumed.run.scores);
+        Ok(Some(resumed))
+    }
+
+    /// Returns true if the run starts from a checkpoint that is in no folder of its own.
+    pub(in crate::run) fn is_of_other_run(&self, resumed: &Resumed) -> bool {
+        !self.newest.values().any(|(_, dir)| *dir == resumed.dir)
+    }
+
+    /// Loads the newest complete checkpoint of an entry, if there is one.
+    pub(super) fn load(&mut self, checkpoint: &CheckpointPlan) -> Result<Option<Resumed>> {
+        let mut state = EngineState::of(self.run.engine)?;
+        let resumed = resume(checkpoint, &self.fingerprint, &mut state, &self.run.ranks.process)?;
+        if let Some(resumed) = &resumed {
+            self.run.engine.store().refresh()?;
+            let newest = (resumed.run.step, resumed.dir.clone());
+            self.newest.insert((checkpoint.format, checkpoint.output_dir.clone()), newest);
+            self.resumed_scores.clone_from(&resumed.run.scores);
+        }
+        Ok(resumed)
+    }
+
+    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or if the recipe asks for an older one.
+    /// The recipe of a stopped run must also have the same settings, unless it names the checkpoint.
+    fn check_origin(&self, entry: &CheckpointPlan) -> Result<()> {
+        let plan = self.run.plan;
+        let Some(CompleteCheckpoint { dir, manifest }) = search(&entry.output_dir)?.complete.into_iter().next() else {
+            return Ok(());
+        };
+        let Ok(state) = read_state(&CompleteCheckpoint { dir: dir.clone(), manifest }) else { return Ok(()) };
+        let resolved = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        if let Some(given) = &plan.resume_from_checkpoint {
+            let (given_dir, newest) = (resolved(given), resolved(&dir));
+            if given_dir == newest {
+                return Ok(());
+            }
+            if given_dir.parent() == newest.parent() {
+                return Err(CheckpointError::NewerCheckpoint { given: given.clone(), newest: dir }.into());
+            }
+        }
+        if let Some(output_dir) = &plan.log.output_dir
+            && let Some(written_by) = state.other_output_dir(&dir, output_dir)
+        {
+            let (written_by, output_dir) = (written_by.to_owned(), output_dir.clone());
+            return Err(CheckpointError::OtherRun { dir, written_by, output_dir }.into());
+        }
+        let differences = self.changed_settings(&state);
+        if plan.stop_checkpoint.as_ref() == Some(entry) && !differences.is_empty() {
+            return Err(CheckpointError::ChangedSettings { dir, differences }.into());
+        }
+        Ok(())
+    }
+}
