@@ -13,7 +13,7 @@ use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{HubAccess, Plan, SettingsFilter};
-use crate::recipe::Loaded;
+use crate::recipe::{Loaded, missing_path_advice};
 use crate::run::{check_tasks, check_weights, open_inputs};
 
 #[derive(Debug, Args)]
@@ -79,9 +79,7 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
         let path = if Path::new(name).exists() { name } else { name.split(':').next().unwrap_or(name) };
         let is_local = is_path(path) || FileFormat::from_path(path).is_some();
         if is_local && !path.contains(['*', '?', '[', '{']) && !Path::new(path).exists() {
-            let here = std::env::current_dir().unwrap_or_default();
-            let problem =
-                format!("failed to find {path}: relative paths start at the current folder, {}", here.display());
+            let problem = format!("failed to find {path}: {}", missing_path_advice(path));
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
     }

@@ -20,6 +20,7 @@ use super::plan::{DataKind, Sampling, SnowflakePlan, SourcePlan};
 use super::render::{ChosenRows, Renderer};
 use super::stream::StreamedSource;
 use super::token_store::TokenStore;
+use crate::recipe::missing_shipped_file;
 
 /// The use of a source, which decides its default split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +37,16 @@ pub fn open(plan: &SourcePlan, kind: DataKind, split: SourceUse, hub: &Hub) -> R
         let problem = "rows of Snowflake are read when the data are prepared: run `trainer preprocess`".to_owned();
         return Err(DataError::Plan { name: plan.name_or_path.clone(), problem });
     }
-    Ok(hub.dataset(&request(plan, kind, split)?)?.into())
+    let request = request(plan, kind, split)?;
+    Ok(open_dataset(hub, &request)?.into())
+}
+
+/// Opens a data set. The error of a missing shipped file names the command that copies it.
+fn open_dataset(hub: &Hub, request: &DatasetRequest) -> Result<Box<dyn RowSource>, DataError> {
+    hub.dataset(request).map_err(|error| match missing_shipped_file(&request.spec.name) {
+        Some(problem) => DataError::Plan { name: request.spec.name.clone(), problem },
+        None => error.into(),
+    })
 }
 
 /// Returns the repository and the revision of a source that is not local.
@@ -96,7 +106,7 @@ impl SourceLoader<'_> {
             Some(query) => (self.snowflake(query)?, plan.name_or_path.clone()),
             None => {
                 let request = request(plan, self.renderer.plan.kind, split)?;
-                (self.hub.dataset(&request)?.into(), request.spec.name)
+                (open_dataset(self.hub, &request)?.into(), request.spec.name)
             }
         };
         let removal = NullFieldRemoval::of(plan.remove_none_values);

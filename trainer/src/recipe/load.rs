@@ -12,6 +12,7 @@ use super::deprecated::rename_all;
 use super::dialect::{RecipeDialect, detect};
 use super::error::{Fault, RecipeError, RecipeSource};
 use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
+use super::shipped_data::{CachedFiles, use_cached_files};
 use super::{Recipe, base, overrides, shipped, tilde};
 
 /// A recipe with the location of each key.
@@ -23,6 +24,7 @@ pub struct Loaded {
     source: Arc<RecipeSource>,
     notes: Vec<String>,
     dialect: RecipeDialect,
+    cached_files: Vec<CachedFiles>,
 }
 
 /// The origin of a setting.
@@ -77,15 +79,21 @@ impl Loaded {
         // The value of an argument may be a map that has deprecated keys.
         old_names.extend(rename_all(&mut tree).map_err(&fail)?);
         tilde::expand_home(&mut tree);
+        let cached_files = use_cached_files(&mut tree, &source);
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
         let notes = old_names.iter().map(|name| name.note(&source)).collect();
-        Ok(Self { recipe, tree, source: source.clone(), notes, dialect })
+        Ok(Self { recipe, tree, source: source.clone(), notes, dialect, cached_files })
     }
 
     /// Returns the file and the arguments.
     pub fn source(&self) -> &RecipeSource {
         &self.source
+    }
+
+    /// Writes the shipped data files that the recipe reads from the cache folder.
+    pub fn write_cached_files(&self) -> Result<(), RecipeError> {
+        self.cached_files.iter().try_for_each(CachedFiles::write).map_err(|fault| self.error(vec![fault]))
     }
 
     /// Returns one line for each deprecated key, with its file and line.

@@ -27,6 +27,7 @@ mod precision;
 mod reference;
 mod schema;
 pub mod shipped;
+pub mod shipped_data;
 mod tilde;
 mod value_or_list;
 
@@ -69,6 +70,7 @@ pub use precision::{
 };
 pub use reference::key_reference;
 pub use schema::json_schema;
+pub(crate) use shipped_data::{missing_path_advice, missing_shipped_file};
 pub use value_or_list::ValueOrList;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.

@@ -13,6 +13,7 @@ use candlewick_text::tokenizer::Tokenizer;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{ChatTemplateSource, Plan, TokenizerPlan, WeightInit};
+use crate::recipe::missing_path_advice;
 
 /// The model files and the tokenizer of a run.
 pub struct Assets {
@@ -37,11 +38,7 @@ impl Assets {
         let model_folder = model.map(|name| hub.model(name, plan.model.revision.as_deref(), part)).transpose()?;
         let TokenizerPlan { name_or_path, revision, chat_template, chat_template_kwargs } = &plan.tokenizer;
         if is_path(name_or_path) && !Path::new(name_or_path).exists() {
-            let here = std::env::current_dir().unwrap_or_default();
-            let problem = format!(
-                "failed to find {name_or_path}: relative paths start at the current folder, {}",
-                here.display()
-            );
+            let problem = format!("failed to find {name_or_path}: {}", missing_path_advice(name_or_path));
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
         let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelFiles::WithoutWeights)?;

@@ -1,18 +1,28 @@
 //! File locks of a run's folders. Two runs in one folder would mix their checkpoints and metrics.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use candlewick_text::files::is_present;
 
 use crate::checkpoint::CheckpointError;
 use crate::plan::Plan;
 
-/// File locks, held until they are dropped or the process ends.
+/// File locks, held until they are dropped or the process ends. A drop removes the new folders in which nothing was written.
 pub(super) struct Locks {
-    _files: Vec<File>,
+    folders: Vec<LockedFolder>,
+}
+
+struct LockedFolder {
+    path: PathBuf,
+    /// True if this run created the folder.
+    is_new: bool,
+    /// `None` if the file system has no locks.
+    _file: Option<File>,
 }
 
 const NAME: &str = ".lock";
@@ -20,10 +30,34 @@ const NAME: &str = ".lock";
 /// Locks the folders that a run of `plan` writes to.
 pub(super) fn lock(plan: &Plan) -> Result<Locks> {
     let folders = plan.log.output_dir.iter().chain(plan.checkpoints.iter().map(|checkpoint| &checkpoint.output_dir));
+    let folders: Vec<&Path> = folders.map(PathBuf::as_path).collect();
+    lock_folders(&folders)
+}
+
+fn lock_folders(folders: &[&Path]) -> Result<Locks> {
+    let is_new: Vec<bool> = folders.iter().map(|folder| !is_present(folder)).collect();
     // Two paths may resolve to the same folder.
-    let folders: BTreeSet<PathBuf> = folders.map(|folder| created(folder)).collect::<Result<_>>()?;
-    let locks = folders.into_iter().map(lock_folder).collect::<Result<Vec<_>>>()?;
-    Ok(Locks { _files: locks.into_iter().flatten().collect() })
+    let found = folders.iter().zip(is_new).map(|(folder, is_new)| Ok((created(folder)?, is_new)));
+    let folders: BTreeMap<PathBuf, bool> = found.collect::<Result<_>>()?;
+    let mut locks = Locks { folders: Vec::new() };
+    for (path, is_new) in folders {
+        let _file = lock_folder(path.clone())?;
+        locks.folders.push(LockedFolder { path, is_new, _file });
+    }
+    Ok(locks)
+}
+
+impl Drop for Locks {
+    /// Removes each new folder whose only file is the lock. The folders are sorted, so a subfolder goes first.
+    fn drop(&mut self) {
+        for LockedFolder { path, .. } in self.folders.iter().rev().filter(|folder| folder.is_new) {
+            // Keep the lock until the file is removed: another run compares the files.
+            let mut entries = fs::read_dir(path).into_iter().flatten().flatten();
+            if entries.all(|entry| entry.file_name() == NAME) {
+                let _ = fs::remove_file(path.join(NAME)).and_then(|()| fs::remove_dir(path));
+            }
+        }
+    }
 }
 
 fn created(folder: &Path) -> Result<PathBuf> {
@@ -41,6 +75,7 @@ fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
     }
     let file = open().map_err(failed)?;
     match file.try_lock() {
+        Ok(()) if is_removed(&file, &path) => lock_folder(created(&folder)?),
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => {
             let error = anyhow::anyhow!(
@@ -55,6 +90,12 @@ fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
             Ok(None)
         }
     }
+}
+
+/// Returns true if the run that held the lock has removed the file since it was opened.
+fn is_removed(file: &File, path: &Path) -> bool {
+    let id = |found: io::Result<fs::Metadata>| found.ok().map(|found| (found.dev(), found.ino()));
+    id(file.metadata()) != id(fs::metadata(path))
 }
 
 #[cfg(test)]
@@ -75,5 +116,25 @@ mod tests {
         assert_eq!(crate::exit::classify(&error), crate::exit::ExitCode::Checkpoint);
         drop(first);
         assert!(lock_folder(folder).unwrap().is_some());
+    }
+
+    #[test]
+    fn the_folders_of_a_run_that_wrote_nothing_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let locked = |names: &[&str]| {
+            let folders: Vec<PathBuf> = names.iter().map(|name| dir.path().join(name)).collect();
+            lock_folders(&folders.iter().map(PathBuf::as_path).collect::<Vec<_>>()).unwrap()
+        };
+        fs::create_dir(dir.path().join("own")).unwrap();
+        let locks = locked(&["run", "run/checkpoints", "run/model", "own"]);
+        let file = File::open(dir.path().join("run/model/.lock")).unwrap();
+        fs::write(dir.path().join("run/checkpoints/latest"), "x").unwrap();
+        drop(locks);
+        assert!(dir.path().join("run/checkpoints/latest").exists() && !dir.path().join("run/model").exists());
+        assert!(is_removed(&file, &dir.path().join("run/model/.lock")));
+        assert!(dir.path().join("own").exists(), "the user created it");
+        fs::remove_dir_all(dir.path().join("run")).unwrap();
+        drop(locked(&["run", "run/checkpoints"]));
+        assert!(!dir.path().join("run").exists());
     }
 }

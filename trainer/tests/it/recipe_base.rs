@@ -39,8 +39,9 @@ impl Folder {
     }
 
     fn run(&self, arguments: &[&str]) -> Output {
-        let program = Command::new(env!("CARGO_BIN_EXE_trainer")).args(arguments).current_dir(self.0.path()).output();
-        program.unwrap()
+        let mut program = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        program.args(arguments).current_dir(self.0.path()).env("XDG_CACHE_HOME", self.path("cache"));
+        program.output().unwrap()
     }
 
     /// Runs the program; checks the exit code and that stdout or stderr contains `part`. Returns stdout.
@@ -214,8 +215,7 @@ fn shipped_recipes_are_listed_and_shown() {
     folder.check(&["recipes", "show", "quikstart"], 2, "shipped recipe `quikstart`; did you mean `quickstart`?");
     folder.check(&["recipes", "cp", "nothing-like-it"], 2, "`trainer recipes ls` lists them");
     folder.check(&["check", "quikstart"], 2, "did you mean the shipped recipe `quickstart`?");
-    // Its data are in the repository only.
-    folder.check(&["check", "quickstart"], 3, "plan of <shipped>/quickstart.yaml");
+    folder.check(&["check", "quickstart"], 0, "plan of <shipped>/quickstart.yaml");
 }
 
 #[test]
@@ -225,7 +225,14 @@ fn a_copied_recipe_has_the_settings_of_the_shipped_one() {
         folder.check(&["recipes", "cp", recipe.name, "new/mine.yaml"], 0, "wrote new/mine.yaml");
         let copied = folder.load("new/mine.yaml", &[]).unwrap();
         let loaded = Loaded::read(Path::new(recipe.name), &[]).unwrap();
-        assert_eq!(copied.recipe, loaded.recipe, "{}", recipe.name);
+        let mut recipe_of_copy = copied.recipe.clone();
+        // The data of a recipe inside the program are in the cache folder.
+        recipe_of_copy.tokenizer.name_or_path.clone_from(&loaded.recipe.tokenizer.name_or_path);
+        recipe_of_copy.data.sources.clone_from(&loaded.recipe.data.sources);
+        recipe_of_copy.data.eval_sources.clone_from(&loaded.recipe.data.eval_sources);
+        assert_eq!(recipe_of_copy, loaded.recipe, "{}", recipe.name);
+        let text = std::fs::read_to_string(folder.path("new/mine.yaml")).unwrap();
+        assert_eq!(text, recipe.text);
         let bases = &copied.source().bases;
         assert!(bases.iter().all(|base| base.path.starts_with(folder.0.path())), "{bases:?}");
     }
@@ -238,4 +245,64 @@ fn a_copy_replaces_no_file() {
     assert_eq!(std::fs::read_to_string(folder.path("quickstart.yaml")).unwrap(), "mine");
     folder.check(&["recipes", "cp", "quickstart.yaml", "d"], 0, "wrote d/quickstart.yaml");
     folder.check(&["recipes", "cp", "quickstart", "e/"], 0, "wrote e/quickstart.yaml");
+    folder.check(&["recipes", "cp", "quickstart", "e/"], 0, "kept the equal file e/quickstart.yaml");
+    folder.check(&["recipes", "cp", "quickstart", "--force"], 0, "replaced quickstart.yaml");
+}
+
+#[test]
+fn a_refused_copy_writes_nothing_and_own_data_stay() {
+    let folder = Folder::new(&[("quickstart.yaml", "mine"), ("recipes/quickstart/train.jsonl", "mine")]);
+    folder.check(&["recipes", "cp", "quickstart"], 2, "the file exists");
+    assert!(!folder.path("recipes/quickstart/eval.jsonl").exists());
+    let data = "recipes/quickstart/train.jsonl, which the recipe reads";
+    folder.check(&["recipes", "cp", "quickstart", "d/"], 0, &format!("kept your own file {data}"));
+    assert_eq!(std::fs::read_to_string(folder.path("recipes/quickstart/train.jsonl")).unwrap(), "mine");
+    assert!(folder.path("recipes/quickstart/tokenizer/tokenizer.json").exists());
+    folder.check(&["recipes", "cp", "quickstart", "d/", "--force"], 0, &format!("replaced {data}"));
+}
+
+/// Arguments of a run of the quickstart that is one small step.
+const ONE_STEP: [&str; 8] = [
+    "train_iters=1",
+    "data.max_length=64",
+    "data.eval_sources.0.sample_count=2",
+    "data.sources.0.sample_count=10",
+    "data.pack_samples=false",
+    "generate=null",
+    "eval_on_start=false",
+    "checkpoint.0.auto_resume=true",
+];
+
+#[test]
+fn a_shipped_recipe_runs_outside_of_the_repository() {
+    let folder = Folder::new(&[("own.yaml", "base: quickstart\noutput_dir: runs/own\n")]);
+    let train = |recipe: &'static str| [&["train", recipe][..], &ONE_STEP].concat();
+    folder.check(&train("quickstart"), 0, "");
+    folder.check(&train("quickstart"), 0, "nothing left to train");
+    folder.check(&["check", "own.yaml", "--offline"], 0, "/cache/candlewick/recipes/");
+    let run_json = std::fs::read_to_string(folder.path("runs/quickstart/run.json")).unwrap();
+    let run_json: serde_json::Value = serde_json::from_str(&run_json).unwrap();
+    let data = run_json["plan"]["data"]["sources"][0]["name_or_path"].as_str().unwrap();
+    assert!(Path::new(data).is_file(), "{data}");
+    // A copy of the data in the current folder takes precedence.
+    folder.check(&["recipes", "cp", "quickstart"], 0, "wrote recipes/quickstart/train.jsonl, which the recipe reads");
+    let plan = folder.check(&["check", "quickstart"], 0, "");
+    assert!(!plan.contains("/cache/candlewick/recipes/"), "{plan}");
+}
+
+#[test]
+fn a_missing_shipped_file_is_an_error_with_the_command_that_copies_it() {
+    let text = shipped::find("quickstart").unwrap().text;
+    let folder = Folder::new(&[("r.yaml", text)]);
+    let here = folder.0.path().canonicalize().unwrap();
+    let advice =
+        format!("relative paths start at the current folder, {}; `trainer recipes cp quickstart", here.display());
+    for command in ["train", "check", "preprocess"] {
+        folder.check(&[command, "r.yaml"], 3, &advice);
+    }
+    for name in ["checkpoints", "model"] {
+        assert!(!folder.path(&format!("runs/quickstart/{name}")).exists(), "{name}");
+    }
+    let data = ["preprocess", "quickstart", "data.sources=[recipes/quickstart/train.jsonl]"];
+    folder.check(&data, 3, &advice);
 }

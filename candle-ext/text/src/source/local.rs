@@ -253,11 +253,19 @@ fn missing(path: &Path) -> String {
         return "it is a dangling link".into();
     }
     if std::fs::read_dir(folder_of(path)).is_err() {
-        return format!("there is no folder {}", folder_of(path).display());
+        return format!("there is no folder {}{}", folder_of(path).display(), start_of(path));
     }
     match near_sibling(path) {
         Some(other) => format!("there is no such file or folder; did you mean {}?", other.display()),
-        None => "there is no such file or folder".into(),
+        None => format!("there is no such file or folder{}", start_of(path)),
+    }
+}
+
+/// Returns the folder at which a relative path starts, as the end of a message.
+fn start_of(path: &Path) -> String {
+    match std::env::current_dir() {
+        Ok(here) if path.is_relative() => format!("; relative paths start at the current folder, {}", here.display()),
+        _ => String::new(),
     }
 }
 

@@ -141,13 +141,14 @@ pub enum EnvironmentError {
 }
 
 impl Environment {
-    /// Inspects the machine and, as the view allows, the Hub.
+    /// Inspects the machine and, as the view allows, the Hub. Writes the shipped data of the recipe into the cache folder.
     pub fn gather(
         loaded: &Loaded,
         view: HubView,
         console: Console,
         world: WorldInfo,
     ) -> Result<Self, EnvironmentError> {
+        loaded.write_cached_files()?;
         let config = find_config(loaded, view)?;
         let lock = view.hub.lock().map(|(lock, context)| RecipeLock { lock: lock.clone(), context: context.clone() });
         Ok(Self { lock, ..Self::with_config(config, loaded, console, world) })
