@@ -313,10 +313,20 @@ pub enum Packing {
     /// One sample a row.
     Off,
     /// Whole samples, as many as fit. Each epoch packs them anew.
-    Fit,
+    Fit(PackingStrategy),
     /// Rows of exactly `max_length`: a sample that does not fit is split between two rows. This is ArcticTraining's
     /// causal packing and `always_max_length`.
     Exact,
+}
+
+/// The order in which whole samples are placed. Each goes into the fullest row that has room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PackingStrategy {
+    /// The order of the epoch, except that samples longer than half a row come first.
+    BestFit,
+    /// Longest first (best-fit decreasing), with TRL's name.
+    Bfd,
 }
 
 /// The padding of rows. Pad tokens are no targets.

@@ -12,8 +12,8 @@ use super::fixture::{of_lengths, plan};
 use super::token_stats::DatasetCounts;
 use super::truncation::apply_truncation;
 use super::{
-    Batch, Cursor, DataError, DataPlan, EvalLoader, GlobalBatch, Horizon, Packing, Padding, RowOrder, TrainLoader,
-    Truncation,
+    Batch, Cursor, DataError, DataPlan, EvalLoader, GlobalBatch, Horizon, Packing, PackingStrategy, Padding, RowOrder,
+    TrainLoader, Truncation,
 };
 
 fn stream(lengths: &[usize], plan: &DataPlan) -> TrainLoader {
@@ -58,7 +58,12 @@ fn lengths() -> impl Strategy<Value = Vec<usize>> {
 }
 
 fn plans() -> impl Strategy<Value = DataPlan> {
-    let packing = prop_oneof![Just(Packing::Off), Just(Packing::Fit), Just(Packing::Exact)];
+    let packing = prop_oneof![
+        Just(Packing::Off),
+        Just(Packing::Fit(PackingStrategy::BestFit)),
+        Just(Packing::Fit(PackingStrategy::Bfd)),
+        Just(Packing::Exact)
+    ];
     let order = prop_oneof![Just(RowOrder::Shuffle), Just(RowOrder::Sequential), Just(RowOrder::LongestFirst)];
     let padding = prop_oneof![Just(Padding::Nothing), Just(Padding::Multiple(8)), Just(Padding::MaxLength)];
     let sizes = (1..4usize, 1..4usize, 1..4usize, 0..12usize);
@@ -214,8 +219,8 @@ proptest! {
             plan(6, 1, Packing::Off, Padding::Nothing),
             plan(2, 3, Packing::Off, Padding::MaxLength),
             plan(3, 2, Packing::Off, Padding::Multiple(8)),
-            plan(1, 1, Packing::Fit, Padding::Nothing),
-            plan(2, 2, Packing::Fit, Padding::Multiple(8)),
+            plan(1, 1, Packing::Fit(PackingStrategy::BestFit), Padding::Nothing),
+            plan(2, 2, Packing::Fit(PackingStrategy::BestFit), Padding::Multiple(8)),
         ] {
             prop_assert_eq!(&pairs(&steps(&lengths, &other)), &want);
         }
@@ -328,7 +333,12 @@ fn padding_stops_at_max_length() {
 
 #[test]
 fn a_fused_pack_is_one_sequence() {
-    let plan = DataPlan { packing: Packing::Fit, fuse_positions_prob: 1.0, order: RowOrder::Sequential, ..plan() };
+    let plan = DataPlan {
+        packing: Packing::Fit(PackingStrategy::BestFit),
+        fuse_positions_prob: 1.0,
+        order: RowOrder::Sequential,
+        ..plan()
+    };
     let batch = &steps(&[3, 4], &plan)[0].micro_batches[0];
     assert_eq!(batch.cu_seqlens, [0, 7]);
     assert_eq!(batch.positions, [0, 1, 2, 3, 4, 5, 6]);
@@ -354,6 +364,16 @@ fn a_changed_order_cannot_be_resumed() {
     let message = error.to_string();
     assert!(message.contains("seed was 42, now 7"), "{message}");
     assert!(message.contains("rows a step was 1, now 3"), "{message}");
+    let packed = |strategy| DataPlan { packing: Packing::Fit(strategy), ..plan() };
+    let now = TrainLoader::new(dataset.clone(), packed(PackingStrategy::BestFit), Cursor::default()).unwrap();
+    let error = TrainLoader::new(dataset.clone(), packed(PackingStrategy::Bfd), now.cursor().clone()).unwrap_err();
+    let want = "data.packing_strategy: best_fit before, data.packing_strategy: bfd now";
+    assert!(error.to_string().contains(want), "{error}");
+    // Earlier versions had one strategy, and wrote another name.
+    let mut earlier = now.cursor().clone();
+    earlier.made_with.insert("packing".to_owned(), "Fit".to_owned());
+    TrainLoader::new(dataset.clone(), packed(PackingStrategy::Bfd), earlier.clone()).unwrap();
+    TrainLoader::new(dataset.clone(), packed(PackingStrategy::BestFit), earlier).unwrap_err();
     // The horizon, the padding and the number of micro-batches may change.
     let longer = DataPlan { horizon: Horizon::Epochs(4), padding: Padding::MaxLength, ..plan() };
     TrainLoader::new(dataset, longer, first.cursor().clone()).unwrap();

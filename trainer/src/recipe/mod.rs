@@ -34,7 +34,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use crate::data::{
-    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages,
+    MaskingStrategy, PackingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation,
+    UnrenderedMessages,
 };
 pub use arctic_moe::ArcticMoe;
 pub use callbacks::{EarlyStoppingMode, EarlyStoppingSection, LossWatchdogSection, SpikeAction};

@@ -6,7 +6,8 @@ use super::masking::{self, Masking};
 use super::resolver::Resolver;
 use super::{mixture, sources, streaming, tokenize_kwargs};
 use crate::data::{
-    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedMessages, default_cache_dir,
+    DataKind, DataPlan, Horizon, Packing, PackingStrategy, Padding, RowOrder, Truncation, UnrenderedMessages,
+    default_cache_dir,
 };
 use crate::plan::{ModelPlan, TokenizerPlan};
 use crate::recipe::{DataType, Origin, PadTo};
@@ -127,6 +128,7 @@ fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
     let data = &resolver.recipe().data;
     let pack = resolver.pick("data.pack_samples", data.pack_samples, kind == DataKind::Causal);
     let exact = resolver.pick("data.always_max_length", data.always_max_length, kind == DataKind::Causal && pack);
+    let strategy = packing_strategy(resolver, pack && !exact);
     match (pack, exact) {
         (false, true) => {
             let message = "data.always_max_length needs data.pack_samples: true";
@@ -134,9 +136,20 @@ fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
             Packing::Off
         }
         (false, false) => Packing::Off,
-        (true, false) => Packing::Fit,
+        (true, false) => Packing::Fit(strategy),
         (true, true) => Packing::Exact,
     }
+}
+
+fn packing_strategy(resolver: &mut Resolver, packs_whole_samples: bool) -> PackingStrategy {
+    const KEY: &str = "data.packing_strategy";
+    let given = resolver.recipe().data.packing_strategy;
+    if given.is_some() && !packs_whole_samples {
+        let message = format!("{KEY} needs data.pack_samples: true, and excludes data.always_max_length");
+        resolver.report_with_advice(&[KEY], message, "remove the key");
+    }
+    let default = PackingStrategy::BestFit;
+    if packs_whole_samples { resolver.pick(KEY, given, default) } else { given.unwrap_or(default) }
 }
 
 fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Truncation {

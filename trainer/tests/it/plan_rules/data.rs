@@ -1,8 +1,8 @@
 //! Data sources, splits and rows.
 
 use trainer::data::{
-    Horizon, MaskingStrategy, Mixture, Packing, Padding, Sampling, StoppingStrategy, TrainOnEos, TrainedRole,
-    Truncation,
+    Horizon, MaskingStrategy, Mixture, Packing, PackingStrategy, Padding, Sampling, StoppingStrategy, TrainOnEos,
+    TrainedRole, Truncation,
 };
 
 use super::{plan, refused};
@@ -38,7 +38,12 @@ fn max_length_defaults_to_the_models() {
 #[test]
 fn packing_follows_the_type() {
     assert_eq!(plan(&[]).data.packing, Packing::Off);
-    assert_eq!(plan(&["data.pack_samples=true"]).data.packing, Packing::Fit);
+    assert_eq!(plan(&["data.pack_samples=true"]).data.packing, Packing::Fit(PackingStrategy::BestFit));
+    let sorted = ["data.pack_samples=true", "data.packing_strategy=bfd"];
+    assert_eq!(plan(&sorted).data.packing, Packing::Fit(PackingStrategy::Bfd));
+    for unpacked in ["data.pack_samples=false", "type=causal"] {
+        refused(&[unpacked, "data.packing_strategy=bfd"], &["data.packing_strategy needs data.pack_samples: true"]);
+    }
     assert_eq!(plan(&["data.pack_samples=true", "data.always_max_length=true"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.packing, Packing::Off);
