@@ -13,6 +13,7 @@ use super::plan::{DataPlan, Horizon, Mixture, Packing, PackingStrategy, SourcePl
 use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps, tokens_of_steps};
 use super::token_count::TokenCount;
 use super::token_stats::TrainedCounts;
+use crate::step_share::rounded_up;
 
 const MIXTURE: &str = "the mixture of sources";
 const PACKING: &str = "packing";
@@ -217,15 +218,26 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
     Ok(match plan.horizon {
         Horizon::Steps(steps) => steps,
         Horizon::Tokens(tokens) => steps_until(dataset, plan, tokens as u64)?,
-        // Each epoch packs whole samples or draws sources anew, so its number of rows varies.
-        Horizon::Epochs(epochs)
-            if matches!(plan.packing, Packing::Fit(_)) || matches!(plan.mixture, Mixture::Interleave { .. }) =>
-        {
-            let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
-            (0..epochs).map(steps).sum()
+        Horizon::Epochs(epochs) => {
+            // Each epoch packs whole samples or draws sources anew, so its number of rows varies.
+            let varies = matches!(plan.packing, Packing::Fit(_)) || matches!(plan.mixture, Mixture::Interleave { .. });
+            let steps_in = |epoch| match varies {
+                true => n_steps(epoch_rows(dataset, plan, epoch).len(), plan),
+                false => in_epoch,
+            };
+            steps_of_epochs(epochs, steps_in)
         }
-        Horizon::Epochs(epochs) => epochs * in_epoch,
     })
+}
+
+/// Returns the number of steps of the whole epochs, and of the fraction of the last one, rounded up.
+fn steps_of_epochs(epochs: f64, steps_in: impl Fn(usize) -> usize) -> usize {
+    let n_whole = epochs.floor() as usize;
+    let whole: usize = (0..n_whole).map(&steps_in).sum();
+    match epochs.fract() {
+        0.0 => whole,
+        fraction => whole + rounded_up(fraction * steps_in(n_whole) as f64),
+    }
 }
 
 /// Returns the number of steps until they have `tokens` tokens.

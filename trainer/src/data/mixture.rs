@@ -321,7 +321,7 @@ mod tests {
         for (mixture, packing) in
             mixtures.iter().zip([Packing::Off, Packing::Exact, Packing::Fit(PackingStrategy::BestFit)].iter().cycle())
         {
-            let plan = DataPlan { packing: *packing, horizon: Horizon::Epochs(3), ..mixed(mixture.clone()) };
+            let plan = DataPlan { packing: *packing, horizon: Horizon::Epochs(3.0), ..mixed(mixture.clone()) };
             let dataset = Arc::new(apply_truncation(of_sources(&[9, 14, 6]), &plan, false).unwrap());
             let mut whole = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()).unwrap();
             for _ in 0..whole.total_steps() / 2 {
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn samples_tokens_and_epochs_are_counted_by_source() {
-        let plan = DataPlan { horizon: Horizon::Epochs(2), ..mixed(Mixture::Repeat(vec![1.5, 1.0, 1.0])) };
+        let plan = DataPlan { horizon: Horizon::Epochs(2.0), ..mixed(Mixture::Repeat(vec![1.5, 1.0, 1.0])) };
         let (_, loader) = read(&[4, 3, 5], &plan);
         let counts = loader.counts_by_source();
         let shown: Vec<_> = counts.iter().map(|c| (&*c.name, c.available.samples, c.read.tokens, c.epochs)).collect();

@@ -81,10 +81,15 @@ fn plans() -> impl Strategy<Value = DataPlan> {
             drop_last,
             seed,
             fuse_positions_prob,
-            horizon: Horizon::Epochs(epochs),
+            horizon: Horizon::Epochs(epochs as f64),
             ..plan()
         }
     })
+}
+
+fn whole_epochs(plan: &DataPlan) -> usize {
+    let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+    epochs as usize
 }
 
 fn check_batch(batch: &Batch, dataset: &Dataset, plan: &DataPlan) -> Result<(), TestCaseError> {
@@ -139,7 +144,7 @@ proptest! {
     #[test]
     fn an_epoch_has_every_sequence_once(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: false, min_iterations: 0, ..plan };
-        let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+        let epochs = whole_epochs(&plan);
         let mut stream = stream(&lengths, &plan);
         let steps = remaining(&mut stream);
         for epoch in 0..epochs {
@@ -152,7 +157,7 @@ proptest! {
     #[test]
     fn rows_that_drop_last_drops_are_counted(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: true, min_iterations: 0, ..plan };
-        let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+        let epochs = whole_epochs(&plan);
         let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, true).unwrap());
         let Ok(mut stream) = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()) else {
             return Ok(());
@@ -202,7 +207,7 @@ proptest! {
         }
         let mut stream = TrainLoader::new(Arc::new(dataset), plan.clone(), Cursor::default()).unwrap();
         let n_rows_padded: u64 = batches(&remaining(&mut stream)).map(|b| b.n_padding() as u64).sum();
-        let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+        let epochs = whole_epochs(&plan);
         let seen = stream.cursor().seen;
         prop_assert_eq!(seen.read.tokens, epochs as u64 * kept.tokens);
         prop_assert_eq!(seen.supervised, epochs as u64 * supervised.tokens);
@@ -258,7 +263,7 @@ fn gradient_accumulation_keeps_the_rows_of_a_step() {
 #[test]
 fn shuffled_epochs_differ_and_sequential_epochs_do_not() {
     let order = |order| {
-        let plan = DataPlan { order, horizon: Horizon::Epochs(2), ..plan() };
+        let plan = DataPlan { order, horizon: Horizon::Epochs(2.0), ..plan() };
         let steps = steps(&[3; 16], &plan);
         let samples: Vec<usize> = batches(&steps).map(|batch| batch.samples[0]).collect();
         (samples[..16].to_vec(), samples[16..].to_vec())
@@ -271,7 +276,7 @@ fn shuffled_epochs_differ_and_sequential_epochs_do_not() {
 #[test]
 fn the_longest_rows_come_first_in_the_first_epoch_only() {
     let lengths = [3, 30, 4, 31, 5, 9, 2, 6];
-    let plan = DataPlan { order: RowOrder::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3), ..plan() };
+    let plan = DataPlan { order: RowOrder::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3.0), ..plan() };
     let steps = steps(&lengths, &plan);
     assert_eq!(steps[0].micro_batches[0].samples, [3, 1]);
     let later = [&steps[4], &steps[8]].map(|step| step.micro_batches[0].samples.clone());
@@ -287,6 +292,32 @@ fn a_short_last_step_is_kept_or_dropped() {
     };
     assert_eq!(n_rows(false), [4, 4, 3]);
     assert_eq!(n_rows(true), [4, 4]);
+}
+
+#[test]
+fn a_fraction_of_an_epoch_is_rounded_up_to_a_step_and_continues_the_whole_run() {
+    let steps_of =
+        |epochs| steps(&[3; 9], &DataPlan { horizon: Horizon::Epochs(epochs), micro_batch_size: 2, ..plan() });
+    let whole = steps_of(2.0);
+    for (epochs, want) in [(0.1, 1), (0.5, 3), (1.0, 5), (1.1, 6), (1.2, 6), (1.5, 8), (1.99, 10), (2.0, 10)] {
+        let run = steps_of(epochs);
+        assert_eq!(run.len(), want, "{epochs} epochs");
+        assert_eq!(run, whole[..want], "{epochs} epochs");
+    }
+}
+
+#[test]
+fn a_resume_across_fractional_horizons_reads_the_steps_of_one_run() {
+    for packing in [Packing::Off, Packing::Fit(PackingStrategy::BestFit), Packing::Exact] {
+        let of = |epochs| DataPlan { horizon: Horizon::Epochs(epochs), packing, ..plan() };
+        let whole = steps(&[5, 9, 14, 3, 7, 11, 20, 2, 8], &of(2.5));
+        let mut first = stream(&[5, 9, 14, 3, 7, 11, 20, 2, 8], &of(1.5));
+        let mut read = remaining(&mut first);
+        assert!(read.len() < whole.len());
+        let dataset = first.dataset().clone();
+        read.extend(remaining(&mut TrainLoader::new(dataset, of(2.5), first.cursor().clone()).unwrap()));
+        assert_eq!(read, whole, "{packing:?}");
+    }
 }
 
 #[test]
@@ -375,7 +406,7 @@ fn a_changed_order_cannot_be_resumed() {
     TrainLoader::new(dataset.clone(), packed(PackingStrategy::Bfd), earlier.clone()).unwrap();
     TrainLoader::new(dataset.clone(), packed(PackingStrategy::BestFit), earlier).unwrap_err();
     // The horizon, the padding and the number of micro-batches may change.
-    let longer = DataPlan { horizon: Horizon::Epochs(4), padding: Padding::MaxLength, ..plan() };
+    let longer = DataPlan { horizon: Horizon::Epochs(4.0), padding: Padding::MaxLength, ..plan() };
     TrainLoader::new(dataset, longer, first.cursor().clone()).unwrap();
 }
 

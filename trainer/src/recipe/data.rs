@@ -47,7 +47,7 @@ pub struct DataSection {
     pub order: Option<RowOrder>,
     /// Packs several samples into a row. They do not attend to each other. Default false for `sft`, true for `causal`.
     pub pack_samples: Option<bool>,
-    /// The order in which whole samples are packed; each goes into the fullest row that has room. `best_fit` keeps the shuffled
+    /// The order in which whole samples are packed; each goes into the fullest row in which it fits. `best_fit` keeps the shuffled
     /// order, but samples longer than half a row come first. `bfd` (best-fit decreasing, TRL's name) places the longest
     /// first: it fills rows a little better, but puts samples of equal length into the same rows. Default `best_fit`.
     pub packing_strategy: Option<PackingStrategy>,

@@ -145,8 +145,7 @@ fn packing_strategy(resolver: &mut Resolver, packs_whole_samples: bool) -> Packi
     const KEY: &str = "data.packing_strategy";
     let given = resolver.recipe().data.packing_strategy;
     if given.is_some() && !packs_whole_samples {
-        let message = format!("{KEY} needs data.pack_samples: true, and excludes data.always_max_length");
-        resolver.report_with_advice(&[KEY], message, "remove the key");
+        resolver.note(format!("{KEY} has no effect: it is the order in which data.pack_samples packs whole samples"));
     }
     let default = PackingStrategy::BestFit;
     if packs_whole_samples { resolver.pick(KEY, given, default) } else { given.unwrap_or(default) }
@@ -295,9 +294,21 @@ fn horizon(resolver: &mut Resolver) -> Horizon {
         }
         return Horizon::Steps(steps);
     }
-    let epochs = resolver.count("epochs", recipe.epochs, 1);
-    if epochs == 0 {
-        resolver.report(&["epochs"], "epochs: 0 without train_iters trains nothing");
+    epochs(resolver)
+}
+
+fn epochs(resolver: &mut Resolver) -> Horizon {
+    const KEY: &str = "epochs";
+    let given = resolver.recipe().epochs.map(|epochs| epochs.0);
+    let epochs = given.unwrap_or(1.0);
+    match epochs.fract() {
+        0.0 => _ = resolver.pick(KEY, given.map(|epochs| epochs as usize), 1),
+        _ => _ = resolver.pick(KEY, given, 1.0),
+    }
+    if epochs == 0.0 {
+        resolver.report(&[KEY], "epochs: 0 without train_iters trains nothing");
+    } else if epochs < 0.0 || epochs > 1e9 {
+        resolver.report(&[KEY], format!("epochs: expected a number above 0 and at most 1e9, found {epochs}"));
     }
     Horizon::Epochs(epochs)
 }

@@ -11,6 +11,7 @@ mod deepspeed;
 mod dialect;
 mod environment;
 mod eval;
+mod intervals;
 mod lock_file;
 mod masking;
 mod memory;

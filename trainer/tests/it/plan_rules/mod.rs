@@ -18,6 +18,7 @@ use trainer::metrics::Console;
 use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, TrackingEnv, WeightInit, WorldInfo};
 use trainer::recipe::{FloatDtype, Loaded, RecipeError};
 use trainer::schedule::{Floor, PhaseLength, Shape};
+use trainer::step_share::RunLength;
 
 fn known() -> Environment {
     let config = json!({
@@ -166,6 +167,39 @@ fn tasks_have_the_interval_of_evaluation() {
     let tasks_plan = plan.tasks.unwrap();
     assert_eq!((tasks_plan.when.interval, tasks_plan.when.on_start, tasks_plan.limit), (Some(10), true, Some(10.0)));
     assert_eq!((tasks_plan.fewshot_seed, tasks_plan.max_gen_toks, tasks_plan.bootstrap_iters), (1234, 256, 100_000));
+}
+
+#[test]
+fn intervals_below_one_and_per_epoch_are_shares_that_become_steps() {
+    let run = RunLength { total_steps: 30, epoch_steps: 10 };
+    let counted = |arguments: &[&str]| {
+        let held_out = "data.train_eval_split=[90%, 10%]";
+        let tasks = "eval={tasks: [arc_easy]}";
+        let plan = plan(&[&[held_out, tasks, "checkpoint=[{output_dir: a}]"], arguments].concat());
+        assert_eq!(plan.has_shares(), arguments.iter().any(|it| it.contains("per_epoch") || it.contains("=0.")));
+        let counted = plan.with_counted_steps(run);
+        assert!(!counted.has_shares());
+        [
+            counted.eval.unwrap().interval,
+            counted.tasks.unwrap().when.interval,
+            Some(counted.checkpoints[0].save_every_n_steps),
+        ]
+    };
+    assert_eq!(counted(&[]), [None, None, Some(0)]);
+    assert_eq!(counted(&["eval_interval=7"]), [Some(7), Some(7), Some(0)]);
+    assert_eq!(counted(&["eval_interval=0.25"]), [Some(8), Some(8), Some(0)]);
+    assert_eq!(counted(&["eval_interval=0.25", "eval.interval=5"]), [Some(8), Some(5), Some(0)]);
+    assert_eq!(counted(&["evals_per_epoch=4"]), [Some(3), Some(3), Some(0)]);
+    assert_eq!(counted(&["checkpoint.0.save_every_n_steps=0.5"]), [None, None, Some(15)]);
+    assert_eq!(counted(&["checkpoint.0.saves_per_epoch=2"]), [None, None, Some(5)]);
+    refused(
+        &["eval_interval=1.5"],
+        &["eval_interval: expected a whole number of steps, or a fraction of the run below 1"],
+    );
+    refused(&["eval_interval=5", "evals_per_epoch=2"], &["evals_per_epoch excludes eval_interval"]);
+    let both = "checkpoint=[{output_dir: a, saves_per_epoch: 2, save_every_n_epochs: 1}]";
+    refused(&[both], &["checkpoint.0.saves_per_epoch excludes"]);
+    refused(&["data.streaming=true", "train_iters=9", "evals_per_epoch=2"], &["evals_per_epoch: not possible"]);
 }
 
 #[test]
