@@ -287,12 +287,23 @@ fn the_model_in_use_is_not_among_the_checkpoints() {
 }
 
 #[test]
-fn the_default_learning_rate_is_noted_as_high_for_a_pretrained_model() {
-    notes(&[], &["optimizer.learning_rate is not set", "1e-5 to 2e-5 for all weights"]);
-    notes(&["model.peft_config={r: 8}"], &["1e-4 to 2e-4 for LoRA"]);
-    for quiet in [&["optimizer.lr=5e-4"][..], &["model.type=random-weight-hf"]] {
-        assert!(!plan(quiet).notes.iter().any(|note| note.contains("learning_rate")), "{quiet:?}");
-    }
+fn the_default_rate_and_decay_suit_the_initial_weights() {
+    const ARCTIC: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], use_data_cache: true}\n";
+    const LORA: &str = "model.peft_config={r: 8}";
+    let check = |text, arguments: &[&str], want: (f64, f64)| {
+        let plan = resolve(text, arguments).unwrap();
+        assert_eq!((plan.optimizer.learning_rate, plan.optimizer.weight_decay), want, "{arguments:?}");
+        plan.notes.iter().any(|note| note.contains("learning_rate"))
+    };
+    assert!(!check(BASE, &[], (2e-5, 0.0)));
+    assert!(!check(BASE, &[LORA], (2e-4, 0.0)));
+    assert!(!check(BASE, &["model.type=random-weight-hf"], (5e-4, 0.1)));
+    assert!(!check(BASE, &["optimizer.lr=1e-3", "optimizer.weight_decay=0.2"], (1e-3, 0.2)));
+    // ArcticTraining's defaults, with a note.
+    assert!(check(ARCTIC, &[], (5e-4, 0.1)));
+    assert!(check(ARCTIC, &[LORA], (5e-4, 0.1)));
+    assert!(!check(ARCTIC, &["model.type=random-weight-hf"], (5e-4, 0.1)));
+    assert!(!check(ARCTIC, &["optimizer.lr=5e-4"], (5e-4, 0.1)));
 }
 
 #[test]
@@ -408,7 +419,7 @@ fn optimizer_settings_have_bounds() {
         plan(&[&format!("optimizer.type={name}")]);
     }
     let optimizer = plan(&[]).optimizer;
-    assert_eq!((optimizer.learning_rate, optimizer.weight_decay, optimizer.eps), (5e-4, 0.1, 1e-8));
+    assert_eq!((optimizer.learning_rate, optimizer.weight_decay, optimizer.eps), (2e-5, 0.0, 1e-8));
 }
 
 #[test]
