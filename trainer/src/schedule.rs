@@ -7,6 +7,9 @@ use std::f64::consts::PI;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+/// A run with fewer steps is short: the program warns about it, and its warm-up has no step at rate 0.
+pub const FEW_STEPS: usize = 20;
+
 /// A learning-rate schedule: a warm-up and a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
@@ -153,7 +156,7 @@ impl Schedule {
     pub const CONSTANT: Self = Self { warmup: PhaseLength::Steps(0), shape: Shape::Constant };
 
     /// Returns the learning rate after `step` finished steps. As in transformers, the first step of a run uses `lr(0,
-    /// ..)`, which is 0 with a warm-up.
+    /// ..)`, which is 0 with a warm-up. A run of fewer than [`FEW_STEPS`] steps cannot spare that step.
     pub fn lr(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
         base_lr * self.factor(step, total_steps, base_lr)
     }
@@ -237,7 +240,7 @@ impl Schedule {
             return self.wsd_factor(step, total_steps);
         }
         if step < warmup {
-            return step as f64 / warmup as f64;
+            return warmup_progress(step, warmup, total_steps);
         }
         let after_warmup = total_steps.saturating_sub(warmup);
         let progress = (step - warmup) as f64 / after_warmup.max(1) as f64;
@@ -279,7 +282,7 @@ impl Schedule {
         let remaining = total_steps.saturating_sub(warmup + decay);
         let decay_start = warmup + stable.map_or(remaining, |phase| phase.steps(total_steps));
         if step < warmup {
-            let progress = step as f64 / warmup as f64;
+            let progress = warmup_progress(step, warmup, total_steps);
             return rescale(warmup_type.rise(progress), min_lr_ratio).max(0.0);
         }
         if step < decay_start {
@@ -312,6 +315,13 @@ impl PhaseLength {
             _ => Ok(()),
         }
     }
+}
+
+/// Returns the share of the warm-up that is done: transformers' `step / warmup`, or in a short run `(step + 1) / (warmup +
+/// 1)`, the warm-up of nanoGPT.
+fn warmup_progress(step: usize, warmup: usize, total_steps: usize) -> f64 {
+    let first = usize::from(total_steps < FEW_STEPS);
+    (step + first) as f64 / (warmup + first) as f64
 }
 
 /// Returns the number of first steps that have `wanted` tokens; one more than all steps if they have fewer.

@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::FloatDtype;
+use crate::step_share::{RunLength, StepShare};
 
 /// A resolved entry of a recipe's `checkpoint` list.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointPlan {
     /// The checkpoint format.
     #[serde(rename = "kind")]
@@ -21,6 +22,9 @@ pub struct CheckpointPlan {
     pub save_every_n_steps: usize,
     /// Save every this many epochs; 0 disables it.
     pub save_every_n_epochs: usize,
+    /// The interval as a share of the run or of an epoch, which becomes steps when the data are counted.
+    #[serde(default)]
+    pub save_share: Option<StepShare>,
     /// Save after the last step.
     pub save_end_of_training: bool,
     /// Keep only this many of the newest checkpoints; `None` keeps all.
@@ -78,10 +82,21 @@ impl CheckpointPlan {
             save_every_n_epochs: 0,
             save_end_of_training: false,
             save_total_limit: Some(1),
+            save_share: None,
             save_retain_interval: None,
             async_save: false,
             dtype: None,
         }
+    }
+
+    /// Replaces a share by its steps.
+    pub fn count_steps(&mut self, run: RunLength) {
+        self.save_every_n_steps = self.save_share.take().map_or(self.save_every_n_steps, |share| share.steps(run));
+    }
+
+    /// Returns true if checkpoints are due before the end of the run.
+    pub fn has_interval(&self) -> bool {
+        self.save_every_n_steps > 0 || self.save_every_n_epochs > 0 || self.save_share.is_some()
     }
 
     /// Returns true if a checkpoint is due after this step.
@@ -127,6 +142,10 @@ impl fmt::Display for CheckpointPlan {
         write!(f, "{format} in {}", self.output_dir.display())?;
         let every = [(self.save_every_n_steps, "steps"), (self.save_every_n_epochs, "epochs")];
         every.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", every {n} {unit}"))?;
+        if let Some(share) = self.save_share {
+            let every = if let StepShare::OfRun(_) = share { "every " } else { "" };
+            write!(f, ", {every}{share}")?;
+        }
         let flags = [
             (self.save_end_of_training, ", at the end"),
             (self.auto_resume, ", auto_resume"),
@@ -198,6 +217,7 @@ mod tests {
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
+        save_share: None,
         save_end_of_training: false,
         save_total_limit: None,
         save_retain_interval: None,

@@ -14,7 +14,7 @@ use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{HubAccess, Plan, SettingsFilter};
 use crate::recipe::{Loaded, missing_path_advice};
-use crate::run::{check_tasks, check_weights, open_inputs};
+use crate::run::{check_tasks, check_weights, count_steps, open_inputs};
 
 #[derive(Debug, Args)]
 pub(super) struct CheckArgs {
@@ -47,19 +47,24 @@ pub(super) fn run(args: &CheckArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     let access = if args.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
     let known = known(&loaded, access, verbosity, args.world.world_info()?)?.of_run_here(&loaded);
     let plan = Plan::resolve(&loaded, &known)?;
+    let hub = locked_hub(&plan.recipe, HubSettings { offline: true, ..HubSettings::from_env() })?;
+    let counted = count_steps(&plan, &hub.cached_only());
     match args.output_format {
-        OutputFormat::Text => ui.print(plan.table(shown(args, verbosity)).trim_end())?,
+        OutputFormat::Text => {
+            let counted = counted.as_ref().ok().and_then(Option::as_ref);
+            ui.print(plan.table_with_steps(shown(args, verbosity), counted).trim_end())?
+        }
         OutputFormat::Json => {
             ui.print(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?
         }
     };
     check_tasks(&plan)?;
-    let hub = locked_hub(&plan.recipe, HubSettings { offline: true, ..HubSettings::from_env() })?;
     if args.offline {
         open_inputs(&plan, &hub)?;
     } else {
         stat_local_files(&plan)?;
     }
+    counted?;
     check_weights(&plan, &hub.cached_only())?.iter().for_each(|note| tracing::warn!("{note}"));
     Ok(ExitCode::Ok)
 }

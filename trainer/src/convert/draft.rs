@@ -38,7 +38,7 @@ pub(super) struct DraftText {
 }
 
 /// Top-level keys in the order of the file.
-const ORDER: [&str; 35] = [
+const ORDER: [&str; 36] = [
     "type",
     "model",
     "tokenizer",
@@ -63,6 +63,7 @@ const ORDER: [&str; 35] = [
     "ddp_backend",
     "seed",
     "eval_interval",
+    "evals_per_epoch",
     "eval_on_start",
     "metric_for_best_model",
     "greater_is_better",

@@ -115,8 +115,38 @@ pub(super) fn early_stopping(converter: &mut Converter<'_>, item: &ForeignItem<'
     match item.whole() {
         None => converter.fail(item, "a number of evaluations"),
         Some(0) => converter.built_in(item, "off"),
-        Some(patience) => converter.map(item, [("early_stopping.patience", patience.into())]),
+        Some(patience) => {
+            let mapped = [("early_stopping.patience", patience.into())];
+            match n_evaluations(converter).filter(|n| *n <= patience as f64 + 1.0) {
+                // The first evaluation always improves, and the last one is at the end of the run.
+                Some(n) => {
+                    let note =
+                        format!("the run has {} evaluations, so this cannot end it; set evals_per_epoch", n.ceil());
+                    converter.change(item, mapped, &note);
+                }
+                None => converter.map(item, mapped),
+            }
+        }
     }
+}
+
+/// Returns the number of evaluations of a run, unless it depends on the number of steps.
+fn n_evaluations(converter: &Converter<'_>) -> Option<f64> {
+    let number = |keys: &[&str]| keys.iter().find_map(|key| converter.get(key)).and_then(|item| item.number());
+    let epochs = match number(&["max_steps"]) {
+        Some(steps) if steps > 0.0 => return None,
+        _ => number(&["num_epochs", "num_train_epochs"])?,
+    };
+    match (number(&["eval_steps"]), number(&["evals_per_epoch"])) {
+        (Some(steps), _) if steps >= 1.0 => None,
+        (Some(fraction), _) if fraction > 0.0 => Some(1.0 / fraction),
+        (_, per_epoch) => Some(epochs * per_epoch.unwrap_or(1.0)),
+    }
+}
+
+/// Returns a number, without a decimal point if it is whole.
+pub(super) fn number(number: f64) -> Json {
+    if number.fract() == 0.0 { Json::from(number as u64) } else { Json::from(number) }
 }
 
 /// Converts streaming, if the recipe may have it.
@@ -372,19 +402,12 @@ pub(super) fn batch(converter: &mut Converter<'_>, keys: BatchKeys, packs: bool)
     }
 }
 
-/// Converts a number of epochs, which may be a fraction in transformers.
+/// Converts a number of epochs, which may be a fraction.
 pub(super) fn epochs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let steps = converter.get("max_steps").and_then(|steps| steps.number()).unwrap_or(0.0);
     match item.number() {
         _ if steps > 0.0 => converter.built_in(item, "max_steps decides"),
-        Some(epochs) if epochs.fract() == 0.0 && epochs > 0.0 => {
-            converter.map(item, [("epochs", Json::from(epochs as u64))]);
-        }
-        Some(epochs) if epochs > 0.0 => {
-            let whole = epochs.ceil() as u64;
-            let note = "epochs are whole; set train_iters for a part of an epoch";
-            converter.change(item, [("epochs", whole.into())], note);
-        }
+        Some(epochs) if epochs > 0.0 => converter.map(item, [("epochs", number(epochs))]),
         _ => converter.fail(item, "a number above 0"),
     }
 }

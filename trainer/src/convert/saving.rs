@@ -3,14 +3,17 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::converter::Converter;
+use super::hugging_face::number;
 use super::item::ForeignItem;
 use super::report::FindingKind;
 
 /// The interval between checkpoints.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum SaveInterval {
+    /// Steps, or below 1 a fraction of the run.
     Steps(Json),
     Epochs,
+    PerEpoch(u64),
     Never,
 }
 
@@ -19,6 +22,7 @@ impl SaveInterval {
         match self {
             Self::Steps(steps) => Some(("save_every_n_steps", steps.clone())),
             Self::Epochs => Some(("save_every_n_epochs", 1.into())),
+            Self::PerEpoch(n) => Some(("saves_per_epoch", (*n).into())),
             Self::Never => None,
         }
     }
@@ -83,16 +87,8 @@ fn report(converter: &mut Converter<'_>, list: Json) {
 
 /// Returns the difference of a key of checkpoints.
 fn saving_note(item: &ForeignItem<'_>) -> Option<&'static str> {
-    match (item.name(), item.number(), item.text()) {
-        ("save_steps", Some(steps), _) if steps < 1.0 => {
-            Some("a fraction of the run is not supported; checkpoints follow each epoch")
-        }
-        ("saves_per_epoch", Some(n), _) if n != 1.0 => Some(
-            "checkpoints follow each epoch; for more set save_every_n_steps to the steps of an epoch divided by this",
-        ),
-        ("save_strategy", _, Some("best")) => {
-            Some("checkpoints follow each epoch; metric_for_best_model keeps the best")
-        }
+    match (item.name(), item.text()) {
+        ("save_strategy", Some("best")) => Some("checkpoints follow each epoch; metric_for_best_model keeps the best"),
         _ => None,
     }
 }
@@ -105,9 +101,13 @@ fn interval(converter: &Converter<'_>, default: &SaveInterval) -> SaveInterval {
     match (strategy.as_deref(), steps) {
         _ if is_off => SaveInterval::Never,
         (Some("epoch" | "best"), _) => SaveInterval::Epochs,
-        (_, Some(steps)) if steps >= 1.0 => SaveInterval::Steps(Json::from(steps as u64)),
+        (_, Some(steps)) if steps > 0.0 => SaveInterval::Steps(number(steps)),
         (_, Some(_)) => SaveInterval::Epochs,
-        (None, None) if converter.get("saves_per_epoch").is_some() => SaveInterval::Epochs,
+        (None, None) => match converter.get("saves_per_epoch").and_then(|item| item.number()) {
+            Some(n) if n > 1.0 => SaveInterval::PerEpoch(n as u64),
+            Some(_) => SaveInterval::Epochs,
+            None => default.clone(),
+        },
         _ => default.clone(),
     }
 }
@@ -137,15 +137,11 @@ pub(super) fn evaluation(converter: &mut Converter<'_>) {
     for item in keys.iter().filter_map(|key| converter.get(key)).collect::<Vec<_>>() {
         let is_off = item.flag() == Some(false);
         match (item.name(), item.number(), item.text()) {
-            ("eval_steps", Some(steps), _) if steps >= 1.0 => {
-                converter.map(&item, [("eval_interval", Json::from(steps as u64))]);
-            }
-            ("eval_steps", Some(_), _) => {
-                converter.change(&item, [], "a fraction of the run is not supported; evaluation follows each epoch");
+            ("eval_steps", Some(steps), _) if steps > 0.0 => {
+                converter.map(&item, [("eval_interval", number(steps))]);
             }
             ("evals_per_epoch", Some(n), _) if n > 1.0 => {
-                let note = "evaluation follows each epoch; for more set eval_interval to the steps of an epoch divided by this";
-                converter.change(&item, [], note);
+                converter.map(&item, [("evals_per_epoch", number(n))]);
             }
             ("evals_per_epoch", ..) => converter.built_in(&item, "evaluation follows each epoch"),
             _ if is_off => converter.change(&item, [], "evaluation data are evaluated; remove them to turn this off"),

@@ -91,7 +91,7 @@ pub(crate) fn plan() -> DataPlan {
         gradient_accumulation_steps: 1,
         data_ranks: 1,
         min_iterations: 0,
-        horizon: Horizon::Epochs(1),
+        horizon: Horizon::Epochs(1.0),
         overfit_first_batch: false,
         seed: 42,
         cache_dir: PathBuf::new(),

@@ -9,12 +9,14 @@ use super::DataError;
 use super::batch::{Batch, GlobalBatch, collate};
 use super::dataset::Dataset;
 use super::mixture::{self, SourceCounts};
-use super::plan::{DataPlan, Horizon, Mixture, SourcePlan};
+use super::plan::{DataPlan, Horizon, Mixture, Packing, PackingStrategy, SourcePlan};
 use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps, tokens_of_steps};
 use super::token_count::TokenCount;
 use super::token_stats::TrainedCounts;
+use crate::step_share::rounded_up;
 
 const MIXTURE: &str = "the mixture of sources";
+const PACKING: &str = "packing";
 
 /// The position of a run in its data: the complete state of a loader.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -216,15 +218,26 @@ fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<u
     Ok(match plan.horizon {
         Horizon::Steps(steps) => steps,
         Horizon::Tokens(tokens) => steps_until(dataset, plan, tokens as u64)?,
-        // Each epoch packs whole samples or draws sources anew, so its number of rows varies.
-        Horizon::Epochs(epochs)
-            if plan.packing == super::Packing::Fit || matches!(plan.mixture, Mixture::Interleave { .. }) =>
-        {
-            let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
-            (0..epochs).map(steps).sum()
+        Horizon::Epochs(epochs) => {
+            // Each epoch packs whole samples or draws sources anew, so its number of rows varies.
+            let varies = matches!(plan.packing, Packing::Fit(_)) || matches!(plan.mixture, Mixture::Interleave { .. });
+            let steps_in = |epoch| match varies {
+                true => n_steps(epoch_rows(dataset, plan, epoch).len(), plan),
+                false => in_epoch,
+            };
+            steps_of_epochs(epochs, steps_in)
         }
-        Horizon::Epochs(epochs) => epochs * in_epoch,
     })
+}
+
+/// Returns the number of steps of the whole epochs, and of the fraction of the last one, rounded up.
+fn steps_of_epochs(epochs: f64, steps_in: impl Fn(usize) -> usize) -> usize {
+    let n_whole = epochs.floor() as usize;
+    let whole: usize = (0..n_whole).map(&steps_in).sum();
+    match epochs.fract() {
+        0.0 => whole,
+        fraction => whole + rounded_up(fraction * steps_in(n_whole) as f64),
+    }
 }
 
 /// Returns the number of steps until they have `tokens` tokens.
@@ -253,7 +266,7 @@ pub(crate) fn made_with(data_identity: &str, plan: &DataPlan) -> BTreeMap<String
         ("the data", data_identity.to_owned()),
         ("train_eval_split", plan.eval_fraction.to_string()),
         ("max_length", plan.max_length.to_string()),
-        ("packing", format!("{:?}", plan.packing)),
+        (PACKING, packing_fact(plan.packing).to_owned()),
         ("fuse_positions_prob", plan.fuse_positions_prob.to_string()),
         ("overlong", format!("{:?}", plan.truncation)),
         ("drop_last", plan.drop_last.to_string()),
@@ -268,6 +281,27 @@ pub(crate) fn made_with(data_identity: &str, plan: &DataPlan) -> BTreeMap<String
     facts.into_iter().chain(buffer_size).chain(repeats).map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
+/// Names the packing in a checkpoint. Versions before `data.packing_strategy` packed as `bfd`.
+fn packing_fact(packing: Packing) -> &'static str {
+    match packing {
+        Packing::Off => "Off",
+        Packing::Fit(PackingStrategy::Bfd) => "Fit",
+        Packing::Fit(PackingStrategy::BestFit) => "BestFit",
+        Packing::Exact => "Exact",
+    }
+}
+
+/// Returns the recipe's keys for a packing that [`packing_fact`] named.
+fn packing_keys(fact: &str) -> &str {
+    match fact {
+        "Off" => "pack_samples: false",
+        "Fit" => "packing_strategy: bfd",
+        "BestFit" => "packing_strategy: best_fit",
+        "Exact" => "always_max_length: true",
+        other => other,
+    }
+}
+
 pub(crate) fn check_unchanged(
     then: &BTreeMap<String, String>,
     now: &BTreeMap<String, String>,
@@ -278,6 +312,9 @@ pub(crate) fn check_unchanged(
         .filter_map(|(name, value)| match then.get(name) {
             Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, &plan.sources)),
             Some(old) if old != value && name == ROWS_OF_STEP => Some(changed_rows(old, plan)),
+            Some(old) if old != value && name == PACKING => {
+                Some(format!("data.{} before, data.{} now", packing_keys(old), packing_keys(value)))
+            }
             Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
             // Checkpoints of earlier versions have no mixture.
             None if name == MIXTURE && !then.is_empty() && value != Mixture::DEFAULT => {

@@ -225,7 +225,7 @@ mod tests {
     use super::*;
     use crate::data::fixture::{of_sources, plan};
     use crate::data::truncation::apply_truncation;
-    use crate::data::{Cursor, Horizon, Packing, TrainLoader};
+    use crate::data::{Cursor, Horizon, Packing, PackingStrategy, TrainLoader};
 
     const UNTIL_FIRST: StoppingStrategy = StoppingStrategy::FirstExhausted;
     const UNTIL_ALL: StoppingStrategy = StoppingStrategy::AllExhausted;
@@ -306,7 +306,7 @@ mod tests {
 
     #[test]
     fn the_order_is_the_same_on_any_number_of_ranks() {
-        for packing in [Packing::Off, Packing::Fit, Packing::Exact] {
+        for packing in [Packing::Off, Packing::Fit(PackingStrategy::BestFit), Packing::Exact] {
             let plan = DataPlan { packing, ..mixed(weights(&[0.5, 0.3, 0.2], UNTIL_ALL)) };
             let (one, _) = read(&[9, 14, 6], &plan);
             for data_ranks in [2, 3, 8] {
@@ -318,8 +318,10 @@ mod tests {
     #[test]
     fn a_resumed_mixture_reads_the_rest() {
         let mixtures = [weights(&[0.5, 0.3, 0.2], UNTIL_FIRST), Mixture::Repeat(vec![1.5, 2.0, 0.4])];
-        for (mixture, packing) in mixtures.iter().zip([Packing::Off, Packing::Exact, Packing::Fit].iter().cycle()) {
-            let plan = DataPlan { packing: *packing, horizon: Horizon::Epochs(3), ..mixed(mixture.clone()) };
+        for (mixture, packing) in
+            mixtures.iter().zip([Packing::Off, Packing::Exact, Packing::Fit(PackingStrategy::BestFit)].iter().cycle())
+        {
+            let plan = DataPlan { packing: *packing, horizon: Horizon::Epochs(3.0), ..mixed(mixture.clone()) };
             let dataset = Arc::new(apply_truncation(of_sources(&[9, 14, 6]), &plan, false).unwrap());
             let mut whole = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()).unwrap();
             for _ in 0..whole.total_steps() / 2 {
@@ -336,7 +338,7 @@ mod tests {
 
     #[test]
     fn samples_tokens_and_epochs_are_counted_by_source() {
-        let plan = DataPlan { horizon: Horizon::Epochs(2), ..mixed(Mixture::Repeat(vec![1.5, 1.0, 1.0])) };
+        let plan = DataPlan { horizon: Horizon::Epochs(2.0), ..mixed(Mixture::Repeat(vec![1.5, 1.0, 1.0])) };
         let (_, loader) = read(&[4, 3, 5], &plan);
         let counts = loader.counts_by_source();
         let shown: Vec<_> = counts.iter().map(|c| (&*c.name, c.available.samples, c.read.tokens, c.epochs)).collect();

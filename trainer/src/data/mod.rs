@@ -46,8 +46,9 @@ pub use loader::{Cursor, EvalLoader, TrainLoader};
 pub use mixture::SourceCounts;
 pub(crate) use plan::TOKEN_IDS;
 pub use plan::{
-    DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, Padding, RowOrder, Sampling, SnowflakePlan,
-    SourcePlan, StoppingStrategy, StreamingPlan, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages,
+    DataKind, DataPlan, Horizon, MaskingStrategy, Mixture, Packing, PackingStrategy, Padding, RowOrder, Sampling,
+    SnowflakePlan, SourcePlan, StoppingStrategy, StreamingPlan, TrainOnEos, TrainedRole, Truncation,
+    UnrenderedMessages,
 };
 pub use prepare::{PreparedData, prepare, prepare_stream_until, prepare_until};
 pub use report::{DataReport, LengthBin, LengthHistogram};

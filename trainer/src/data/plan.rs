@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 /// The data sources, the tokenization and the batches of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -313,10 +313,20 @@ pub enum Packing {
     /// One sample a row.
     Off,
     /// Whole samples, as many as fit. Each epoch packs them anew.
-    Fit,
+    Fit(PackingStrategy),
     /// Rows of exactly `max_length`: a sample that does not fit is split between two rows. This is ArcticTraining's
     /// causal packing and `always_max_length`.
     Exact,
+}
+
+/// The order in which whole samples are placed. Each goes into the fullest row in which it fits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PackingStrategy {
+    /// The order of the epoch, except that samples longer than half a row come first.
+    BestFit,
+    /// Longest first (best-fit decreasing), with TRL's name.
+    Bfd,
 }
 
 /// The padding of rows. Pad tokens are no targets.
@@ -344,15 +354,24 @@ pub enum RowOrder {
 }
 
 /// The end of training.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Horizon {
-    /// After this number of epochs.
-    Epochs(usize),
+    /// After this number of epochs, above 0. A fraction of an epoch is rounded up to a full step, as in transformers.
+    Epochs(#[serde(serialize_with = "as_number")] f64),
     /// After this number of steps (`train_iters`), in as many epochs as needed.
     Steps(usize),
     /// After the first step that reaches this number of tokens without padding (`train_tokens`).
     Tokens(usize),
+}
+
+/// Writes a whole number without a decimal point.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn as_number<S: Serializer>(number: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    match number.fract() {
+        0.0 => serializer.serialize_u64(*number as u64),
+        _ => serializer.serialize_f64(*number),
+    }
 }
 
 impl DataPlan {

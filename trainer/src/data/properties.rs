@@ -12,8 +12,8 @@ use super::fixture::{of_lengths, plan};
 use super::token_stats::DatasetCounts;
 use super::truncation::apply_truncation;
 use super::{
-    Batch, Cursor, DataError, DataPlan, EvalLoader, GlobalBatch, Horizon, Packing, Padding, RowOrder, TrainLoader,
-    Truncation,
+    Batch, Cursor, DataError, DataPlan, EvalLoader, GlobalBatch, Horizon, Packing, PackingStrategy, Padding, RowOrder,
+    TrainLoader, Truncation,
 };
 
 fn stream(lengths: &[usize], plan: &DataPlan) -> TrainLoader {
@@ -58,7 +58,12 @@ fn lengths() -> impl Strategy<Value = Vec<usize>> {
 }
 
 fn plans() -> impl Strategy<Value = DataPlan> {
-    let packing = prop_oneof![Just(Packing::Off), Just(Packing::Fit), Just(Packing::Exact)];
+    let packing = prop_oneof![
+        Just(Packing::Off),
+        Just(Packing::Fit(PackingStrategy::BestFit)),
+        Just(Packing::Fit(PackingStrategy::Bfd)),
+        Just(Packing::Exact)
+    ];
     let order = prop_oneof![Just(RowOrder::Shuffle), Just(RowOrder::Sequential), Just(RowOrder::LongestFirst)];
     let padding = prop_oneof![Just(Padding::Nothing), Just(Padding::Multiple(8)), Just(Padding::MaxLength)];
     let sizes = (1..4usize, 1..4usize, 1..4usize, 0..12usize);
@@ -76,10 +81,15 @@ fn plans() -> impl Strategy<Value = DataPlan> {
             drop_last,
             seed,
             fuse_positions_prob,
-            horizon: Horizon::Epochs(epochs),
+            horizon: Horizon::Epochs(epochs as f64),
             ..plan()
         }
     })
+}
+
+fn whole_epochs(plan: &DataPlan) -> usize {
+    let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+    epochs as usize
 }
 
 fn check_batch(batch: &Batch, dataset: &Dataset, plan: &DataPlan) -> Result<(), TestCaseError> {
@@ -134,7 +144,7 @@ proptest! {
     #[test]
     fn an_epoch_has_every_sequence_once(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: false, min_iterations: 0, ..plan };
-        let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+        let epochs = whole_epochs(&plan);
         let mut stream = stream(&lengths, &plan);
         let steps = remaining(&mut stream);
         for epoch in 0..epochs {
@@ -147,7 +157,7 @@ proptest! {
     #[test]
     fn rows_that_drop_last_drops_are_counted(lengths in lengths(), plan in plans()) {
         let plan = DataPlan { drop_last: true, min_iterations: 0, ..plan };
-        let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+        let epochs = whole_epochs(&plan);
         let dataset = Arc::new(apply_truncation(of_lengths(&lengths), &plan, true).unwrap());
         let Ok(mut stream) = TrainLoader::new(dataset.clone(), plan.clone(), Cursor::default()) else {
             return Ok(());
@@ -197,7 +207,7 @@ proptest! {
         }
         let mut stream = TrainLoader::new(Arc::new(dataset), plan.clone(), Cursor::default()).unwrap();
         let n_rows_padded: u64 = batches(&remaining(&mut stream)).map(|b| b.n_padding() as u64).sum();
-        let Horizon::Epochs(epochs) = plan.horizon else { unreachable!() };
+        let epochs = whole_epochs(&plan);
         let seen = stream.cursor().seen;
         prop_assert_eq!(seen.read.tokens, epochs as u64 * kept.tokens);
         prop_assert_eq!(seen.supervised, epochs as u64 * supervised.tokens);
@@ -214,8 +224,8 @@ proptest! {
             plan(6, 1, Packing::Off, Padding::Nothing),
             plan(2, 3, Packing::Off, Padding::MaxLength),
             plan(3, 2, Packing::Off, Padding::Multiple(8)),
-            plan(1, 1, Packing::Fit, Padding::Nothing),
-            plan(2, 2, Packing::Fit, Padding::Multiple(8)),
+            plan(1, 1, Packing::Fit(PackingStrategy::BestFit), Padding::Nothing),
+            plan(2, 2, Packing::Fit(PackingStrategy::BestFit), Padding::Multiple(8)),
         ] {
             prop_assert_eq!(&pairs(&steps(&lengths, &other)), &want);
         }
@@ -253,7 +263,7 @@ fn gradient_accumulation_keeps_the_rows_of_a_step() {
 #[test]
 fn shuffled_epochs_differ_and_sequential_epochs_do_not() {
     let order = |order| {
-        let plan = DataPlan { order, horizon: Horizon::Epochs(2), ..plan() };
+        let plan = DataPlan { order, horizon: Horizon::Epochs(2.0), ..plan() };
         let steps = steps(&[3; 16], &plan);
         let samples: Vec<usize> = batches(&steps).map(|batch| batch.samples[0]).collect();
         (samples[..16].to_vec(), samples[16..].to_vec())
@@ -266,7 +276,7 @@ fn shuffled_epochs_differ_and_sequential_epochs_do_not() {
 #[test]
 fn the_longest_rows_come_first_in_the_first_epoch_only() {
     let lengths = [3, 30, 4, 31, 5, 9, 2, 6];
-    let plan = DataPlan { order: RowOrder::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3), ..plan() };
+    let plan = DataPlan { order: RowOrder::LongestFirst, micro_batch_size: 2, horizon: Horizon::Epochs(3.0), ..plan() };
     let steps = steps(&lengths, &plan);
     assert_eq!(steps[0].micro_batches[0].samples, [3, 1]);
     let later = [&steps[4], &steps[8]].map(|step| step.micro_batches[0].samples.clone());
@@ -282,6 +292,32 @@ fn a_short_last_step_is_kept_or_dropped() {
     };
     assert_eq!(n_rows(false), [4, 4, 3]);
     assert_eq!(n_rows(true), [4, 4]);
+}
+
+#[test]
+fn a_fraction_of_an_epoch_is_rounded_up_to_a_step_and_continues_the_whole_run() {
+    let steps_of =
+        |epochs| steps(&[3; 9], &DataPlan { horizon: Horizon::Epochs(epochs), micro_batch_size: 2, ..plan() });
+    let whole = steps_of(2.0);
+    for (epochs, want) in [(0.1, 1), (0.5, 3), (1.0, 5), (1.1, 6), (1.2, 6), (1.5, 8), (1.99, 10), (2.0, 10)] {
+        let run = steps_of(epochs);
+        assert_eq!(run.len(), want, "{epochs} epochs");
+        assert_eq!(run, whole[..want], "{epochs} epochs");
+    }
+}
+
+#[test]
+fn a_resume_across_fractional_horizons_reads_the_steps_of_one_run() {
+    for packing in [Packing::Off, Packing::Fit(PackingStrategy::BestFit), Packing::Exact] {
+        let of = |epochs| DataPlan { horizon: Horizon::Epochs(epochs), packing, ..plan() };
+        let whole = steps(&[5, 9, 14, 3, 7, 11, 20, 2, 8], &of(2.5));
+        let mut first = stream(&[5, 9, 14, 3, 7, 11, 20, 2, 8], &of(1.5));
+        let mut read = remaining(&mut first);
+        assert!(read.len() < whole.len());
+        let dataset = first.dataset().clone();
+        read.extend(remaining(&mut TrainLoader::new(dataset, of(2.5), first.cursor().clone()).unwrap()));
+        assert_eq!(read, whole, "{packing:?}");
+    }
 }
 
 #[test]
@@ -328,7 +364,12 @@ fn padding_stops_at_max_length() {
 
 #[test]
 fn a_fused_pack_is_one_sequence() {
-    let plan = DataPlan { packing: Packing::Fit, fuse_positions_prob: 1.0, order: RowOrder::Sequential, ..plan() };
+    let plan = DataPlan {
+        packing: Packing::Fit(PackingStrategy::BestFit),
+        fuse_positions_prob: 1.0,
+        order: RowOrder::Sequential,
+        ..plan()
+    };
     let batch = &steps(&[3, 4], &plan)[0].micro_batches[0];
     assert_eq!(batch.cu_seqlens, [0, 7]);
     assert_eq!(batch.positions, [0, 1, 2, 3, 4, 5, 6]);
@@ -372,8 +413,18 @@ fn a_changed_order_cannot_be_resumed() {
         let message = TrainLoader::new(dataset.clone(), changed, cursor).unwrap_err().to_string();
         assert!(message.contains(&format!("; {want}. Restore")), "{want:?} is not in {message:?}");
     }
+    let packed = |strategy| DataPlan { packing: Packing::Fit(strategy), ..plan() };
+    let now = TrainLoader::new(dataset.clone(), packed(PackingStrategy::BestFit), Cursor::default()).unwrap();
+    let error = TrainLoader::new(dataset.clone(), packed(PackingStrategy::Bfd), now.cursor().clone()).unwrap_err();
+    let want = "data.packing_strategy: best_fit before, data.packing_strategy: bfd now";
+    assert!(error.to_string().contains(want), "{error}");
+    // Earlier versions had one strategy, and wrote another name.
+    let mut earlier = now.cursor().clone();
+    earlier.made_with.insert("packing".to_owned(), "Fit".to_owned());
+    TrainLoader::new(dataset.clone(), packed(PackingStrategy::Bfd), earlier.clone()).unwrap();
+    TrainLoader::new(dataset.clone(), packed(PackingStrategy::BestFit), earlier).unwrap_err();
     // The horizon, the padding and the number of micro-batches may change.
-    let longer = DataPlan { horizon: Horizon::Epochs(4), padding: Padding::MaxLength, ..plan() };
+    let longer = DataPlan { horizon: Horizon::Epochs(4.0), padding: Padding::MaxLength, ..plan() };
     TrainLoader::new(dataset, longer, first.cursor().clone()).unwrap();
 }
 

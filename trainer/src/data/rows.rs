@@ -119,10 +119,11 @@ fn append_pass(rows: &mut EpochRows, dataset: &Dataset, plan: &DataPlan, epoch: 
             mixed_rows = mixed;
             EpochRows::of(identity(dataset.len()), ends.to_vec())
         }
-        (Packing::Fit, None) => {
+        (Packing::Fit(strategy), None) => {
             let order = mixed.unwrap_or_else(|| order(RngPurpose::Samples, dataset.len()));
             let mut packed = EpochRows::default();
-            pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| packed.push(row));
+            let packer = pack::FitPacker { strategy, max_length: plan.max_length, window: pack::WINDOW };
+            packer.pack(&order, length).for_each(|row| packed.push(row));
             packed
         }
         (_, None) => {

@@ -15,6 +15,7 @@ use super::prepare::PreparedData;
 use super::rows::tokens_of_steps;
 use super::stream::{ReaderShard, StreamedData};
 use super::stream_loader::{PartExchange, StreamLoader};
+use crate::step_share::RunLength;
 
 /// The steps of a run. Its cursor is the position after the last returned step, whatever is prefetched.
 #[derive(Debug)]
@@ -34,6 +35,28 @@ pub struct EpochSize {
     pub rows: usize,
     /// The number of steps.
     pub steps: usize,
+    /// The number of samples.
+    pub samples: usize,
+}
+
+impl PreparedData {
+    /// Counts the steps of the run from its start.
+    pub fn run_length(&self, plan: &DataPlan) -> Result<RunLength, DataError> {
+        if self.streamed.is_some() {
+            return Ok(RunLength { total_steps: streamed_steps(plan), epoch_steps: 0 });
+        }
+        let loader = TrainLoader::new(self.train.clone(), plan.clone(), Cursor::default())?;
+        Ok(RunLength { total_steps: loader.total_steps(), epoch_steps: loader.steps_in_epoch() })
+    }
+}
+
+/// Returns the steps of a run that streams its data.
+fn streamed_steps(plan: &DataPlan) -> usize {
+    match plan.horizon {
+        Horizon::Steps(steps) => steps,
+        // The plan refuses a stream without `train_iters`.
+        Horizon::Epochs(_) | Horizon::Tokens(_) => 0,
+    }
 }
 
 /// The files and lines of samples, for messages.
@@ -67,7 +90,8 @@ impl TrainSteps {
     fn tokenized(dataset: Arc<Dataset>, plan: &DataPlan, cursor: Cursor) -> Result<Self, DataError> {
         let mut loader = TrainLoader::new(dataset.clone(), plan.clone(), cursor)?;
         let (cursor, total_steps) = (loader.cursor().clone(), loader.total_steps());
-        let epoch_size = Some(EpochSize { rows: loader.rows_in_epoch(), steps: loader.steps_in_epoch() });
+        let samples = loader.packing_stats().sequences;
+        let epoch_size = Some(EpochSize { rows: loader.rows_in_epoch(), steps: loader.steps_in_epoch(), samples });
         let source = match plan.dl_num_workers {
             0 => StepSource::Direct(Box::new(loader)),
             n => StepSource::Prefetched(Prefetcher::start(2 * n, move |_| {
@@ -88,11 +112,7 @@ impl TrainSteps {
         let made_with = made_with(&data.identity, plan);
         check_unchanged(&cursor.made_with, &made_with, plan)?;
         let cursor = Cursor { made_with, ..cursor };
-        let total_steps = match plan.horizon {
-            Horizon::Steps(steps) => steps,
-            // The plan refuses a stream without `train_iters`.
-            Horizon::Epochs(_) | Horizon::Tokens(_) => 0,
-        };
+        let total_steps = streamed_steps(plan);
         let source = StepSource::Streamed(Box::new(StreamLoader::new(data.clone(), reader, &cursor)?));
         let samples = SampleLocations::Streamed(data);
         Ok(Self { plan: plan.clone(), cursor, total_steps, epoch_size: None, samples, source })

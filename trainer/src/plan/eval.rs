@@ -6,15 +6,18 @@ use serde::Serialize;
 
 use crate::checkpoint::Moment;
 use crate::recipe::JsonMap;
+use crate::step_share::{RunLength, StepShare};
 
 /// The metric name of the evaluation loss.
 pub const EVAL_LOSS: &str = "loss/eval";
 
 /// The evaluation loss during training.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct EvalPlan {
     /// Steps between evaluations; `None` evaluates after each epoch. The last step is always evaluated.
     pub interval: Option<usize>,
+    /// The interval as a share. [`Plan::with_counted_steps`](super::Plan::with_counted_steps) replaces it by `interval`.
+    pub share: Option<StepShare>,
     /// True if a fresh run is evaluated before its first step.
     pub on_start: bool,
 }
@@ -81,6 +84,18 @@ pub struct EarlyStoppingPlan {
 }
 
 impl EvalPlan {
+    /// Replaces a share by its steps.
+    pub(super) fn count_steps(&mut self, run: RunLength) {
+        self.interval = self.share.take().map_or(self.interval, |share| Some(share.steps(run)));
+    }
+
+    /// Counts the evaluations of a run, whose first epochs have `epoch_steps` steps.
+    pub(super) fn n_evaluations(&self, RunLength { total_steps, epoch_steps }: RunLength) -> usize {
+        let interval = self.interval.unwrap_or(epoch_steps);
+        let n_before_end = if interval == 0 { 0 } else { total_steps.saturating_sub(1) / interval };
+        usize::from(self.on_start) + n_before_end + usize::from(total_steps > 0)
+    }
+
     /// Returns true if this step is evaluated.
     pub fn is_due(&self, moment: Moment) -> bool {
         let Moment { step, finished_epoch, end_of_training } = moment;

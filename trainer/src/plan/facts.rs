@@ -2,10 +2,12 @@
 
 use candlewick_comm::mesh::Degrees;
 
-use super::Plan;
-use crate::data::{EpochSize, Horizon, TrainSteps};
+use super::{EVAL_LOSS, Plan};
+use crate::data::{DataPlan, EpochSize, Horizon, Packing, TrainSteps};
 use crate::estimate::{DeviceKind, Setup, active_parameter_count, parameter_counts};
 use crate::metrics::grouped;
+use crate::schedule::FEW_STEPS;
+use crate::step_share::RunLength;
 
 impl Plan {
     /// Returns the facts that are known before the data are read: a name and a text each.
@@ -13,8 +15,8 @@ impl Plan {
         let (steps, per_epoch) = match self.data.horizon {
             Horizon::Steps(steps) => (grouped(steps), ""),
             Horizon::Tokens(tokens) => (format!("{} tokens", grouped(tokens)), UNKNOWN),
-            Horizon::Epochs(1) => ("1 epoch".to_owned(), UNKNOWN),
-            Horizon::Epochs(epochs) => (format!("{} epochs", grouped(epochs)), UNKNOWN),
+            Horizon::Epochs(1.0) => ("1 epoch".to_owned(), UNKNOWN),
+            Horizon::Epochs(epochs) => (format!("{epochs} epochs"), UNKNOWN),
         };
         let parameters = self.parameters().map(|parameters| ("parameters", parameters));
         parameters.into_iter().chain([("global batch", self.global_batch()), ("steps", steps + per_epoch)]).collect()
@@ -74,13 +76,14 @@ impl Plan {
         format!("{} rows a step{tokens} ({})", grouped(rows), factors.join(" x "))
     }
 
-    /// Describes the steps of a run whose data are counted. A second line reports a step with fewer rows than planned.
+    /// Describes the steps of a run whose data are counted. Further lines warn about a run that can hardly learn.
     pub fn steps(&self, stream: &TrainSteps) -> Vec<String> {
         let total = stream.total_steps();
-        let Some(EpochSize { rows, steps: in_epoch }) = stream.epoch_size() else {
+        let Some(size) = stream.epoch_size() else {
             let (total, rows) = (grouped(total), grouped(stream.n_streamed_rows().unwrap_or_default()));
             return vec![format!("{total} steps; {rows} rows are read and tokenized while training")];
         };
+        let EpochSize { rows, steps: in_epoch, .. } = size;
         let epochs = total as f64 / in_epoch as f64;
         let mut lines = vec![format!(
             "{} steps, {epochs:.2} epochs: {} rows an epoch, {} rows a step, {} steps an epoch",
@@ -93,8 +96,79 @@ impl Plan {
             let wanted = grouped(self.data.rows_per_step());
             lines.push(format!("a step has {} rows instead of {wanted}: the data have no more", grouped(rows)));
         }
+        let warnings = [few_steps(&self.data, total, size), self.idle_early_stopping(total, in_epoch)];
+        lines.extend(warnings.into_iter().flatten().map(|warning| format!("warning: {warning}")));
         lines
     }
+
+    /// Returns true if an interval is a share of the run or of an epoch.
+    pub fn has_shares(&self) -> bool {
+        let evaluations = self.eval.iter().chain(self.tasks.iter().map(|tasks| &tasks.when));
+        evaluations
+            .map(|when| when.share)
+            .chain(self.checkpoints.iter().map(|plan| plan.save_share))
+            .any(|it| it.is_some())
+    }
+
+    /// Returns the plan with steps in place of shares.
+    #[must_use]
+    pub fn with_counted_steps(&self, run: RunLength) -> Self {
+        let mut plan = self.clone();
+        let evaluations = plan.eval.iter_mut().chain(plan.tasks.iter_mut().map(|tasks| &mut tasks.when));
+        evaluations.for_each(|when| when.count_steps(run));
+        plan.checkpoints.iter_mut().for_each(|checkpoint| checkpoint.count_steps(run));
+        plan
+    }
+
+    /// Returns a warning if the run ends before early stopping could end it.
+    fn idle_early_stopping(&self, total_steps: usize, epoch_steps: usize) -> Option<String> {
+        let run = RunLength { total_steps, epoch_steps };
+        let (plan, patience) = (self.with_counted_steps(run), self.early_stopping.as_ref()?.patience);
+        let is_loss = self.early_stopping.as_ref()?.watched.metric.as_deref() == Some(EVAL_LOSS);
+        let when = if is_loss { plan.eval? } else { plan.tasks?.when };
+        let n = when.n_evaluations(run);
+        // The first evaluation always improves, and the last one is at the end of the run.
+        (n <= patience + 1).then(|| {
+            format!(
+                "early_stopping cannot end this run: its patience is {patience} evaluations, and the run has {n}; set \
+                 evals_per_epoch or eval_interval, or lower early_stopping.patience"
+            )
+        })
+    }
+}
+
+/// Returns a warning if a run of whole epochs has few steps, with the cause and the remedies.
+fn few_steps(data: &DataPlan, total: usize, EpochSize { rows, samples, .. }: EpochSize) -> Option<String> {
+    let Horizon::Epochs(epochs) = data.horizon else { return None };
+    if data.overfit_first_batch || (total >= FEW_STEPS && total as f64 > epochs) {
+        return None;
+    }
+    let is_packed = data.packing != Packing::Off && samples > rows;
+    let packed =
+        is_packed.then(|| format!("packing puts {} into {}", counted(samples, "sample"), counted(rows, "row")));
+    let per_step = data.rows_per_step();
+    let of_step = (per_step > 1).then(|| format!("a step has {}", counted(per_step, "row")));
+    let of_data = (!is_packed && per_step == 1).then(|| format!("the data have {}", counted(rows, "row")));
+    let causes: Vec<String> = [packed, of_step, of_data].into_iter().flatten().collect();
+    let unpacked = (samples.div_ceil(per_step) as f64 * epochs).ceil() as usize;
+    let remedies = [
+        (is_packed && data.packing == Packing::Exact, "lower data.max_length".to_owned()),
+        (
+            is_packed && data.packing != Packing::Exact,
+            format!("set data.pack_samples: false ({} steps)", grouped(unpacked)),
+        ),
+        (data.gradient_accumulation_steps > 1, "lower gradient_accumulation_steps".to_owned()),
+        (data.micro_batch_size > 1, "lower micro_batch_size".to_owned()),
+        (true, "raise epochs".to_owned()),
+    ];
+    let remedies: Vec<String> = remedies.into_iter().filter(|(helps, _)| *helps).map(|(_, remedy)| remedy).collect();
+    let (steps, causes, remedies) = (counted(total, "step"), causes.join(", and "), remedies.join(", or "));
+    Some(format!("{steps} can teach little: {causes}. For more steps, {remedies}"))
+}
+
+/// Returns a number and its noun, such as "1 row" and "2 rows".
+fn counted(n: usize, noun: &str) -> String {
+    format!("{} {noun}{}", grouped(n), if n == 1 { "" } else { "s" })
 }
 
 const UNKNOWN: &str = "; `trainer preprocess RECIPE` reads the data and counts the steps";

@@ -2,6 +2,7 @@
 
 use super::run::Plan;
 use super::setting::ResolvedSetting;
+use crate::data::TrainSteps;
 use crate::recipe::Origin;
 
 /// The settings that a table shows.
@@ -16,6 +17,11 @@ pub enum SettingsFilter {
 impl Plan {
     /// Writes the table of settings, the derived numbers and the notes.
     pub fn table(&self, shown: SettingsFilter) -> String {
+        self.table_with_steps(shown, None)
+    }
+
+    /// Writes the table like [`Plan::table`], with the steps of the data if they are counted.
+    pub fn table_with_steps(&self, shown: SettingsFilter, counted: Option<&TrainSteps>) -> String {
         let is_set = |setting: &ResolvedSetting| !matches!(setting.origin, Origin::Default | Origin::Derived);
         let settings: Vec<&ResolvedSetting> =
             self.settings.iter().filter(|it| shown == SettingsFilter::All || is_set(it)).collect();
@@ -30,7 +36,10 @@ impl Plan {
         if n_hidden > 0 {
             text += &format!("  and {n_hidden} settings with their defaults: --all shows them\n");
         }
-        self.facts().iter().for_each(|(name, fact)| text += &format!("{name}: {fact}\n"));
+        let steps: Vec<String> = counted.map(|stream| self.steps(stream)).unwrap_or_default();
+        let facts = self.facts().into_iter().filter(|(name, _)| steps.is_empty() || *name != "steps");
+        facts.for_each(|(name, fact)| text += &format!("{name}: {fact}\n"));
+        steps.iter().for_each(|line| text += &format!("{line}\n"));
         self.notes.iter().for_each(|note| text += &format!("note: {note}\n"));
         text
     }

@@ -11,7 +11,8 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
 use crate::data::{
-    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages,
+    MaskingStrategy, PackingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation,
+    UnrenderedMessages,
 };
 
 /// The training and evaluation data.
@@ -46,6 +47,10 @@ pub struct DataSection {
     pub order: Option<RowOrder>,
     /// Packs several samples into a row. They do not attend to each other. Default false for `sft`, true for `causal`.
     pub pack_samples: Option<bool>,
+    /// The order in which whole samples are packed; each goes into the fullest row in which it fits. `best_fit` keeps the shuffled
+    /// order, but samples longer than half a row come first. `bfd` (best-fit decreasing, TRL's name) places the longest
+    /// first: it fills rows a little better, but puts samples of equal length into the same rows. Default `best_fit`.
+    pub packing_strategy: Option<PackingStrategy>,
     /// Packs rows of exactly `max_length` tokens: a sample that does not fit is split between two rows. Default true for
     /// packed `causal` data, else false.
     pub always_max_length: Option<bool>,

@@ -14,9 +14,9 @@ use super::number::{HumanFloat, HumanInt};
 pub struct EvalSection {
     /// Names of tasks, groups and tags, patterns such as `mmlu_*`, and YAML files. Default: none.
     pub tasks: Vec<String>,
-    /// The number of steps between evaluations. The last step is always evaluated. Default: `eval_interval`, else after
-    /// each epoch.
-    pub interval: Option<HumanInt>,
+    /// The number of steps between evaluations; below 1, a fraction of all steps. The last step is always evaluated. Default:
+    /// `eval_interval` or `evals_per_epoch`, else after each epoch.
+    pub interval: Option<HumanFloat>,
     /// The number of documents of each task; below 1, the fraction of them. Default: all.
     pub limit: Option<HumanFloat>,
     /// The number of few-shot examples. Default: the task's.

@@ -277,8 +277,8 @@ mod tests {
 
     #[test]
     fn a_key_has_its_type_and_default() {
-        check("epochs", "whole number", Some("1"));
-        check("optimizer.learning_rate", "number", Some("5e-4"));
+        check("epochs", "number", Some("1"));
+        check("optimizer.eps", "number", Some("1e-8"));
         check("optimizer.betas", "list of 2 numbers", Some("`[0.9, 0.999]`"));
         check("pipeline_layers", "list of whole numbers", Some("balances the time of the stages, including the head"));
         check("eval_on_start", "true or false", Some("false"));

@@ -35,7 +35,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use crate::data::{
-    MaskingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages,
+    MaskingStrategy, PackingStrategy, RowOrder, StoppingStrategy, TrainOnEos, TrainedRole, Truncation,
+    UnrenderedMessages,
 };
 pub use arctic_moe::ArcticMoe;
 pub use callbacks::{EarlyStoppingMode, EarlyStoppingSection, LossWatchdogSection, SpikeAction};
@@ -122,8 +123,8 @@ pub struct Recipe {
     /// spreads evenly over the vocabulary; at least 0 and below 1. Evaluation losses and MTP losses have none. Default 0:
     /// off.
     pub label_smoothing_factor: Option<HumanFloat>,
-    /// The number of passes over the data. Default 1.
-    pub epochs: Option<HumanInt>,
+    /// The number of passes over the data. A fraction, such as 0.5 or 1.5, ends within a pass. Default 1.
+    pub epochs: Option<HumanFloat>,
     /// The number of training steps. Above 0 it replaces `epochs`. Default 0: `epochs` decides.
     pub train_iters: Option<HumanInt>,
     /// The number of training tokens, without padding. The run ends with the first step that reaches it. It replaces `epochs`,
@@ -217,8 +218,12 @@ pub struct Recipe {
     /// The file that receives a JSON line for each step, evaluation, checkpoint and resume. Default `metrics.jsonl` in
     /// `output_dir`.
     pub train_log_metrics_path: Option<String>,
-    /// The number of steps between evaluations. The last step is always evaluated. Default 0: after each epoch.
-    pub eval_interval: Option<HumanInt>,
+    /// The number of steps between evaluations; below 1, a fraction of all steps, as transformers' `eval_steps`. The last step
+    /// is always evaluated. Default 0: after each epoch.
+    pub eval_interval: Option<HumanFloat>,
+    /// The number of evaluations in an epoch, with axolotl's name. Not allowed with `eval_interval`. Default: `eval_interval`
+    /// decides.
+    pub evals_per_epoch: Option<HumanInt>,
     /// Evaluates before the first step of a new run, too. Default false.
     pub eval_on_start: Option<bool>,
     /// Task evaluation during training.

@@ -13,10 +13,12 @@ pub struct OptimizerSection {
     /// The optimizer. All types are AdamW. Default `fused_adam`.
     #[serde(rename = "type")]
     pub kind: Option<OptimizerType>,
-    /// The peak learning rate; `lr` is an alias. Default 5e-4.
+    /// The peak learning rate; `lr` is an alias. Default: 2e-5 for a pretrained model, 2e-4 for an adapter, 5e-4 from random
+    /// weights and in ArcticTraining's dialect.
     #[serde(alias = "lr")]
     pub learning_rate: Option<HumanFloat>,
-    /// The weight decay. Default 0.1.
+    /// The weight decay. Default: 0 for a pretrained model or an adapter, 0.1 from random weights and in ArcticTraining's
+    /// dialect.
     pub weight_decay: Option<HumanFloat>,
     /// The decay rates of the two moments. Default `[0.9, 0.999]`.
     pub betas: Option<(HumanFloat, HumanFloat)>,

@@ -26,8 +26,11 @@ pub struct CheckpointSection {
     /// Resumes from this run's newest complete checkpoint in the entry's folder, if there is one. Only one `sharded` entry may
     /// set it. Default false.
     pub auto_resume: Option<bool>,
-    /// The number of steps between checkpoints. Default 0: off.
-    pub save_every_n_steps: Option<HumanInt>,
+    /// The number of steps between checkpoints; below 1, a fraction of all steps, as transformers' `save_steps`. Default 0:
+    /// off.
+    pub save_every_n_steps: Option<HumanFloat>,
+    /// The number of checkpoints in an epoch, with axolotl's name. Not allowed with the other intervals. Default 0: off.
+    pub saves_per_epoch: Option<HumanInt>,
     /// The number of epochs between checkpoints. Default 0: off.
     pub save_every_n_epochs: Option<HumanInt>,
     /// Writes a checkpoint after the last step. Default false.

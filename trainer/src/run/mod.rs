@@ -25,6 +25,7 @@ mod routing;
 mod samples;
 mod session;
 mod slower_modules;
+mod small_data;
 mod state;
 mod step;
 mod step_experts;
@@ -60,6 +61,7 @@ pub use inputs::open_inputs;
 pub use kept_batch::{KeptBatch, KeptMicroBatch};
 pub use nonfinite::NonFinite;
 pub use replay::{ReplayReport, ReplayTotals, ReplayWeights, ReplayedSequence, replay};
+pub use small_data::count_steps;
 pub use step::{AllStepsSkipped, LossSpike};
 pub use tasks::check_tasks;
 
@@ -200,6 +202,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
             return Ok((ExitCode::Preempted, reason));
         }
     };
+    let plan = &ranks.process.all_ok(with_counted_steps(plan, &prepared))?;
     // There is nothing to save until the first step.
     stop.set_reaction(SignalReaction::EndAtOnce);
     let chat = ranks.process.all_ok(tasks::chat(plan, &assets))?;
@@ -231,6 +234,12 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
         stop,
     };
     train_and_finish(run, run_json)
+}
+
+/// Counts the steps of intervals that are a share of the run or of an epoch.
+fn with_counted_steps(plan: &Plan, prepared: &PreparedData) -> Result<Plan> {
+    let run = if plan.has_shares() { Some(prepared.run_length(&plan.data)?) } else { None };
+    Ok(run.map_or_else(|| plan.clone(), |run| plan.with_counted_steps(run)))
 }
 
 fn train_and_finish(run: TrainingRun, run_json: &mut RunJson) -> Result<(ExitCode, String)> {

@@ -55,13 +55,16 @@ fn a_key_is_explained_with_type_default_values_and_other_names() {
         0,
         &["data.truncation", "type name", "default", "values", "elsewhere excess_length_strategy, overlong"],
     );
-    check(&["explain", "optimizer.lr"], 0, &["optimizer.learning_rate", "type number", "default 5e-4", "alias lr"]);
+    check(
+        &["explain", "optimizer.lr"],
+        0,
+        &["optimizer.learning_rate", "type number", "default 2e-5 for a pretrained", "alias lr"],
+    );
 }
 
 #[test]
 fn a_section_is_explained_by_its_keys() {
-    let text =
-        check(&["explain", "optimizer"], 0, &["optimizer", "key default meaning", "optimizer.weight_decay 0.1 The"]);
+    let text = check(&["explain", "optimizer"], 0, &["optimizer", "key default meaning", "optimizer.eps 1e-8 A"]);
     assert!(!text.contains("scheduler"), "{text}");
     let lines = ["model.activation_checkpoint", "type name or section", "model.activation_checkpoint none default"];
     check(&["explain", "model.activation_checkpoint", "r.yaml"], 0, &lines);

@@ -107,7 +107,7 @@ fn no_key_is_lost() {
 #[test]
 fn lines_of_changed_keys_and_defaults_have_comments() {
     let recipe = convert_file("axolotl_text.yml").recipe;
-    assert!(recipe.contains("# Changed from `num_epochs` (line 7): epochs are whole"), "{recipe}");
+    assert!(recipe.contains("# Changed from `deepspeed` (line "), "{recipe}");
     assert!(recipe.contains("  # Default of axolotl (`sequence_len`).\n  max_length: 512\n"), "{recipe}");
     assert!(!recipe.contains("`base_model`"), "{recipe}");
 }
@@ -227,6 +227,45 @@ fn settings_of_the_loss_keep_their_values() {
     let found = recipe(&convert_text(torchtune, Some(ForeignFormat::Torchtune)).unwrap());
     assert_eq!(found["data"]["masking_strategy"], "train_on_last");
     assert_eq!(found["data"].get("mask_inputs"), None);
+}
+
+#[test]
+fn fractions_of_epochs_and_of_the_run_are_kept() {
+    let converted = |lines: &str| {
+        let conversion = convert_text(&format!("{AXOLOTL}val_set_size: 0.1\n{lines}"), None).unwrap();
+        assert_eq!(
+            conversion.report.of(FindingKind::Changed).filter(|it| lines.contains(&it.key)).count(),
+            0,
+            "{lines}"
+        );
+        recipe(&conversion)
+    };
+    let found = converted("num_epochs: 0.5\nevals_per_epoch: 4\nsaves_per_epoch: 2\n");
+    assert_eq!((&found["epochs"], &found["evals_per_epoch"]), (&json!(0.5), &json!(4)));
+    assert_eq!(found["checkpoint"][0]["saves_per_epoch"], 2);
+    let found = converted("num_epochs: 2\neval_steps: 0.25\nsave_steps: 0.5\n");
+    assert_eq!((&found["epochs"], &found["eval_interval"]), (&json!(2), &json!(0.25)));
+    assert_eq!(found["checkpoint"][0]["save_every_n_steps"], 0.5);
+}
+
+#[test]
+fn early_stopping_that_cannot_end_the_run_is_reported() {
+    let note = |lines: &str| {
+        let text = format!("{AXOLOTL}val_set_size: 0.1\nearly_stopping_patience: 3\n{lines}");
+        let conversion = convert_text(&text, None).unwrap();
+        assert_eq!(recipe(&conversion)["early_stopping"]["patience"], 3);
+        let changed: Vec<String> = conversion.report.of(FindingKind::Changed).map(|it| it.note.clone()).collect();
+        changed.into_iter().find(|note| note.contains("cannot end it"))
+    };
+    assert_eq!(
+        note("num_epochs: 1\n").unwrap(),
+        "the run has 1 evaluations, so this cannot end it; set evals_per_epoch"
+    );
+    assert!(note("num_epochs: 1\nevals_per_epoch: 4\n").is_some());
+    assert!(note("num_epochs: 4\neval_steps: 0.25\n").is_some());
+    for able in ["num_epochs: 5\n", "num_epochs: 1\nevals_per_epoch: 5\n", "num_epochs: 1\neval_steps: 10\n"] {
+        assert_eq!(note(able), None, "{able}");
+    }
 }
 
 #[test]

@@ -75,6 +75,53 @@ fn lengths_targets_and_packing_are_summarized() {
     assert!(padded.contains("padding: ") && !padded.contains("packing: "), "{padded}");
 }
 
+/// Checks the warnings of a run, which `train`, `preprocess` and `check` print alike.
+#[track_caller]
+fn check_warnings(arguments: &[&str], want: &[&str]) {
+    let run = Run::new();
+    let is_open = |default: &&str| {
+        let key = default.split('=').next().unwrap();
+        !arguments.iter().any(|argument| argument.split('=').next() == Some(key))
+    };
+    let defaults = ["train_iters=null", "eval_interval=null", "micro_batch_size=1", "gradient_accumulation_steps=1"];
+    let defaults = defaults.into_iter().filter(is_open);
+    let arguments: Vec<&str> = defaults.chain(arguments.iter().copied()).collect();
+    let shown = [preprocess(&run, &arguments, &[]), text(&run.command("check", &arguments).output().unwrap())];
+    for shown in shown {
+        let warnings: Vec<&str> = shown.lines().filter_map(|line| line.strip_prefix("warning: ")).collect();
+        assert_eq!(warnings, want, "{shown}");
+    }
+}
+
+#[test]
+fn a_run_with_few_steps_is_warned_of_with_the_cause_and_the_remedies() {
+    let [pack, long] = ["data.pack_samples=true", "data.max_length=4096"];
+    check_warnings(&["epochs=1"], &[]);
+    check_warnings(&["train_iters=3", pack, long], &[]);
+    let packed = "packing puts 80 samples into 1 row. For more steps, set data.pack_samples: false";
+    let none = format!("3 steps can teach little: {packed} (240 steps), or raise epochs");
+    check_warnings(&["epochs=3", pack, long], &[&none]);
+    let many = format!("40 steps can teach little: {packed} (3,200 steps), or raise epochs");
+    check_warnings(&["epochs=40", pack, long], &[&many]);
+    let batch = "10 steps can teach little: a step has 8 rows. For more steps, lower gradient_accumulation_steps, or \
+                 lower micro_batch_size, or raise epochs";
+    check_warnings(&["epochs=1", "micro_batch_size=2", "gradient_accumulation_steps=4"], &[batch]);
+    let short = "8 steps can teach little: the data have 80 rows. For more steps, raise epochs";
+    check_warnings(&["epochs=0.1"], &[short]);
+}
+
+#[test]
+fn early_stopping_that_cannot_end_the_run_is_warned_of() {
+    let stopping = "early_stopping={patience: 3}";
+    let want = "early_stopping cannot end this run: its patience is 3 evaluations, and the run has 4; set evals_per_epoch \
+                or eval_interval, or lower early_stopping.patience";
+    check_warnings(&["epochs=4", stopping], &[want]);
+    check_warnings(&["epochs=4", stopping, "eval_interval=0.25"], &[want]);
+    check_warnings(&["epochs=4", stopping, "eval_on_start=true"], &[]);
+    check_warnings(&["epochs=4", stopping, "evals_per_epoch=2"], &[]);
+    check_warnings(&["epochs=5", stopping], &[]);
+}
+
 #[test]
 fn the_summary_is_one_json_object() {
     let run = Run::new();

@@ -104,8 +104,9 @@ fn a_base_may_have_a_base_of_its_own() {
     ]);
     let loaded = folder.load("r.yaml", &[]).unwrap();
     let recipe = &loaded.recipe;
-    let values = [recipe.seed, recipe.epochs, recipe.micro_batch_size, recipe.gradient_accumulation_steps];
-    assert_eq!(values.map(|n| n.unwrap().0), [1, 2, 3, 4]);
+    let values = [recipe.seed, recipe.micro_batch_size, recipe.gradient_accumulation_steps];
+    assert_eq!(values.map(|n| n.unwrap().0), [1, 3, 4]);
+    assert_eq!(recipe.epochs.unwrap().0, 2.0);
     assert_eq!(loaded.origin(&["seed"]), Origin::Line(2));
     assert_eq!(loaded.origin(&["epochs"]), Origin::Base(folder.path("b/1.yaml"), 3));
     assert_eq!(loaded.origin(&["gradient_accumulation_steps"]), Origin::Base(folder.path("b/../c/3.yaml"), 2));
@@ -173,14 +174,14 @@ fn a_shipped_recipe_is_a_base_by_its_name() {
     for files in [&[("r.yaml", text)][..], &[("r.yaml", text), ("quickstart/data.jsonl", "")]] {
         let folder = Folder::new(files);
         let loaded = folder.load("r.yaml", &[]).unwrap();
-        assert_eq!(loaded.recipe.epochs.map(|n| n.0), Some(7));
+        assert_eq!(loaded.recipe.epochs.map(|n| n.0), Some(7.0));
         assert_eq!(loaded.recipe.data.max_length.map(|n| n.0), Some(512));
         let Origin::Base(path, _) = loaded.origin(&["data.max_length"]) else { panic!() };
         assert_eq!(path, Path::new("<shipped>/quickstart.yaml"));
     }
     let own = Folder::new(&[("r.yaml", "base: quickstart.yaml\n"), ("quickstart.yaml", "epochs: 9\n")]);
     let recipe = own.load("r.yaml", &[]).unwrap().recipe;
-    assert_eq!((recipe.epochs.map(|n| n.0), recipe.data.max_length), (Some(9), None), "a file takes precedence");
+    assert_eq!((recipe.epochs.map(|n| n.0), recipe.data.max_length), (Some(9.0), None), "a file takes precedence");
 }
 
 #[test]

@@ -179,9 +179,9 @@ fn a_duplicate_key_names_its_second_place() {
 
 #[test]
 fn a_wrong_type_names_the_expected_and_the_found_one() {
-    check("epochs: two\n", &["r.yaml:1:9: epochs: expected a whole number", "found the text \"two\""]);
-    check("epochs: 1.5\n", &["expected a whole number", "found the number 1.5"]);
-    check("epochs: -1\n", &["epochs: expected a whole number of at least 0", "found the integer -1"]);
+    check("seed: two\n", &["r.yaml:1:7: seed: expected a whole number", "found the text \"two\""]);
+    check("seed: 1.5\n", &["expected a whole number", "found the number 1.5"]);
+    check("seed: -1\n", &["seed: expected a whole number of at least 0", "found the integer -1"]);
     check("epochs: [1]\n", &["found a list"]);
     check("epochs: .inf\n", &["found the text \".inf\""]);
     check("optimizer:\n  lr: fast\n", &["r.yaml:2:7: optimizer.lr: expected a number", "found the text \"fast\""]);
@@ -255,7 +255,7 @@ fn an_argument_obeys_the_rules_of_the_recipe() {
         &["model.dtpye=f32"],
         &["argument `model.dtpye=f32`: unknown key `model.dtpye`", "did you mean `dtype`?"],
     );
-    check_with(recipe, &["seed=1", "epochs=two"], &["argument `epochs=two`: epochs: expected a whole number"]);
+    check_with(recipe, &["epochs=1", "seed=two"], &["argument `seed=two`: seed: expected a whole number"]);
     check_with(recipe, &["epochs"], &["argument `epochs`: expected `key=value`"]);
     check_with(recipe, &["model..x=1"], &["the key has an empty part"]);
     check_with(recipe, &["=1"], &["the key has an empty part"]);

@@ -184,6 +184,28 @@ fn a_resumed_run_has_the_losses_of_an_uninterrupted_one() {
 }
 
 #[test]
+fn a_run_of_half_an_epoch_resumes_to_one_and_a_half_as_a_run_without_interruption() {
+    let shares = ["train_iters=null", "eval_interval=null", "evals_per_epoch=2", "scheduler.name=constant"];
+    let packed = ["data.pack_samples=true", "micro_batch_size=1"];
+    let with = |epochs| [&shares[..], &packed[..], &[epochs]].concat();
+    let whole = Run::new();
+    whole.train_ok(&with("epochs=1.5"));
+    let parts = Run::new();
+    parts.train_ok(&with("epochs=0.5"));
+    let n_half = parts.losses().len();
+    parts.train_ok(&with("epochs=1.5"));
+    parts.assert_resumed();
+    assert!(n_half > 0 && n_half < whole.losses().len(), "{n_half}");
+    assert_eq!(parts.losses(), whole.losses());
+    assert!(whole.exported() == parts.exported());
+    let evaluated = |run: &Run| -> Vec<u64> {
+        run.metrics().iter().filter(|it| it["loss/eval"].is_number()).map(|it| it["iter"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(evaluated(&parts), evaluated(&whole));
+    assert_eq!(evaluated(&whole).len(), 3);
+}
+
+#[test]
 fn every_checkpoint_and_every_resume_is_recorded_with_its_time() {
     let run = Run::new();
     run.train_ok(&["exit_iteration=7"]);

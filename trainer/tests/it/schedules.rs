@@ -1,7 +1,7 @@
 //! Learning rates compared with those of transformers (`tests/reference/schedules.py` writes the fixture).
 
 use serde::Deserialize;
-use trainer::schedule::{Floor, PhaseLength, Ramp, Schedule, ScheduleError, Shape};
+use trainer::schedule::{FEW_STEPS, Floor, PhaseLength, Ramp, Schedule, ScheduleError, Shape};
 
 #[derive(Deserialize)]
 struct Case {
@@ -36,9 +36,27 @@ fn a_ratio_is_rounded_up() {
 #[test]
 fn a_warmup_starts_at_zero_and_ends_at_the_base_rate() {
     let schedule = Schedule { warmup: PhaseLength::Steps(4), shape: Shape::Linear };
-    assert_eq!(schedule.lr(0, 10, 1e-3), 0.0);
-    assert_eq!(schedule.lr(4, 10, 1e-3), 1e-3);
-    assert_eq!(schedule.lr(10, 10, 1e-3), 0.0);
+    assert_eq!(schedule.lr(0, FEW_STEPS, 1e-3), 0.0);
+    assert_eq!(schedule.lr(4, FEW_STEPS, 1e-3), 1e-3);
+    assert_eq!(schedule.lr(FEW_STEPS, FEW_STEPS, 1e-3), 0.0);
+}
+
+#[test]
+fn no_step_of_a_short_run_has_a_rate_of_zero() {
+    let shapes = [Shape::Constant, Shape::Linear, Shape::Cosine { num_cycles: 0.5 }, wsd(PhaseLength::Ratio(0.1))];
+    for (shape, total) in shapes.into_iter().flat_map(|shape| (1..FEW_STEPS).map(move |total| (shape, total))) {
+        for warmup in (0..=total).map(PhaseLength::Steps).chain([PhaseLength::Ratio(0.1)]) {
+            let schedule = Schedule { warmup, shape };
+            let rates: Vec<f64> = (0..total).map(|step| schedule.lr(step, total, 1.0)).collect();
+            assert!(rates.iter().all(|rate| *rate > 0.0), "{schedule:?}: {rates:?}");
+        }
+    }
+    let rates = |warmup, total| {
+        let schedule = Schedule { warmup: PhaseLength::Steps(warmup), shape: Shape::Constant };
+        [0, 1, 2, 3].map(|step| schedule.lr(step, total, 1.0))
+    };
+    assert_eq!(rates(1, 3), [0.5, 1.0, 1.0, 1.0]);
+    assert_eq!(rates(3, FEW_STEPS - 1), [0.25, 0.5, 0.75, 1.0]);
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod hub_cache;
 mod markdown;
 mod messages;
 mod reader;
+mod teaching;
 
 use std::collections::BTreeSet;
 use std::fs;

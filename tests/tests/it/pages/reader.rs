@@ -31,6 +31,9 @@ const REPLACED: &[(&str, &str, &str)] = &[
 /// The address of a server in [`REPLACED`].
 const ADDRESS: &str = "ADDRESS";
 
+/// A part of the warning about a run with few steps.
+const FEW_STEPS: &str = "can teach little";
+
 /// A command and its result.
 pub(super) struct Followed {
     pub(super) command: String,
@@ -149,6 +152,11 @@ impl Reader {
             "{command}\nended with {}, not {code}\n{}{}",
             output.status,
             text(&output.stdout),
+            text(&output.stderr)
+        );
+        assert!(
+            !text(&output.stderr).contains(FEW_STEPS),
+            "{command}: a run on a page must teach something\n{}",
             text(&output.stderr)
         );
         self.followed.push(Followed { command: command.to_owned(), output, n_requests });

@@ -6,7 +6,8 @@ use super::masking::{self, Masking};
 use super::resolver::Resolver;
 use super::{mixture, sources, streaming, tokenize_kwargs};
 use crate::data::{
-    DataKind, DataPlan, Horizon, Packing, Padding, RowOrder, Truncation, UnrenderedMessages, default_cache_dir,
+    DataKind, DataPlan, Horizon, Packing, PackingStrategy, Padding, RowOrder, Truncation, UnrenderedMessages,
+    default_cache_dir,
 };
 use crate::plan::{ModelPlan, TokenizerPlan};
 use crate::recipe::{DataType, Origin, PadTo};
@@ -127,6 +128,7 @@ fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
     let data = &resolver.recipe().data;
     let pack = resolver.pick("data.pack_samples", data.pack_samples, kind == DataKind::Causal);
     let exact = resolver.pick("data.always_max_length", data.always_max_length, kind == DataKind::Causal && pack);
+    let strategy = packing_strategy(resolver, pack && !exact);
     match (pack, exact) {
         (false, true) => {
             let message = "data.always_max_length needs data.pack_samples: true";
@@ -134,9 +136,19 @@ fn packing(resolver: &mut Resolver, kind: DataKind) -> Packing {
             Packing::Off
         }
         (false, false) => Packing::Off,
-        (true, false) => Packing::Fit,
+        (true, false) => Packing::Fit(strategy),
         (true, true) => Packing::Exact,
     }
+}
+
+fn packing_strategy(resolver: &mut Resolver, packs_whole_samples: bool) -> PackingStrategy {
+    const KEY: &str = "data.packing_strategy";
+    let given = resolver.recipe().data.packing_strategy;
+    if given.is_some() && !packs_whole_samples {
+        resolver.note(format!("{KEY} has no effect: it is the order in which data.pack_samples packs whole samples"));
+    }
+    let default = PackingStrategy::BestFit;
+    if packs_whole_samples { resolver.pick(KEY, given, default) } else { given.unwrap_or(default) }
 }
 
 fn truncation(resolver: &mut Resolver, kind: DataKind, packing: Packing) -> Truncation {
@@ -282,9 +294,21 @@ fn horizon(resolver: &mut Resolver) -> Horizon {
         }
         return Horizon::Steps(steps);
     }
-    let epochs = resolver.count("epochs", recipe.epochs, 1);
-    if epochs == 0 {
-        resolver.report(&["epochs"], "epochs: 0 without train_iters trains nothing");
+    epochs(resolver)
+}
+
+fn epochs(resolver: &mut Resolver) -> Horizon {
+    const KEY: &str = "epochs";
+    let given = resolver.recipe().epochs.map(|epochs| epochs.0);
+    let epochs = given.unwrap_or(1.0);
+    match epochs.fract() {
+        0.0 => _ = resolver.pick(KEY, given.map(|epochs| epochs as usize), 1),
+        _ => _ = resolver.pick(KEY, given, 1.0),
+    }
+    if epochs == 0.0 {
+        resolver.report(&[KEY], "epochs: 0 without train_iters trains nothing");
+    } else if epochs < 0.0 || epochs > 1e9 {
+        resolver.report(&[KEY], format!("epochs: expected a number above 0 and at most 1e9, found {epochs}"));
     }
     Horizon::Epochs(epochs)
 }

@@ -2,20 +2,23 @@
 
 use std::path::PathBuf;
 
+use super::intervals::steps_or_share;
 use super::resolver::Resolver;
 use crate::data::DataPlan;
 use crate::plan::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
-use crate::recipe::{EarlyStoppingMode, HumanInt, Origin};
+use crate::recipe::{EarlyStoppingMode, HumanFloat, HumanInt, Origin};
+use crate::step_share::StepShare;
 
 const INTERVAL: &str = "eval_interval";
+const PER_EPOCH: &str = "evals_per_epoch";
 const TASKS: &str = "eval.tasks";
 const METRIC: &str = "metric_for_best_model";
 
 pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
     let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
-    let interval = interval(resolver, INTERVAL, resolver.recipe().eval_interval);
-    if interval.is_some() && !has_data && !has_tasks {
+    let when = when(resolver, INTERVAL, None);
+    if (when.interval.is_some() || when.share.is_some()) && !has_data && !has_tasks {
         let advice = "set data.eval_sources, data.train_eval_split or eval.tasks";
         resolver.note(format!("{INTERVAL} has no effect without evaluation data; {advice}"));
     }
@@ -24,18 +27,27 @@ pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Opt
         let advice = "set data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
         resolver.report_with_advice(&["eval_on_start"], "eval_on_start: no evaluation data are set", advice);
     }
-    has_data.then_some(EvalPlan { interval, on_start })
+    has_data.then_some(EvalPlan { on_start, ..when })
 }
 
-/// Returns the steps between evaluations; `None` (or 0 in the recipe) is after each epoch.
-fn interval(resolver: &mut Resolver, key: &str, given: Option<HumanInt>) -> Option<usize> {
-    let interval = given.map(|n| n.0).filter(|n| *n > 0);
-    let origin = if given.is_some() { resolver.loaded.origin(&[key, INTERVAL]) } else { Origin::Default };
-    match interval {
-        Some(steps) => _ = resolver.record(key, steps, origin),
-        None => _ = resolver.record(key, "each epoch", origin),
+/// Returns the steps between evaluations or their share. Without both (or with 0 in the recipe), evaluations follow each epoch.
+fn when(resolver: &mut Resolver, key: &str, given: Option<HumanFloat>) -> EvalPlan {
+    let recipe = resolver.recipe();
+    let (interval, share) = steps_or_share(resolver, key, given.or(recipe.eval_interval));
+    let of_epoch = recipe.evals_per_epoch.filter(|n| n.0 > 0 && given.is_none());
+    if of_epoch.is_some() && recipe.eval_interval.is_some_and(|interval| interval.0 > 0.0) {
+        resolver.report_with_advice(&[PER_EPOCH], format!("{PER_EPOCH} excludes {INTERVAL}"), "keep one of them");
     }
-    interval
+    let share = share.or(of_epoch.map(|n| StepShare::PerEpoch(n.0)));
+    let interval = Some(interval).filter(|steps| *steps > 0);
+    let has_key = given.or(recipe.eval_interval).is_some() || of_epoch.is_some();
+    let origin = if has_key { resolver.loaded.origin(&[key, INTERVAL, PER_EPOCH]) } else { Origin::Default };
+    match (interval, share) {
+        (Some(steps), _) => _ = resolver.record(key, steps, origin),
+        (None, Some(share)) => _ = resolver.record(key, share.to_string(), origin),
+        (None, None) => _ = resolver.record(key, "each epoch", origin),
+    }
+    EvalPlan { interval, share, on_start: recipe.eval_on_start == Some(true) }
 }
 
 pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
@@ -48,7 +60,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
         return None;
     }
     resolver.pick(TASKS, Some(&given.tasks), &given.tasks);
-    let interval = interval(resolver, "eval.interval", given.interval.or(recipe.eval_interval));
+    let when = when(resolver, "eval.interval", given.interval);
     let limit = given.limit.map(|limit| resolver.number("eval.limit", Some(limit), limit.0, 0.0, f64::MAX));
     let chat = resolver.pick("eval.apply_chat_template", given.apply_chat_template, false);
     let fewshot_as_multiturn = resolver.pick("eval.fewshot_as_multiturn", given.fewshot_as_multiturn, chat);
@@ -60,7 +72,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let batch_size = at_least_one("eval.batch_size", given.batch_size);
     let max_length = at_least_one("eval.max_length", given.max_length);
     Some(TasksPlan {
-        when: EvalPlan { interval, on_start: recipe.eval_on_start == Some(true) },
+        when,
         tasks: given.tasks.clone(),
         generates: resolver.env.tasks_generate,
         include_path: given.include_path.iter().map(PathBuf::from).collect(),

@@ -11,6 +11,7 @@ mod deepspeed;
 mod dialect;
 mod environment;
 mod eval;
+mod intervals;
 mod lock_file;
 mod masking;
 mod memory;
@@ -68,7 +69,7 @@ impl Plan {
         lock_file::check(&mut resolver, &model, &tokenizer, &data);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let label_smoothing_factor = optimizer::label_smoothing_factor(&mut resolver);
-        let optimizer = optimizer::resolve(&mut resolver, model.dtype);
+        let optimizer = optimizer::resolve(&mut resolver, &model);
         optimizer::note_default_rate(&mut resolver, &model);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);

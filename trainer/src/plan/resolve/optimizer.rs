@@ -23,7 +23,33 @@ pub(super) fn label_smoothing_factor(resolver: &mut Resolver) -> f64 {
     factor
 }
 
-pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPlan {
+/// The default learning rate and weight decay.
+struct RateDefaults {
+    learning_rate: f64,
+    weight_decay: f64,
+}
+
+impl RateDefaults {
+    /// ArcticTraining's, which suit training from scratch.
+    const ARCTIC_TRAINING: Self = Self { learning_rate: 5e-4, weight_decay: 0.1 };
+    /// Those of TRL's SFTTrainer. torchtune's full fine-tuning has the same rate.
+    const PRETRAINED: Self = Self { learning_rate: 2e-5, weight_decay: 0.0 };
+    /// Ten times the rate of full fine-tuning, as TRL advises, and the rate of the QLoRA paper.
+    const ADAPTER: Self = Self { learning_rate: 2e-4, weight_decay: 0.0 };
+
+    fn of(resolver: &Resolver, model: &ModelPlan) -> Self {
+        match model.init {
+            _ if resolver.is_arctic_training() => Self::ARCTIC_TRAINING,
+            WeightInit::Random => Self::ARCTIC_TRAINING,
+            WeightInit::Load if model.adapter.is_some() => Self::ADAPTER,
+            WeightInit::Load => Self::PRETRAINED,
+        }
+    }
+}
+
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> OptimizerPlan {
+    let dtype = model.dtype;
+    let defaults = RateDefaults::of(resolver, model);
     let optimizer = &resolver.recipe().optimizer;
     let kind = resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam);
     if matches!(kind, OptimizerType::CpuAdam | OptimizerType::CpuAdamMoe) {
@@ -33,11 +59,12 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: FloatDtype) -> OptimizerPl
         );
     }
     let origin = resolver.loaded.origin(&[LR, "optimizer.lr"]);
-    let learning_rate = resolver.record(LR, optimizer.learning_rate.map_or(5e-4, |lr| lr.0), origin);
+    let learning_rate = resolver.record(LR, optimizer.learning_rate.map_or(defaults.learning_rate, |lr| lr.0), origin);
     if learning_rate <= 0.0 {
         resolver.report(&[LR, "optimizer.lr"], format!("{LR}: expected above 0, found {learning_rate}"));
     }
-    let weight_decay = resolver.number("optimizer.weight_decay", optimizer.weight_decay, 0.1, 0.0, f64::MAX);
+    let decay = optimizer.weight_decay;
+    let weight_decay = resolver.number("optimizer.weight_decay", decay, defaults.weight_decay, 0.0, f64::MAX);
     let (beta1, beta2) = optimizer.betas.map_or((0.9, 0.999), |(beta1, beta2)| (beta1.0, beta2.0));
     resolver.pick("optimizer.betas", optimizer.betas, (HumanFloat(beta1), HumanFloat(beta2)));
     if ![beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
@@ -81,9 +108,10 @@ fn bf16_stochastic_round(resolver: &mut Resolver, masters: FloatDtype) -> bool {
     is_on
 }
 
-/// Adds a note that the default learning rate, ArcticTraining's, suits training from scratch.
+/// Adds a note to a recipe in ArcticTraining's dialect that its default learning rate suits training from scratch.
 pub(super) fn note_default_rate(resolver: &mut Resolver, model: &ModelPlan) {
-    if resolver.recipe().optimizer.learning_rate.is_some() || model.init == WeightInit::Random {
+    let is_open = resolver.recipe().optimizer.learning_rate.is_none() && resolver.is_arctic_training();
+    if !is_open || model.init == WeightInit::Random {
         return;
     }
     let usual = if model.adapter.is_some() { "1e-4 to 2e-4 for LoRA" } else { "1e-5 to 2e-5 for all weights" };

@@ -23,7 +23,10 @@ pub(super) fn resolve(resolver: &mut Resolver, mixture_key: Option<&str>) -> Opt
         let message = format!("{KEY}: the number of steps in an epoch is unknown until all rows are read");
         resolver.report_with_advice(&[KEY], message, "set train_iters");
     }
-    let by_epoch = recipe.checkpoint.iter().position(|entry| entry.save_every_n_epochs.is_some_and(|n| n.0 > 0));
+    let is_set = |n: Option<HumanInt>| n.is_some_and(|n| n.0 > 0);
+    let of_epoch = |n: Option<HumanInt>, m: Option<HumanInt>| is_set(n) || is_set(m);
+    let by_epoch =
+        recipe.checkpoint.iter().position(|entry| of_epoch(entry.save_every_n_epochs, entry.saves_per_epoch));
     let refused = [
         (data.train_eval_split.is_some_and(|(_, eval)| eval.0 > 0.0), "data.train_eval_split", "use data.eval_sources"),
         (
@@ -46,7 +49,8 @@ pub(super) fn resolve(resolver: &mut Resolver, mixture_key: Option<&str>) -> Opt
         ),
         (scheduler.warmup_tokens.is_some(), "scheduler.warmup_tokens", "use scheduler.warmup_steps"),
         (scheduler.num_decay_tokens.is_some(), "scheduler.num_decay_tokens", "use the decay in steps"),
-        (by_epoch.is_some(), "checkpoint", "use save_every_n_steps instead of save_every_n_epochs"),
+        (by_epoch.is_some(), "checkpoint", "use save_every_n_steps instead of an interval in epochs"),
+        (is_set(recipe.evals_per_epoch), "evals_per_epoch", "use eval_interval"),
     ];
     for (_, key, advice) in refused.into_iter().filter(|(is_set, ..)| *is_set) {
         let message = format!("{key}: not possible with {KEY}, which does not know all rows before the first step");

@@ -31,5 +31,5 @@ pub(super) fn resolve(resolver: &mut Resolver, checkpoints: &[CheckpointPlan]) -
 }
 
 fn saves_during_training(plan: &CheckpointPlan) -> bool {
-    plan.format == CheckpointFormat::Sharded && (plan.save_every_n_steps > 0 || plan.save_every_n_epochs > 0)
+    plan.format == CheckpointFormat::Sharded && plan.has_interval()
 }

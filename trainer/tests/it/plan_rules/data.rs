@@ -1,11 +1,11 @@
 //! Data sources, splits and rows.
 
 use trainer::data::{
-    Horizon, MaskingStrategy, Mixture, Packing, Padding, Sampling, StoppingStrategy, TrainOnEos, TrainedRole,
-    Truncation,
+    Horizon, MaskingStrategy, Mixture, Packing, PackingStrategy, Padding, Sampling, StoppingStrategy, TrainOnEos,
+    TrainedRole, Truncation,
 };
 
-use super::{plan, refused};
+use super::{notes, plan, refused};
 
 #[test]
 fn a_split_sums_to_one_and_excludes_evaluation_sources() {
@@ -38,7 +38,12 @@ fn max_length_defaults_to_the_models() {
 #[test]
 fn packing_follows_the_type() {
     assert_eq!(plan(&[]).data.packing, Packing::Off);
-    assert_eq!(plan(&["data.pack_samples=true"]).data.packing, Packing::Fit);
+    assert_eq!(plan(&["data.pack_samples=true"]).data.packing, Packing::Fit(PackingStrategy::BestFit));
+    let sorted = ["data.pack_samples=true", "data.packing_strategy=bfd"];
+    assert_eq!(plan(&sorted).data.packing, Packing::Fit(PackingStrategy::Bfd));
+    for unpacked in ["data.pack_samples=false", "type=causal"] {
+        notes(&[unpacked, "data.packing_strategy=bfd"], &["data.packing_strategy has no effect"]);
+    }
     assert_eq!(plan(&["data.pack_samples=true", "data.always_max_length=true"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.packing, Packing::Off);
@@ -86,8 +91,10 @@ fn padding_has_three_forms() {
 
 #[test]
 fn iterations_replace_epochs() {
-    assert_eq!(plan(&[]).data.horizon, Horizon::Epochs(1));
-    assert_eq!(plan(&["epochs=3"]).data.horizon, Horizon::Epochs(3));
+    assert_eq!(plan(&[]).data.horizon, Horizon::Epochs(1.0));
+    assert_eq!(plan(&["epochs=3"]).data.horizon, Horizon::Epochs(3.0));
+    assert_eq!(plan(&["epochs=0.5"]).data.horizon, Horizon::Epochs(0.5));
+    refused(&["epochs=-0.5"], &["epochs: expected a number above 0"]);
     assert_eq!(plan(&["epochs=3", "train_iters=10"]).data.horizon, Horizon::Steps(10));
     assert_eq!(plan(&["epochs=3", "train_tokens=10K"]).data.horizon, Horizon::Tokens(10_000));
     assert_eq!(plan(&["train_tokens=0", "train_iters=5"]).data.horizon, Horizon::Steps(5));

@@ -18,6 +18,7 @@ use trainer::metrics::Console;
 use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, TrackingEnv, WeightInit, WorldInfo};
 use trainer::recipe::{FloatDtype, Loaded, RecipeError};
 use trainer::schedule::{Floor, PhaseLength, Shape};
+use trainer::step_share::RunLength;
 
 fn known() -> Environment {
     let config = json!({
@@ -169,6 +170,39 @@ fn tasks_have_the_interval_of_evaluation() {
 }
 
 #[test]
+fn intervals_below_one_and_per_epoch_are_shares_that_become_steps() {
+    let run = RunLength { total_steps: 30, epoch_steps: 10 };
+    let counted = |arguments: &[&str]| {
+        let held_out = "data.train_eval_split=[90%, 10%]";
+        let tasks = "eval={tasks: [arc_easy]}";
+        let plan = plan(&[&[held_out, tasks, "checkpoint=[{output_dir: a}]"], arguments].concat());
+        assert_eq!(plan.has_shares(), arguments.iter().any(|it| it.contains("per_epoch") || it.contains("=0.")));
+        let counted = plan.with_counted_steps(run);
+        assert!(!counted.has_shares());
+        [
+            counted.eval.unwrap().interval,
+            counted.tasks.unwrap().when.interval,
+            Some(counted.checkpoints[0].save_every_n_steps),
+        ]
+    };
+    assert_eq!(counted(&[]), [None, None, Some(0)]);
+    assert_eq!(counted(&["eval_interval=7"]), [Some(7), Some(7), Some(0)]);
+    assert_eq!(counted(&["eval_interval=0.25"]), [Some(8), Some(8), Some(0)]);
+    assert_eq!(counted(&["eval_interval=0.25", "eval.interval=5"]), [Some(8), Some(5), Some(0)]);
+    assert_eq!(counted(&["evals_per_epoch=4"]), [Some(3), Some(3), Some(0)]);
+    assert_eq!(counted(&["checkpoint.0.save_every_n_steps=0.5"]), [None, None, Some(15)]);
+    assert_eq!(counted(&["checkpoint.0.saves_per_epoch=2"]), [None, None, Some(5)]);
+    refused(
+        &["eval_interval=1.5"],
+        &["eval_interval: expected a whole number of steps, or a fraction of the run below 1"],
+    );
+    refused(&["eval_interval=5", "evals_per_epoch=2"], &["evals_per_epoch excludes eval_interval"]);
+    let both = "checkpoint=[{output_dir: a, saves_per_epoch: 2, save_every_n_epochs: 1}]";
+    refused(&[both], &["checkpoint.0.saves_per_epoch excludes"]);
+    refused(&["data.streaming=true", "train_iters=9", "evals_per_epoch=2"], &["evals_per_epoch: not possible"]);
+}
+
+#[test]
 fn the_metric_of_the_best_checkpoint_must_be_measured() {
     let [tasks, held_out] = ["eval={tasks: [arc_easy]}", "data.train_eval_split=[90%, 10%]"];
     let best = |arguments: &[&str]| {
@@ -253,12 +287,23 @@ fn the_model_in_use_is_not_among_the_checkpoints() {
 }
 
 #[test]
-fn the_default_learning_rate_is_noted_as_high_for_a_pretrained_model() {
-    notes(&[], &["optimizer.learning_rate is not set", "1e-5 to 2e-5 for all weights"]);
-    notes(&["model.peft_config={r: 8}"], &["1e-4 to 2e-4 for LoRA"]);
-    for quiet in [&["optimizer.lr=5e-4"][..], &["model.type=random-weight-hf"]] {
-        assert!(!plan(quiet).notes.iter().any(|note| note.contains("learning_rate")), "{quiet:?}");
-    }
+fn the_default_rate_and_decay_suit_the_initial_weights() {
+    const ARCTIC: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], use_data_cache: true}\n";
+    const LORA: &str = "model.peft_config={r: 8}";
+    let check = |text, arguments: &[&str], want: (f64, f64)| {
+        let plan = resolve(text, arguments).unwrap();
+        assert_eq!((plan.optimizer.learning_rate, plan.optimizer.weight_decay), want, "{arguments:?}");
+        plan.notes.iter().any(|note| note.contains("learning_rate"))
+    };
+    assert!(!check(BASE, &[], (2e-5, 0.0)));
+    assert!(!check(BASE, &[LORA], (2e-4, 0.0)));
+    assert!(!check(BASE, &["model.type=random-weight-hf"], (5e-4, 0.1)));
+    assert!(!check(BASE, &["optimizer.lr=1e-3", "optimizer.weight_decay=0.2"], (1e-3, 0.2)));
+    // ArcticTraining's defaults, with a note.
+    assert!(check(ARCTIC, &[], (5e-4, 0.1)));
+    assert!(check(ARCTIC, &[LORA], (5e-4, 0.1)));
+    assert!(!check(ARCTIC, &["model.type=random-weight-hf"], (5e-4, 0.1)));
+    assert!(!check(ARCTIC, &["optimizer.lr=5e-4"], (5e-4, 0.1)));
 }
 
 #[test]
@@ -374,7 +419,7 @@ fn optimizer_settings_have_bounds() {
         plan(&[&format!("optimizer.type={name}")]);
     }
     let optimizer = plan(&[]).optimizer;
-    assert_eq!((optimizer.learning_rate, optimizer.weight_decay, optimizer.eps), (5e-4, 0.1, 1e-8));
+    assert_eq!((optimizer.learning_rate, optimizer.weight_decay, optimizer.eps), (2e-5, 0.0, 1e-8));
 }
 
 #[test]
