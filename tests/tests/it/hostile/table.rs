@@ -182,7 +182,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         apply: |path| write(path, endless("ns.x + ns.x", 60)),
         command: GENERATE,
         code: 3,
-        words: &["chat template", "one rendering takes more than"],
+        words: &["chat template", "a list is longer than 1048576 items"],
     },
     Attack {
         name: "a template that nests a list ten million times",
@@ -214,7 +214,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         },
         command: RUN,
         code: 3,
-        words: &["one rendering takes more than"],
+        words: &["a list is longer than 1048576 items"],
     },
     Attack {
         name: "an adapter whose base was trained again",
