@@ -53,7 +53,10 @@ pub fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
 pub(super) fn check_items(n_items: Option<usize>) -> Result<(), Error> {
     match n_items {
         Some(n) if n <= MAX_ITEMS => Ok(()),
-        _ => Err(Error::new(ErrorKind::InvalidOperation, format!("a list is longer than {MAX_ITEMS} items, the maximum"))),
+        _ => Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("a list is longer than {MAX_ITEMS} items, the maximum"),
+        )),
     }
 }
 
