@@ -20,7 +20,7 @@ use std::io::{self, IsTerminal};
 
 use anyhow::{Context, Result};
 use candlewick_command_line::{ManArgs, Shell, completions};
-use candlewick_text::hub::{Hub, HubSettings, LIBRARY_LOG_FILTER};
+use candlewick_text::hub::{Hub, HubSettings};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
@@ -146,8 +146,7 @@ pub fn main() -> ExitCode {
         Command::Run(args) => args.level(),
         _ => tracing::Level::WARN,
     };
-    let directives = format!("{level},{LIBRARY_LOG_FILTER}");
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(directives));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level.to_string()));
     let is_terminal = io::stderr().is_terminal();
     tracing_subscriber::fmt()
         .with_writer(io::stderr)
@@ -157,7 +156,7 @@ pub fn main() -> ExitCode {
         .init();
     error_file::record_panics();
     match run(&cli.command) {
-        Ok(()) => ExitCode::Ok,
+        Ok(code) => code,
         Err(error) => {
             let trace = if level == tracing::Level::DEBUG { backtrace(&error) } else { String::new() };
             let code = classify(&error);
@@ -173,7 +172,7 @@ pub fn main() -> ExitCode {
 /// Advice printed after an out-of-memory error.
 const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype bf16.\n";
 
-fn run(command: &Command) -> Result<()> {
+fn run(command: &Command) -> Result<ExitCode> {
     select_cpu_gemm_kernel()?;
     override_kernels()?;
     tune_gemms()?;
@@ -197,7 +196,7 @@ fn run(command: &Command) -> Result<()> {
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions(Cli::command(), *shell).trim_end()),
         Command::Man(args) => print_line(&args.run(Cli::command()).context("failed to write the man pages")?),
-        Command::Run(args) => run::run(args, &args.hub(hub)?),
+        Command::Run(args) => return run::run(args, &args.hub(hub)?),
         Command::Prefetch(args) => prefetch::run(args),
         Command::Answer(args) => {
             if is_first_process() {
@@ -208,7 +207,8 @@ fn run(command: &Command) -> Result<()> {
             answer::run(args, &hub)
         }
         Command::Score(args) => score::run(args, &hub),
-    }
+    }?;
+    Ok(ExitCode::Ok)
 }
 
 /// Prints a note that the command `former` is now called `current`.

@@ -1,37 +1,26 @@
 //! Stop requests: SIGTERM, SIGINT, SIGHUP (a lost terminal), SIGUSR1 (Slurm's preemption notice) and the kill switch file.
 //!
 //! The preparation of the data stops at a request, the training loop handles one between two steps. In between, while the
-//! model is loaded, a signal ends the process at once. So does a second SIGTERM or SIGINT at any time.
+//! model is loaded, a signal ends the process at once. So does a second SIGTERM or SIGINT, from half a second after the first.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use candlewick_runtime::exit::ExitCode;
-use candlewick_runtime::stop_signals::stop_signals;
+pub use candlewick_runtime::stop_signals::SignalReaction;
+use candlewick_runtime::stop_signals::{LastSignal, stop_signals};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
 
 /// Watches for stop requests. Clones share their state.
 #[derive(Clone, Debug)]
 pub struct StopSignals {
-    /// The number of the last signal, 0 for none.
-    signal: Arc<AtomicUsize>,
-    /// True if a signal ends the process at once.
-    ends_at_once: Arc<AtomicBool>,
+    last: LastSignal,
     kill_switch: Option<PathBuf>,
-}
-
-/// The reaction to a signal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SignalReaction {
-    /// [`StopSignals::poll`] returns a request.
-    Request,
-    /// The process ends at once.
-    EndAtOnce,
 }
 
 /// A time limit for the reaction to a signal. It ends with this value.
@@ -66,30 +55,17 @@ pub enum Signal {
 impl StopSignals {
     /// Installs handlers for the signals for the rest of the process.
     pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
-        let signal = Arc::new(AtomicUsize::new(0));
-        let (already_requested, ends_at_once) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-        for number in stop_signals().into_iter().chain([SIGUSR1]) {
-            flag::register_conditional_default(number, ends_at_once.clone())?;
-            flag::register_usize(number, signal.clone(), number as usize)?;
-        }
-        // SIGHUP never counts as the second signal: the kernel and the shell may both send it. Neither does SIGUSR1, which
-        // precedes the scheduler's SIGTERM.
-        for number in [SIGTERM, SIGINT] {
-            // Handlers run in the order of registration, so the exit handler reads the flag before it is set.
-            flag::register_conditional_shutdown(number, 128 + number, already_requested.clone())?;
-            flag::register(number, already_requested.clone())?;
-        }
-        Ok(Self { signal, ends_at_once, kill_switch })
+        Ok(Self { last: LastSignal::watch(stop_signals().into_iter().chain([SIGUSR1]))?, kill_switch })
     }
 
     /// Watches only the file, for a run inside a program that handles its own signals.
     pub fn without_signals(kill_switch: Option<PathBuf>) -> Self {
-        Self { signal: Arc::default(), ends_at_once: Arc::default(), kill_switch }
+        Self { last: LastSignal::default(), kill_switch }
     }
 
     /// Sets the reaction to the next signals.
     pub fn set_reaction(&self, reaction: SignalReaction) {
-        self.ends_at_once.store(reaction == SignalReaction::EndAtOnce, Ordering::SeqCst);
+        self.last.set_reaction(reaction);
     }
 
     /// Ends the process with `code` if a signal was not handled after `limit`: the work that it waits for cannot be
@@ -124,7 +100,7 @@ impl StopSignals {
 
     /// Returns the last signal, if there was one.
     pub fn signal(&self) -> Option<Signal> {
-        match self.signal.load(Ordering::SeqCst) as i32 {
+        match self.last.number()? {
             SIGTERM => Some(Signal::Terminate),
             SIGINT => Some(Signal::Interrupt),
             SIGHUP => Some(Signal::HangUp),

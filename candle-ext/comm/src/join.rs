@@ -6,7 +6,7 @@ use std::time::Duration;
 use candle_core::Device;
 
 use crate::rank_env::{Launcher, Master, RankEnv};
-#[cfg(target_os = "linux")]
+#[cfg(any(target_os = "linux", feature = "cuda"))]
 use crate::rendezvous::PeerRendezvous;
 use crate::store::{Client, Server};
 use crate::{Error, Options, Result, StagedGroup, World};
@@ -92,11 +92,18 @@ fn join_error(env: &RankEnv, why: String) -> Error {
     Error::Join { rank: env.rank, size: env.world_size, why }
 }
 
+/// Begins the rendezvous of the rank in `env`. Its log lines name the launcher.
+#[cfg(any(target_os = "linux", feature = "cuda"))]
+fn rendezvous(env: &RankEnv, store: &Client, options: Options) -> Result<PeerRendezvous> {
+    let rendezvous = PeerRendezvous::new(store.clone(), env.rank, env.world_size, options.timeout)?;
+    Ok(rendezvous.with_launcher(env.launcher))
+}
+
 #[cfg(target_os = "linux")]
 fn join_local(env: &RankEnv, options: Options) -> Result<World> {
     let (store, host) = connect_to_store(env, options)?;
-    let joined = PeerRendezvous::new(store.with_prefix("local"), env.rank, env.world_size, options.timeout)
-        .and_then(|rendezvous| crate::local::join_peers(&rendezvous.with_launcher(env.launcher), options));
+    let joined = rendezvous(env, &store.with_prefix("local"), options)
+        .and_then(|rendezvous| crate::local::join_peers(&rendezvous, options));
     if joined.is_err() && host.is_some() {
         std::thread::sleep(STORE_GRACE_PERIOD);
     }
@@ -121,7 +128,7 @@ fn join_mpi(env: &RankEnv, _options: Options) -> Result<World> {
 #[cfg(feature = "cuda")]
 fn join_nccl(env: &RankEnv, device: &Device, options: Options) -> Result<World> {
     let (store, host) = connect_to_store(env, options)?;
-    crate::nccl::join(&store, env.rank, env.world_size, device, host, options)
+    crate::nccl::join_peers(&rendezvous(env, &store.with_prefix("nccl"), options)?, device, host, options)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -47,7 +47,7 @@ impl PeerRendezvous {
     }
 
     /// Sets the launcher of the ranks, which log lines name.
-    #[cfg(target_os = "linux")]
+    #[cfg(any(target_os = "linux", feature = "cuda"))]
     pub(crate) fn with_launcher(self, launcher: Launcher) -> Self {
         Self { launcher, ..self }
     }
@@ -56,12 +56,12 @@ impl PeerRendezvous {
         &self.store
     }
 
-    #[cfg(target_os = "linux")]
+    #[cfg(any(target_os = "linux", feature = "cuda"))]
     pub(crate) fn rank(&self) -> usize {
         self.rank
     }
 
-    #[cfg(target_os = "linux")]
+    #[cfg(any(target_os = "linux", feature = "cuda"))]
     pub(crate) fn size(&self) -> usize {
         self.size
     }

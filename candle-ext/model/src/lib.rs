@@ -19,6 +19,7 @@ mod export;
 mod family;
 mod fp8_scales;
 mod gguf;
+mod io_cause;
 mod layer;
 mod layer_cost;
 mod linear;
@@ -49,6 +50,7 @@ pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, Tenso
 pub use family::{Family, QkNorm};
 pub use fp8_scales::{FP8_SCALES, fp8_scales_to_json, read_fp8_scales};
 pub use gguf::{GgufExport, GgufModel, GgufType, QuantizedModel};
+pub use io_cause::io_cause;
 pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};
 pub use linear::{Adapter, Linear};

@@ -56,7 +56,8 @@ fn failed(doing: &str, folder: &Path, error: &io::Error) -> Error {
         }
         _ => "; set TMPDIR to a folder that this user may write to",
     };
-    Error::Msg(format!("failed to {doing} in {}: {error}{advice}", folder.display()))
+    // The kind decides on the exit code.
+    Error::from(io::Error::new(error.kind(), format!("failed to {doing} in {}: {error}{advice}", folder.display())))
 }
 
 #[cfg(test)]
@@ -100,7 +101,9 @@ mod tests {
     #[test]
     fn a_full_disk_is_an_error_with_a_remedy() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let message = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err().to_string();
+        let error = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err();
+        assert_eq!(candlewick_model::io_cause(&error).map(io::Error::kind), Some(ErrorKind::StorageFull));
+        let message = error.to_string();
         assert!(message.starts_with("failed to offload an activation of 0.5 MiB in /big: "), "{message}");
         assert!(message.contains("set TMPDIR to a folder with more space"), "{message}");
     }

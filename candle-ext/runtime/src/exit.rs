@@ -81,7 +81,12 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if is_text_error(error) {
         return Some(ExitCode::Data);
     }
-    error.downcast_ref::<io::Error>().and_then(io_code)
+    io_error(error).and_then(io_code)
+}
+
+/// Returns an error as an I/O error, also if candle has wrapped it.
+fn io_error<'e>(error: &'e (dyn StdError + 'static)) -> Option<&'e io::Error> {
+    error.downcast_ref::<io::Error>().or_else(|| candlewick_model::io_cause(error))
 }
 
 /// Returns true if an error or one of its causes is a thread without memory for its stack.
@@ -116,7 +121,7 @@ fn is_full_disk(error: &(dyn StdError + 'static)) -> bool {
         io::ErrorKind::ReadOnlyFilesystem,
         io::ErrorKind::FileTooLarge,
     ];
-    let Some(error) = error.downcast_ref::<io::Error>() else { return false };
+    let Some(error) = io_error(error) else { return false };
     KINDS.contains(&error.kind()) || error.get_ref().is_some_and(|inner| is_full_disk(inner))
 }
 
@@ -257,6 +262,7 @@ mod tests {
             let write_lock = HubError::WriteLock { path: "r.lock".into(), source: error() };
             check(write_lock.into(), ExitCode::Checkpoint);
             check(io::Error::other(error()).into(), ExitCode::Checkpoint);
+            check(candle_core::Error::from(error()).context("failed to offload").into(), ExitCode::Checkpoint);
             check(anyhow::Error::from(error()).context("failed to read").context(ExitCode::Data), ExitCode::Checkpoint);
         }
     }

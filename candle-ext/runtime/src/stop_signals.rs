@@ -1,6 +1,90 @@
 //! The signals that stop a program.
+//!
+//! A handler records a signal, and the program ends its work in an orderly way. A second SIGTERM or SIGINT ends it at once.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use libc::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::signal_name;
+
+/// Age of the first signal from which a second one ends the process.
+///
+/// Ctrl-C sends SIGINT to a launcher and to its ranks, and the launcher forwards it. Both arrive within milliseconds.
+const SECOND_SIGNAL_AGE: Duration = Duration::from_millis(500);
+
+/// The reaction to a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SignalReaction {
+    /// The signal is recorded.
+    Request,
+    /// The process ends at once.
+    EndAtOnce,
+}
+
+/// Record of the last stop signal. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct LastSignal {
+    /// Number of the signal, 0 for none.
+    number: Arc<AtomicUsize>,
+    /// True if a signal ends the process at once.
+    ends_at_once: Arc<AtomicBool>,
+}
+
+impl LastSignal {
+    /// Installs handlers for `signals` for the rest of the process.
+    ///
+    /// # Errors
+    /// If the system refuses a handler or the thread that waits for the first signal.
+    pub fn watch(signals: impl IntoIterator<Item = i32>) -> io::Result<Self> {
+        let this = Self::default();
+        for number in signals {
+            flag::register_conditional_default(number, Arc::clone(&this.ends_at_once))?;
+            flag::register_usize(number, Arc::clone(&this.number), number as usize)?;
+        }
+        end_at_second_signal()?;
+        Ok(this)
+    }
+
+    /// Returns the number of the last signal, if there was one.
+    pub fn number(&self) -> Option<i32> {
+        Some(self.number.load(Ordering::SeqCst) as i32).filter(|number| *number != 0)
+    }
+
+    /// Returns the name of the last signal, such as SIGTERM.
+    pub fn name(&self) -> Option<&'static str> {
+        signal_name(self.number()?)
+    }
+
+    /// Sets the reaction to the next signals.
+    pub fn set_reaction(&self, reaction: SignalReaction) {
+        self.ends_at_once.store(reaction == SignalReaction::EndAtOnce, Ordering::SeqCst);
+    }
+}
+
+/// Ends the process at a second SIGTERM or SIGINT, with 128 plus its number.
+///
+/// SIGHUP never counts: the kernel and the shell may both send it. Neither does SIGUSR1, which precedes the scheduler's
+/// SIGTERM.
+fn end_at_second_signal() -> io::Result<()> {
+    let is_second = Arc::new(AtomicBool::new(false));
+    for number in [SIGTERM, SIGINT] {
+        flag::register_conditional_shutdown(number, 128 + number, Arc::clone(&is_second))?;
+    }
+    let mut first = Signals::new([SIGTERM, SIGINT])?;
+    let wait = move || {
+        if first.forever().next().is_some() {
+            thread::sleep(SECOND_SIGNAL_AGE);
+            is_second.store(true, Ordering::SeqCst);
+        }
+    };
+    thread::Builder::new().name("stop-signal".to_owned()).spawn(wait).map(drop)
+}
 
 /// Returns the signals that stop a program in an orderly way: SIGTERM, SIGINT, and SIGHUP, which a lost terminal causes.
 ///

@@ -34,6 +34,14 @@ pub fn mask_passwords(text: &str) -> Cow<'_, str> {
     masked
 }
 
+/// Shortens a text to at most `n_chars` characters, of which the last is `…`.
+pub fn shortened(text: &str, n_chars: usize) -> Cow<'_, str> {
+    if text.chars().nth(n_chars).is_none() {
+        return Cow::Borrowed(text);
+    }
+    Cow::Owned(text.chars().take(n_chars.saturating_sub(1)).chain(['…']).collect())
+}
+
 /// Shortens each long line: names in files may have megabytes.
 pub fn shorten_lines(text: &str) -> String {
     const HEAD: usize = 1_500;
@@ -75,6 +83,14 @@ fn is_hidden(letter: char) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_is_shortened_to_a_number_of_characters() {
+        for (text, want) in [("", ""), ("äbc", "äbc"), ("äbcd", "äb…"), ("\u{1f469}\u{1f680}cd", "\u{1f469}\u{1f680}…")]
+        {
+            assert_eq!(shortened(text, 3), want);
+        }
+    }
 
     #[test]
     fn control_characters_are_escaped() {

@@ -7,6 +7,8 @@ use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, MapAccess, S
 use serde_json::{Map, Number, Value as Json};
 use serde_saphyr::{Location, Options, Spanned, Tagged};
 
+use crate::printable::shortened;
+
 /// Source position of a key or value. Lines and columns count from one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct YamlSpan {
@@ -34,7 +36,7 @@ pub enum YamlValue<P> {
     Null,
     /// `true` or `false`.
     Bool(bool),
-    /// An integer.
+    /// An integer. One of a document has at most 64 bits.
     Int(i128),
     /// A finite number with a point or an exponent.
     Float(f64),
@@ -87,12 +89,50 @@ impl YamlNode<YamlSpan> {
     /// If the text is not one YAML document under `options`.
     pub fn parse<K: YamlKey>(text: &str, options: Options) -> Result<Self, YamlSyntaxError> {
         let raw = serde_saphyr::from_str_with_options::<Spanned<Tagged<Raw<K>>>>(text, options);
-        raw.map(node).map_err(|error| {
+        let tree = raw.map(node).map_err(|error| {
             let at = error.location().map(|at| (at.line() as usize, at.column() as usize));
             let message = error.without_snippet().to_string();
             YamlSyntaxError { message: message.split(" at line ").next().unwrap_or(&message).to_owned(), at }
-        })
+        })?;
+        tree.check_integers(&text.lines().collect::<Vec<_>>()).map(|()| tree)
     }
+
+    /// Returns an error for an integer beyond 64 bits, which JSON and `f64` would round. The parser returns one beyond 128
+    /// bits as a float.
+    fn check_integers(&self, lines: &[&str]) -> Result<(), YamlSyntaxError> {
+        let is_wide = match &self.value {
+            YamlValue::Int(value) => i64::try_from(*value).is_err() && u64::try_from(*value).is_err(),
+            YamlValue::Float(_) => is_integer(&self.place.text_in(lines)),
+            YamlValue::List(items) => return items.iter().try_for_each(|item| item.check_integers(lines)),
+            YamlValue::Map(entries) => return entries.iter().try_for_each(|entry| entry.node.check_integers(lines)),
+            YamlValue::Tagged(_, node) => return node.check_integers(lines),
+            YamlValue::Null | YamlValue::Bool(_) | YamlValue::Text(_) => false,
+        };
+        match is_wide {
+            true => Err(YamlSyntaxError {
+                message: format!(
+                    "the integer {} has more than 64 bits; put it into quotes, or write it with an exponent",
+                    shortened(&self.place.text_in(lines), 40)
+                ),
+                at: Some((self.place.line, self.place.column)),
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+impl YamlSpan {
+    /// Returns the text at this position.
+    fn text_in(&self, lines: &[&str]) -> String {
+        let line = lines.get(self.line.saturating_sub(1)).copied().unwrap_or_default();
+        line.chars().skip(self.column.saturating_sub(1)).take(self.len).collect()
+    }
+}
+
+/// Returns true for a decimal integer.
+fn is_integer(text: &str) -> bool {
+    let digits = text.trim_start_matches(['+', '-']);
+    !digits.is_empty() && digits.chars().all(|c| c.is_ascii_digit() || c == '_')
 }
 
 impl<P> YamlNode<P> {
@@ -188,13 +228,12 @@ impl<P> YamlNode<P> {
 }
 
 impl<P> YamlValue<P> {
-    /// Converts a number to JSON. An integer beyond 64 bits is rounded.
+    /// Converts a number of at most 64 bits to JSON.
     pub fn number(&self) -> Option<Number> {
         match self {
-            YamlValue::Int(value) => i64::try_from(*value)
-                .map(Number::from)
-                .or_else(|_| u64::try_from(*value).map(Number::from))
-                .map_or_else(|_| Number::from_f64(*value as f64), Some),
+            YamlValue::Int(value) => {
+                i64::try_from(*value).map(Number::from).or_else(|_| u64::try_from(*value).map(Number::from)).ok()
+            }
             YamlValue::Float(value) => Number::from_f64(*value),
             _ => None,
         }
@@ -203,10 +242,7 @@ impl<P> YamlValue<P> {
 
 /// Quotes a text for a message, shortened to 40 characters.
 pub fn quoted(text: &str) -> String {
-    let mut chars = text.chars();
-    let head: String = chars.by_ref().take(40).collect();
-    let tail = if chars.next().is_some() { "…" } else { "" };
-    format!("{:?}", format!("{head}{tail}"))
+    format!("{:?}", shortened(text, 40))
 }
 
 /// Tree as the parser returns it.
@@ -327,8 +363,14 @@ mod tests {
     }
 
     #[test]
-    fn integers_are_exact_to_64_bits() {
-        let numbers = parse("[18446744073709551615, -9223372036854775808, 18446744073709551616]").json();
-        assert_eq!(numbers, serde_json::json!([u64::MAX, i64::MIN, 18_446_744_073_709_551_616_f64]));
+    fn integers_have_at_most_64_bits() {
+        let numbers = parse("[18446744073709551615, -9223372036854775808, 1e40, '18446744073709551616']").json();
+        assert_eq!(numbers, serde_json::json!([u64::MAX, i64::MIN, 1e40, "18446744073709551616"]));
+        for wide in ["18446744073709551616", "-9223372036854775809", &"9".repeat(39), &"9".repeat(60)] {
+            let options = serde_saphyr::options! { with_snippet: false };
+            let parsed = YamlNode::parse::<String>(&format!("a: 1\nb:\n  - [x, {wide}]\n"), options);
+            let Err(error) = parsed else { panic!("{wide} was accepted") };
+            assert!(error.message.contains("more than 64 bits") && error.at == Some((3, 9)), "{error:?}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 use anyhow::{Result, anyhow};
 use candlewick_text::render::Sample;
 use candlewick_text::sample_warning::{SampleWarning, SampleWarnings};
+use clap::ValueEnum;
 
 use candlewick_runtime::exit::ExitCode;
 
@@ -15,9 +16,22 @@ const FINDINGS: [SampleWarning; 5] = [
     SampleWarning::UnknownRole,
 ];
 
+/// Handling of rows with messages or tool calls that the chat template does not render.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum UnrenderedRows {
+    /// Fail, and name the first row
+    #[default]
+    Error,
+    /// Skip these rows
+    Drop,
+    /// Score the rest of these rows
+    Mask,
+}
+
 /// Tokenized rows of a data set.
 #[derive(Debug, Default)]
 pub(super) struct EvalLossRows {
+    unrendered_rows: UnrenderedRows,
     /// Sequences with targets, each with the location of its row, for messages.
     pub(super) sequences: Vec<(String, Sample)>,
     /// Number of rows with at least one sequence.
@@ -38,9 +52,15 @@ struct FindingCount {
 }
 
 impl EvalLossRows {
+    pub(super) fn new(unrendered_rows: UnrenderedRows) -> Self {
+        Self { unrendered_rows, ..Self::default() }
+    }
+
     /// Adds a row and the sequences that it is split into. Sequences without target tokens are skipped.
     pub(super) fn add(&mut self, place: String, whole: &Sample, sequences: Vec<Sample>) {
         self.n_read += 1;
+        let is_dropped = self.unrendered_rows == UnrenderedRows::Drop && whole.sample_warnings.has_unrendered();
+        let sequences = if is_dropped { Vec::new() } else { sequences };
         for (finding, found) in FINDINGS.into_iter().zip(&mut self.found) {
             found.count_if(whole.sample_warnings.contains(finding), &place);
         }
@@ -53,16 +73,18 @@ impl EvalLossRows {
         self.n_rows += usize::from(self.sequences.len() > n_before);
     }
 
-    /// Returns an error if rows have messages or tool calls that the chat template does not render, as in training.
+    /// Returns an error if rows have messages or tool calls that the chat template does not render, as in training. Rows
+    /// that are dropped or masked are no error.
     pub(super) fn refuse_unrendered(&self, template: &str) -> Result<()> {
         let FindingCount { n_rows, first } = &self.unrendered;
-        if *n_rows == 0 {
+        if *n_rows == 0 || self.unrendered_rows != UnrenderedRows::Error {
             return Ok(());
         }
         let what = self.unrendered_parts.describe_unrendered(template);
         let problem = format!(
             "failed to render {n_rows} of {} rows: they {what}, the first at {first}; use a chat template that \
-             renders them, or correct these rows",
+             renders them, correct these rows, or set --unrendered-messages to drop (skips them) or mask (scores their \
+             other messages)",
             self.n_read
         );
         Err(anyhow!(problem).context(ExitCode::Data))
@@ -72,6 +94,10 @@ impl EvalLossRows {
     pub(super) fn warnings(&self, template: &str) -> Vec<String> {
         let described = FINDINGS.iter().map(|finding| finding.describe(template));
         let found = described.zip(&self.found);
+        let handling =
+            if self.unrendered_rows == UnrenderedRows::Drop { "are skipped" } else { "are scored without them" };
+        let unrendered = format!("{} and {handling}", self.unrendered_parts.describe_unrendered(template));
+        let found = found.chain([(unrendered, &self.unrendered)]);
         let all = found.chain([("have no target tokens and are skipped".to_owned(), &self.without_targets)]);
         let warning = |(what, FindingCount { n_rows, first }): (String, &FindingCount)| {
             (*n_rows > 0).then(|| format!("warning: {n_rows} of {} rows {what}, the first at {first}", self.n_read))
@@ -124,6 +150,26 @@ mod tests {
         ];
         assert_eq!(rows.warnings("chat template x"), warnings);
         assert!(rows.refuse_unrendered("chat template x").is_ok());
+    }
+
+    #[test]
+    fn rows_that_are_not_rendered_are_dropped_or_scored_in_part() {
+        for (handling, n_rows, want) in
+            [(UnrenderedRows::Drop, 1, "are skipped"), (UnrenderedRows::Mask, 2, "are scored without them")]
+        {
+            let mut rows = EvalLossRows::new(handling);
+            for finding in [None, Some(SampleWarning::MessageNotRendered)] {
+                let whole = sample(&[false, true], finding);
+                rows.add("a:7".into(), &whole, vec![whole.clone()]);
+            }
+            assert_eq!((rows.n_rows, rows.sequences.len()), (n_rows, n_rows));
+            assert!(rows.refuse_unrendered("chat template x").is_ok());
+            let warnings = rows.warnings("chat template x");
+            assert!(
+                warnings[0].starts_with("warning: 1 of 2 rows hold messages") && warnings[0].contains(want),
+                "{warnings:?}"
+            );
+        }
     }
 
     #[test]

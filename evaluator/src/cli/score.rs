@@ -11,7 +11,7 @@ use candlewick_text::source::{NullFieldRemoval, RowSource, SampleBy, WithoutNull
 use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
-use super::eval_loss_rows::EvalLossRows;
+use super::eval_loss_rows::{EvalLossRows, UnrenderedRows};
 use candlewick_inference::command::{ModelOptions, ParallelArgs};
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
@@ -63,6 +63,10 @@ struct DatasetArgs {
     /// Remove an empty <think></think> before a response, as `data.ignore_empty_think` in a recipe
     #[arg(long, conflicts_with = "text")]
     ignore_empty_think: bool,
+    /// Handling of rows with messages or tool calls that the chat template does not render, as
+    /// `data.unrendered_messages` in a recipe
+    #[arg(long, conflicts_with = "text", value_enum, default_value_t = UnrenderedRows::Error)]
+    unrendered_messages: UnrenderedRows,
     /// Prepend BOS to each plain text, as `data.add_bos_token` in a recipe [default: as the tokenizer does]
     #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,
@@ -220,7 +224,7 @@ impl DatasetArgs {
         n_rows: usize,
         max_length: usize,
     ) -> Result<EvalLossRows> {
-        let mut rows = EvalLossRows::default();
+        let mut rows = EvalLossRows::new(self.unrendered_messages);
         for row_idx in 0..n_rows {
             let place = source.locate(row_idx);
             let sample = self.sample(lm, source, format, row_idx);

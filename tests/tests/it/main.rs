@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod documents;
+mod eval_stop;
 mod eval_tasks;
 mod export;
 mod golden;

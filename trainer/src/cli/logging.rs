@@ -7,7 +7,6 @@ use std::sync::Mutex;
 use anyhow::{Context, Result};
 use candlewick_runtime::progress::AboveBars;
 use candlewick_runtime::rank_env::rank_env;
-use candlewick_text::hub::LIBRARY_LOG_FILTER;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -31,9 +30,7 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, layers: Vec<BoxedLa
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    let quiet = if verbosity.verbose > 1 { "" } else { LIBRARY_LOG_FILTER };
-    let directives = format!("{level},{quiet}");
-    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&directives));
+    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)

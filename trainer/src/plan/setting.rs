@@ -1,5 +1,6 @@
 //! A setting of a plan: key, value and origin.
 
+use candlewick_text::printable::shortened;
 use serde::{Serialize, Serializer};
 
 use crate::recipe::Origin;
@@ -24,11 +25,7 @@ impl ResolvedSetting {
 
     pub(super) fn shown(&self) -> String {
         const WIDEST: usize = 72;
-        let text = value_in_words(&self.value);
-        if text.chars().count() <= WIDEST {
-            return text;
-        }
-        text.chars().take(WIDEST - 1).chain(['…']).collect()
+        shortened(&value_in_words(&self.value), WIDEST).into_owned()
     }
 }
 

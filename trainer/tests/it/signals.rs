@@ -15,7 +15,17 @@ const SIGNALS: &str = "CANDLEWICK_TEST_SIGNALS";
 /// all have arrived.
 #[track_caller]
 fn check(signals: &[i32], want: i32) {
-    let list: Vec<String> = signals.iter().map(i32::to_string).collect();
+    check_list(signals.iter().map(i32::to_string).collect(), want);
+}
+
+/// Sends `signals` like [`check`], and then `last` until the process ends.
+#[track_caller]
+fn check_repeated(signals: &[i32], last: i32, want: i32) {
+    check_list(signals.iter().map(i32::to_string).chain([format!("{last}*")]).collect(), want);
+}
+
+#[track_caller]
+fn check_list(list: Vec<String>, want: i32) {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "signals::child", "--nocapture"]).env(SIGNALS, list.join(" ")).stdout(Stdio::null());
     // nohup ignores SIGHUP, and children inherit that.
@@ -27,7 +37,7 @@ fn check(signals: &[i32], want: i32) {
         })
     };
     let status: ExitStatus = child.status().unwrap();
-    assert_eq!(status.code(), Some(want), "{signals:?}: {status}");
+    assert_eq!(status.code(), Some(want), "{list:?}: {status}");
 }
 
 #[test]
@@ -36,7 +46,13 @@ fn child() {
     let requests = StopSignals::install(None).unwrap();
     assert_eq!(requests.poll(), None);
     for signal in signals.split(' ') {
-        raise(signal.parse().unwrap()).unwrap();
+        match signal.strip_suffix('*') {
+            Some(signal) => loop {
+                raise(signal.parse().unwrap()).unwrap();
+                std::thread::park_timeout(Duration::from_millis(10));
+            },
+            None => raise(signal.parse().unwrap()).unwrap(),
+        }
     }
     std::process::exit(match requests.poll() {
         Some(StopRequest::Signal(Signal::Terminate)) => 10,
@@ -109,10 +125,18 @@ fn the_first_signal_is_a_request() {
 }
 
 #[test]
-fn the_second_signal_ends_the_process_with_its_own_code() {
-    check(&[SIGTERM, SIGTERM], 128 + SIGTERM);
-    check(&[SIGINT, SIGINT], 128 + SIGINT);
-    check(&[SIGTERM, SIGINT], 128 + SIGINT);
+fn a_later_second_signal_ends_the_process_with_its_own_code() {
+    check_repeated(&[SIGTERM], SIGTERM, 128 + SIGTERM);
+    check_repeated(&[SIGINT], SIGINT, 128 + SIGINT);
+    check_repeated(&[SIGTERM], SIGINT, 128 + SIGINT);
+}
+
+/// Ctrl-C reaches a rank from the terminal and from its launcher.
+#[test]
+fn two_signals_at_a_time_are_one_request() {
+    check(&[SIGTERM, SIGTERM], 10);
+    check(&[SIGINT, SIGINT, SIGINT], 11);
+    check(&[SIGTERM, SIGINT], 11);
 }
 
 /// The kernel and the shell may both send SIGHUP, and systemd sends it after SIGTERM.
@@ -121,7 +145,7 @@ fn a_lost_terminal_is_not_the_first_or_second_of_two() {
     check(&[SIGHUP, SIGHUP], 13);
     check(&[SIGHUP, SIGTERM], 10);
     check(&[SIGTERM, SIGHUP], 13);
-    check(&[SIGHUP, SIGTERM, SIGTERM], 128 + SIGTERM);
+    check_repeated(&[SIGHUP, SIGTERM], SIGTERM, 128 + SIGTERM);
 }
 
 #[test]
@@ -135,5 +159,5 @@ fn a_program_that_nohup_started_ignores_a_lost_terminal() {
 #[test]
 fn a_preemption_notice_is_not_the_first_of_two() {
     check(&[SIGUSR1, SIGUSR1, SIGTERM], 10);
-    check(&[SIGUSR1, SIGTERM, SIGTERM], 128 + SIGTERM);
+    check_repeated(&[SIGUSR1, SIGTERM], SIGTERM, 128 + SIGTERM);
 }

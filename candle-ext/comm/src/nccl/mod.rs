@@ -53,7 +53,17 @@ pub fn join(
     host: Option<Server>,
     options: Options,
 ) -> Result<World> {
-    let rendezvous = PeerRendezvous::new(store.with_prefix("nccl"), rank, size, options.timeout)?;
+    join_peers(&PeerRendezvous::new(store.with_prefix("nccl"), rank, size, options.timeout)?, device, host, options)
+}
+
+/// Joins the world of a rendezvous.
+pub(crate) fn join_peers(
+    rendezvous: &PeerRendezvous,
+    device: &Device,
+    host: Option<Server>,
+    options: Options,
+) -> Result<World> {
+    let (rank, size) = (rendezvous.rank(), rendezvous.size());
     let Device::Cuda(cuda) = device else {
         let why = format!("NCCL needs a GPU, and this rank's device is {:?}", device.location());
         return Err(rendezvous.join_error(why));

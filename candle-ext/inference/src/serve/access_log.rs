@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use axum::http::{Method, StatusCode, Uri};
-use candlewick_text::printable::printable;
+use candlewick_text::printable::{printable, shortened};
 
 use super::connections::ClientAddress;
 
@@ -46,7 +46,7 @@ impl AccessLog {
         reason: Option<&RefusalReason>,
     ) {
         let client = client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
-        let request = format!("{client} \"{method} {}\" {}", shortened(uri.path()), status.as_u16());
+        let request = format!("{client} \"{method} {}\" {}", on_one_line(uri.path()), status.as_u16());
         let Some(RefusalReason(reason)) = reason else {
             tracing::info!("{request}");
             return;
@@ -56,7 +56,7 @@ impl AccessLog {
             if n_dropped > 0 {
                 tracing::warn!("{n_dropped} more requests were refused");
             }
-            tracing::warn!("{request}: {}", shortened(reason));
+            tracing::warn!("{request}: {}", on_one_line(reason));
         }
     }
 }
@@ -77,9 +77,8 @@ impl LogPeriod {
 }
 
 /// Returns the beginning of a text on one line, for a terminal.
-fn shortened(text: &str) -> String {
-    let start: String = text.chars().take(MAX_CHARS).collect();
-    printable(&start).replace(['\n', '\t'], " ")
+fn on_one_line(text: &str) -> String {
+    printable(&shortened(text, MAX_CHARS)).replace(['\n', '\t'], " ")
 }
 
 #[cfg(test)]
@@ -98,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_line_has_no_control_characters() {
-        assert_eq!(shortened("a\n\u{1b}[2Jb"), r"a \u001b[2Jb");
-        assert_eq!(shortened(&"x".repeat(1000)).len(), MAX_CHARS);
+        assert_eq!(on_one_line("a\n\u{1b}[2Jb"), r"a \u001b[2Jb");
+        assert_eq!(on_one_line(&"x".repeat(1000)).chars().count(), MAX_CHARS);
     }
 }

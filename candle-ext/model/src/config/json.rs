@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use candlewick_text::printable::shortened;
 use candlewick_text::source::parse_value;
 use serde_json::{Map, Value};
 
@@ -147,11 +148,7 @@ fn parse_object_with(
 
 /// Returns a value on one short line.
 pub(crate) fn shorten(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(60) {
-        Some((cut, _)) => format!("{}...", &text[..cut]),
-        None => text,
-    }
+    shortened(&value.to_string(), 60).into_owned()
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::HubError;
 use crate::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, without_bom};
+use crate::printable::shortened;
 use crate::suggestion::nearest;
 
 pub(super) const CONFIG: &str = "config.json";
@@ -134,11 +135,7 @@ fn near_path(path: &Path) -> Option<PathBuf> {
 
 /// Shortens a name for a message.
 pub(crate) fn shorten(name: &str) -> String {
-    const MOST: usize = 200;
-    match name.char_indices().nth(MOST) {
-        Some((cut, _)) => format!("{}... ({} characters)", &name[..cut], name.chars().count()),
-        None => name.to_owned(),
-    }
+    shortened(name, 200).into_owned()
 }
 
 fn contents_of(folder: &Path) -> Option<LocalModelKind> {

@@ -65,9 +65,6 @@ pub struct Hub {
     commits: CommitSource,
 }
 
-/// Log filter directives that silence the Hub's libraries. [`HubError`] reports their failures.
-pub const LIBRARY_LOG_FILTER: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
-
 /// Number of concurrent downloads.
 const N_PARALLEL_DOWNLOADS: usize = 4;
 

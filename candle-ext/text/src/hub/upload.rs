@@ -4,8 +4,6 @@
 //! in chunks; the commit then refers to them by their SHA-256. hf-hub 1.0 uploads LFS files through Xet alone, and sends them
 //! inside of the commit if the server offers another transfer.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
@@ -13,13 +11,13 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use reqwest::Method;
 use reqwest::header::ETAG;
 use serde_json::{Value as Json, json};
-use sha2::{Digest, Sha256};
 
 use super::retry::{AttemptError, ErrorResponse};
 use super::upload_client::{
     Authorization, JSON, LFS_JSON, LocalFile, NEWLINE_JSON, RequestError, UploadBody, UploadClient, UploadRequest,
     read_part,
 };
+use super::verified_files::sha256_of;
 use super::{DownloadCallback, DownloadProgress, Hub, HubError, HubSettings, RepoId};
 
 /// Folder to upload.
@@ -127,18 +125,7 @@ impl Uploader<'_> {
     }
 
     fn hashed<'f>(&self, file: &'f LocalFile) -> Result<LfsFile<'f>, HubError> {
-        let hash = || -> std::io::Result<String> {
-            let (mut hasher, mut open) = (Sha256::new(), File::open(&file.local)?);
-            let mut buffer = vec![0; 1 << 20];
-            loop {
-                match open.read(&mut buffer)? {
-                    0 => break,
-                    n => hasher.update(&buffer[..n]),
-                }
-            }
-            Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
-        };
-        Ok(LfsFile { file, sha256: hash().map_err(|error| self.io(file, &error))? })
+        Ok(LfsFile { file, sha256: sha256_of(&file.local).map_err(|error| self.io(file, &error))? })
     }
 
     /// Sends the files that the storage does not have yet.

@@ -1,6 +1,5 @@
 //! Requests of an upload, with retries.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
 
@@ -12,6 +11,7 @@ use super::HubSettings;
 use super::error::innermost;
 use super::fetch::client;
 use super::retry::{AttemptError, ErrorResponse, retry};
+use crate::files::open_regular_file;
 use crate::response_body::read_body;
 
 pub(super) const LFS_JSON: &str = "application/vnd.git-lfs+json";
@@ -120,7 +120,7 @@ impl<'a> UploadClient<'a> {
                 };
                 let sent = sent.header(CONTENT_LENGTH, *len);
                 match *start == 0 && *len == file.size && *len > MAX_BYTES_IN_MEMORY {
-                    true => sent.body(tokio::fs::File::from_std(File::open(&file.local).map_err(unread)?)),
+                    true => sent.body(tokio::fs::File::from_std(open_regular_file(&file.local).map_err(unread)?)),
                     false => sent.body(read_part(file, *start, *len).map_err(unread)?),
                 }
             }
@@ -150,7 +150,7 @@ pub(super) struct UploadResponse {
 
 /// Reads a part of a file.
 pub(super) fn read_part(file: &LocalFile, start: u64, len: u64) -> std::io::Result<Vec<u8>> {
-    let mut open = File::open(&file.local)?;
+    let mut open = open_regular_file(&file.local)?;
     open.seek(SeekFrom::Start(start))?;
     let mut bytes = vec![0; len as usize];
     open.read_exact(&mut bytes)?;

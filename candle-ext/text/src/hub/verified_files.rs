@@ -2,7 +2,7 @@
 //!
 //! A locked run compares the SHA-256 of each file. The record spares it the second hash of a file that has not changed.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use super::cache::HubCache;
 use super::partial_download::hex;
 use super::{ListedFile, LockedFile, RepoId};
-use crate::files::{read_regular_file, replace_atomically};
+use crate::files::{open_regular_file, read_regular_file, replace_atomically};
 
 /// Size limit of a record in bytes.
 const MAX_RECORD_BYTES: u64 = 64 << 10;
@@ -113,8 +113,8 @@ impl HubCache {
 }
 
 /// Returns the SHA-256 of a file in hexadecimal digits.
-fn sha256_of(path: &Path) -> io::Result<String> {
-    let (mut hasher, mut file) = (Sha256::new(), File::open(path)?);
+pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
+    let (mut hasher, mut file) = (Sha256::new(), open_regular_file(path)?);
     let mut piece = vec![0; 1 << 20];
     loop {
         match file.read(&mut piece)? {

@@ -13,6 +13,7 @@ use tokio::runtime::{Builder, Runtime};
 use super::error::SnowflakeError;
 use super::settings::SnowflakeSettings;
 use super::values::ResultColumn;
+use crate::printable::shortened;
 use crate::response_body::{BodyError, read_body};
 
 const STATEMENTS: &str = "/api/v2/statements";
@@ -128,7 +129,10 @@ impl<'a> SnowflakeClient<'a> {
                     "it still runs after {} s; query fewer rows, or a table with the result",
                     self.settings.statement_timeout.as_secs()
                 );
-                return Err(SnowflakeError::Statement { statement: shortened(statement), reason });
+                return Err(SnowflakeError::Statement {
+                    statement: shortened(statement, MAX_SHOWN).into_owned(),
+                    reason,
+                });
             }
             if reported.elapsed() >= PROGRESS_INTERVAL {
                 tracing::info!("the Snowflake query runs since {} s", start.elapsed().as_secs());
@@ -175,7 +179,7 @@ impl<'a> SnowflakeClient<'a> {
         let (url, reason) = (self.settings.shown_url(), reason.replace(self.token, "(token)"));
         Err(match status {
             401 | 403 => SnowflakeError::AccessDenied { url, reason },
-            400..500 => SnowflakeError::Statement { statement: shortened(statement), reason },
+            400..500 => SnowflakeError::Statement { statement: shortened(statement, MAX_SHOWN).into_owned(), reason },
             _ => SnowflakeError::Unreachable { url, reason },
         })
     }
@@ -233,11 +237,6 @@ fn gunzip(body: &[u8]) -> Result<Vec<u8>, String> {
         false => Ok(text),
         true => Err(format!("the response unpacks to more than {MAX_RESPONSE_BYTES} bytes")),
     }
-}
-
-/// Returns the beginning of a statement, for an error.
-fn shortened(statement: &str) -> String {
-    statement.chars().take(MAX_SHOWN).collect()
 }
 
 fn parse(body: &[u8]) -> Result<ResultSet, SnowflakeError> {

@@ -8,6 +8,8 @@ use minijinja::{Error, ErrorKind};
 pub(super) const FUEL: u64 = 50_000_000;
 /// Output limit of one rendering, in bytes.
 pub const MAX_OUTPUT: usize = 64 << 20;
+/// Length limit of a list that an operator creates.
+const MAX_ITEMS: usize = 1 << 20;
 /// Size limit of a template's source, in bytes. The longest templates in use have 20,000.
 pub(super) const MAX_SOURCE: usize = 256 << 10;
 
@@ -44,6 +46,17 @@ pub fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
     match n_bytes {
         Some(n) if n <= MAX_OUTPUT => Ok(()),
         _ => Err(Error::new(ErrorKind::InvalidOperation, too_large())),
+    }
+}
+
+/// Returns an error if a list would exceed [`MAX_ITEMS`] items. `None` means that its length overflows.
+pub(super) fn check_items(n_items: Option<usize>) -> Result<(), Error> {
+    match n_items {
+        Some(n) if n <= MAX_ITEMS => Ok(()),
+        _ => Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("a list is longer than {MAX_ITEMS} items, the maximum"),
+        )),
     }
 }
 

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use serde_json::Value as Json;
 
 use super::{Tokenizer, TokenizerError};
+use crate::printable::shortened;
 
 /// Vocabulary, special tokens and chat templates of a tokenizer for a GGUF file.
 #[derive(Clone, Debug, PartialEq)]
@@ -233,11 +234,7 @@ fn split_rule(steps: &[&Json]) -> Option<&'static str> {
 }
 
 fn shorten(json: &Json) -> String {
-    let text = json.to_string();
-    match text.char_indices().nth(120) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text,
-    }
+    shortened(&json.to_string(), 120).into_owned()
 }
 
 /// Returns the merges: pairs, or texts with a space in older files.

@@ -1,6 +1,7 @@
 //! `evaluator run`: evaluates a model on tasks, with lm-eval's options.
 
 mod report;
+mod stop;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ use crate::results::TaskRun;
 use crate::task::{
     ChatFormatter, DataOverrides, OutputType, PromptOptions, Task, TaskSelection, UnsafeCodeOptions, UnsafeCodePolicy,
 };
-use candlewick_inference::answer::EngineBackend;
+use candlewick_inference::answer::{EngineBackend, RequestsInterrupted};
 use candlewick_inference::command::{ModelOptions, ParallelArgs};
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
@@ -33,6 +34,7 @@ use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::terminal::print_note;
+use stop::StopWithCache;
 
 #[derive(Debug, Args)]
 pub(super) struct RunArgs {
@@ -120,7 +122,8 @@ fn level(text: &str) -> Result<tracing::Level, String> {
     }
 }
 
-pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
+/// Evaluates the model. Returns [`ExitCode::Preempted`] if a signal stopped the computation of the responses.
+pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<ExitCode> {
     args.unsupported_lm_eval_args.check()?;
     if args.is_quiet() {
         set_progress_display(ProgressDisplay::Hidden);
@@ -144,11 +147,22 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
         }
         let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
         let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache_folder));
-        let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log);
+        // Without a cache there is nothing to keep, and a signal ends the process at once.
+        let stop = log.as_deref().map(StopWithCache::watch).transpose()?;
+        let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log.clone());
         let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let max_length = answers.max_length();
         let mut answers = if args.is_quiet() { answers } else { answers.with_progress(progress_reporter(ranks)) };
-        let answered = evaluation.run_requests(&mut answers)?;
+        if let Some(stop) = &stop {
+            answers = answers.with_stop(|| stop.is_requested());
+        }
+        let answered = match (evaluation.run_requests(&mut answers), &stop) {
+            (Err(error), Some(stop)) if error.is::<RequestsInterrupted>() => return Ok(stop.finish(ranks)),
+            (answered, _) => answered?,
+        };
+        if let Some(stop) = &stop {
+            stop.end_at_once();
+        }
         let report = || {
             let samples = output.as_ref().filter(|_| args.log_samples || args.predict_only);
             let write = |run: &TaskRun| match samples {
@@ -160,7 +174,8 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<()> {
             results.run = args.metadata(&lm, chat.as_ref(), max_length, (id, began))?;
             args.report(&results, &runs, &evaluation, output.as_ref())
         };
-        ranks.process.on_first_rank(report).map(drop)
+        ranks.process.on_first_rank(report)?;
+        Ok(ExitCode::Ok)
     })
 }
 

@@ -15,7 +15,7 @@ use suite::{program, root, wait_for_exit};
 /// Time limit of a program.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The address space of a run in KiB: it stops a reader of a file without end.
-const MEMORY: &str = "6291456";
+pub(crate) const MEMORY: &str = "6291456";
 
 pub(crate) struct Folder {
     folder: tempfile::TempDir,
@@ -52,6 +52,16 @@ impl Folder {
 
     /// Runs a program with an address space of this number of KiB.
     pub(crate) fn run_within(&self, memory: &str, words: &[&str]) -> Result<Output, String> {
+        self.run_command(&mut self.command(memory, words), words)
+    }
+
+    /// Runs a program in the folder with more environment variables.
+    pub(crate) fn run_with(&self, variables: &[(&str, &str)], words: &[&str]) -> Result<Output, String> {
+        self.run_command(self.command(MEMORY, words).envs(variables.iter().copied()), words)
+    }
+
+    /// Returns the command of a program in the folder.
+    pub(crate) fn command(&self, memory: &str, words: &[&str]) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", "ulimit -v $0; exec \"$@\"", memory]).arg(program(words[0]));
         command.args(&words[1..]).current_dir(self.folder.path().join("used"));
@@ -59,9 +69,13 @@ impl Folder {
         for name in ["RANK", "WORLD_SIZE", "RUST_BACKTRACE", "RUST_LOG", "XDG_CACHE_HOME"] {
             command.env_remove(name);
         }
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    }
+
+    fn run_command(&self, command: &mut Command, words: &[&str]) -> Result<Output, String> {
         let err = fs::File::create(self.folder.path().join("stderr")).unwrap();
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(err);
-        let mut child = command.spawn().unwrap();
+        let mut child = command.stderr(err).spawn().unwrap();
         if !wait_for_exit(&[Pid::from_child(&child)], TIMEOUT).is_empty() {
             child.kill().unwrap();
             child.wait().unwrap();

@@ -1,9 +1,12 @@
 //! Damaged and hostile input files. Each program exits in time and in bounded memory, with the exit code of its kind of
 //! input and an error that names the file. Add a row to [`table::FILES`] for each new input file; the test applies every
-//! row of [`damage::EVERY`] to it.
+//! row of [`damage::EVERY`] to it. [`answers`] has hostile answers of servers, [`requests`] hostile requests to ours.
 
+mod answers;
+mod caches;
 mod damage;
-mod folder;
+pub(crate) mod folder;
+mod requests;
 mod table;
 
 use std::process::Output;
@@ -87,7 +90,8 @@ hostile_files! {
 #[test]
 fn hostile_contents_are_refused() {
     let folder = Folder::new();
-    report(&table::ATTACKS.iter().filter_map(|attack| check_attack(&folder, attack)).collect::<Vec<_>>());
+    let attacks = table::ATTACKS.iter().chain(caches::ATTACKS);
+    report(&attacks.filter_map(|attack| check_attack(&folder, attack)).collect::<Vec<_>>());
 }
 
 #[test]

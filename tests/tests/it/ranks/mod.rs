@@ -5,6 +5,7 @@ pub(crate) mod faults;
 mod fp8;
 mod routing;
 pub(crate) mod run;
+mod slurm_shell;
 mod starters;
 mod stop_preparation;
 

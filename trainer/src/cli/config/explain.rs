@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_text::printable::shortened;
 use clap::Args;
 
 use super::explain_json::as_json;
@@ -113,6 +114,9 @@ fn other_names(doc: &KeyDoc) -> Vec<String> {
     by_remark.iter().map(line).collect()
 }
 
+/// Width of a default in the table of keys.
+const MAX_DEFAULT_CHARS: usize = 24;
+
 /// Lists the keys below a section: with defaults, or with the values of a recipe.
 fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&ResolvedSettings>) -> String {
     let rows: Vec<[String; 3]> = match settings {
@@ -124,7 +128,7 @@ fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&Resolved
             let first_sentence = |text: &str| text.split(". ").next().unwrap_or(text).trim_end_matches('.').to_owned();
             let row = |doc: &KeyDoc| {
                 let default = doc.default.clone().unwrap_or_default();
-                [doc.path.clone(), shortened(&default), first_sentence(&doc.meaning)]
+                [doc.path.clone(), shortened(&default, MAX_DEFAULT_CHARS).into_owned(), first_sentence(&doc.meaning)]
             };
             keys_below(docs, section).map(row).collect()
         }
@@ -137,15 +141,6 @@ fn keys_of_section(docs: &[KeyDoc], section: &KeyDoc, settings: Option<&Resolved
         let _ = writeln!(text, "{}", format!("  {key:keys$}  {value:values$}  {last}").trim_end());
     }
     text
-}
-
-/// Cuts a long default for a table.
-fn shortened(text: &str) -> String {
-    const WIDTH: usize = 24;
-    match text.chars().count() > WIDTH {
-        true => text.chars().take(WIDTH - 1).chain(['…']).collect(),
-        false => text.to_owned(),
-    }
 }
 
 /// Lists the values of a key in a recipe.

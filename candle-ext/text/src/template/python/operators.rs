@@ -1,5 +1,5 @@
 //! Operators of Python that minijinja evaluates differently: `~` joins the `str` of its operands, `%` formats texts,
-//! and `*` is limited.
+//! and the results of `+` and `*` have a maximum length.
 //!
 //! minijinja has no hook for operators. The source is parsed, and each of these operators becomes a filter before the
 //! template is compiled. Line numbers stay the same, for errors.
@@ -8,20 +8,22 @@ use std::sync::LazyLock;
 
 use minijinja::machinery::ast::{BinOp, BinOpKind, Call, CallArg, Expr, Macro, Stmt, UnaryOpKind};
 use minijinja::machinery::parse;
-use minijinja::{Environment, Error, State, Value, context};
+use minijinja::value::ValueKind;
+use minijinja::{Environment, Error, Expression, State, Value, context};
 
 use super::{invalid, percent};
-use crate::template::limits::check_size;
+use crate::template::limits::{check_items, check_size};
 
 /// Registers the filters that [`rewritten`] inserts.
 pub(super) fn install(environment: &mut Environment<'_>) {
     environment.add_filter("__candlewick_remainder", remainder);
     environment.add_filter("__candlewick_multiply", multiply);
+    environment.add_filter("__candlewick_add", add);
 }
 
 /// Implements `left % right`, which formats if `left` is a text.
 fn remainder(state: &State, left: &Value, right: &Value) -> Result<Value, Error> {
-    let Some(format) = left.as_str() else { return arithmetic("a % b", left, right) };
+    let Some(format) = left.as_str() else { return arithmetic(&REMAINDER, left, right) };
     let arguments = match right.is_tuple() {
         true => right.try_iter()?.collect(),
         false => vec![right.clone()],
@@ -29,31 +31,63 @@ fn remainder(state: &State, left: &Value, right: &Value) -> Result<Value, Error>
     percent::format(state, format, &arguments).map(Value::from)
 }
 
-/// Implements `left * right` within the limit on texts and tuples, which are copied. Lists repeat without a copy.
-fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
-    for (copied, count) in [(left, right), (right, left)] {
-        let n_bytes = match copied.as_str() {
-            Some(text) => text.len(),
-            None if copied.is_tuple() => copied.len().unwrap_or(0) * size_of::<Value>(),
-            None => continue,
-        };
-        // A negative count gives an empty result, as in Python.
-        match i64::try_from(count.clone()) {
-            Ok(count) if count < 0 => return arithmetic("a * b", copied, &Value::from(0)),
-            Ok(count) => check_size(n_bytes.checked_mul(count as usize))?,
-            Err(_) => {}
+/// Implements `left + right` within the limits on texts and lists. The engine joins lists without a copy, so doubling
+/// one takes no time.
+fn add(left: &Value, right: &Value) -> Result<Value, Error> {
+    match (left.as_str(), right.as_str()) {
+        (Some(left), Some(right)) => {
+            check_size(left.len().checked_add(right.len()))?;
+            Ok(Value::from([left, right].concat()))
+        }
+        _ => {
+            check_items(n_items(left).checked_add(n_items(right)))?;
+            arithmetic(&SUM, left, right)
         }
     }
-    arithmetic("a * b", left, right)
 }
 
-/// Evaluates an operator of the engine.
-fn arithmetic(expression: &'static str, a: &Value, b: &Value) -> Result<Value, Error> {
+/// Implements `left * right` within the limits on texts and lists.
+fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
+    for (repeated, count) in [(left, right), (right, left)] {
+        let (false, Ok(count)) = (repeated.is_number(), i64::try_from(count.clone())) else { continue };
+        // A negative count gives an empty result, as in Python.
+        let Ok(n_times) = usize::try_from(count) else { return arithmetic(&PRODUCT, repeated, &Value::from(0)) };
+        check_size(repeated.as_str().map_or(0, str::len).checked_mul(n_times))?;
+        check_items(n_items(repeated).checked_mul(n_times))?;
+    }
+    arithmetic(&PRODUCT, left, right)
+}
+
+/// Returns the length of a list or tuple, and 0 for other values.
+fn n_items(value: &Value) -> usize {
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable => value.len().unwrap_or(0),
+        _ => 0,
+    }
+}
+
+/// Operator of the engine, compiled once.
+type Operator = LazyLock<Expression<'static, 'static>>;
+
+static SUM: Operator = LazyLock::new(|| operator("a + b"));
+static PRODUCT: Operator = LazyLock::new(|| operator("a * b"));
+static REMAINDER: Operator = LazyLock::new(|| operator("a % b"));
+
+fn operator(expression: &'static str) -> Expression<'static, 'static> {
     static ENGINE: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
-    ENGINE.compile_expression(expression)?.eval(context! { a => a, b => b })
+    ENGINE.compile_expression(expression).expect("the expression is a constant")
 }
 
-/// Replaces the operators `~`, `%` and `*` of a template by filters. A source with a syntax error is unchanged.
+/// Evaluates an operator of the engine. Its error has no line, so that the template's line is added to it.
+fn arithmetic(operator: &Operator, a: &Value, b: &Value) -> Result<Value, Error> {
+    let without_line = |error: Error| match error.detail() {
+        Some(detail) => Error::new(error.kind(), detail.to_owned()),
+        None => Error::from(error.kind()),
+    };
+    operator.eval(context! { a => a, b => b }).map_err(without_line)
+}
+
+/// Replaces the operators `~`, `%`, `+` and `*` of a template by filters. A source with a syntax error is unchanged.
 ///
 /// # Errors
 /// If a macro reads `varargs` or `kwargs`.
@@ -135,23 +169,36 @@ fn edits(source: &str, template: &Stmt) -> Vec<SourceEdit> {
 fn operator_edits(source: &str, operation: &BinOp, edits: &mut Vec<SourceEdit>) {
     let mut edit = |at, n_removed, text| edits.push(SourceEdit { at, n_removed, text });
     let BinOp { op, left, right } = operation;
-    let (text, operator) = match op {
-        BinOpKind::Concat => {
-            for operand in [left, right].into_iter().filter(|operand| !is_text(operand)) {
-                edit(start(source, operand), 0, "(");
-                edit(end(operand), 0, ")|string");
-            }
-            return;
+    if matches!(op, BinOpKind::Concat) {
+        for operand in [left, right].into_iter().filter(|operand| !is_text(operand)) {
+            edit(start(source, operand), 0, "(");
+            edit(end(operand), 0, ")|string");
         }
-        BinOpKind::Rem => (")|__candlewick_remainder(", '%'),
-        BinOpKind::Mul if !(is_number(left) && is_number(right)) => (")|__candlewick_multiply(", '*'),
-        _ => return,
-    };
+    }
+    let Some((operator, filter, filter_after_bracket)) = filter_of(operation) else { return };
     // Only brackets and white space stand between an operand and its operator.
     let Some(found) = source[end(left)..start(source, right)].find(operator) else { return };
-    edit(start(source, left), 0, "(");
-    edit(end(left) + found, 1, text);
+    // A left operand that becomes a filter needs no brackets. Those of a long sum would nest too deeply for the parser.
+    let is_filter = matches!(left, Expr::BinOp(left) if filter_of(left).is_some());
+    if !is_filter {
+        edit(start(source, left), 0, "(");
+    }
+    edit(end(left) + found, 1, if is_filter { filter } else { filter_after_bracket });
     edit(end(right), 0, ")");
+}
+
+/// Returns the operator and its replacement: after a filter, and after an operand in brackets.
+fn filter_of(BinOp { op, left, right }: &BinOp) -> Option<(char, &'static str, &'static str)> {
+    match op {
+        BinOpKind::Rem => Some(('%', "|__candlewick_remainder(", ")|__candlewick_remainder(")),
+        BinOpKind::Mul if !(is_number(left) && is_number(right)) => {
+            Some(('*', "|__candlewick_multiply(", ")|__candlewick_multiply("))
+        }
+        BinOpKind::Add if !(is_number(left) || is_number(right)) => {
+            Some(('+', "|__candlewick_add(", ")|__candlewick_add("))
+        }
+        _ => None,
+    }
 }
 
 fn is_text(operand: &Expr) -> bool {
