@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::api_error::ApiError;
-use crate::sampler::SamplingParams;
+use crate::sampler::{LogitBias, SamplingParams};
 
 /// One generation, or the scoring of one prompt.
 pub(super) struct GenerationJob {
@@ -16,6 +16,8 @@ pub(super) struct GenerationJob {
     /// Maximum number of new tokens.
     pub(super) n_max: usize,
     pub(super) sampling: SamplingParams,
+    /// Numbers to add to logits.
+    pub(super) logit_bias: LogitBias,
     pub(super) seed: [u8; 32],
     /// Stop strings, none empty.
     pub(super) stop: Arc<[String]>,

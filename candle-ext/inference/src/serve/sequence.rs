@@ -1,6 +1,7 @@
 //! A running job of the model's worker: its tokens, its rows in the KV cache, and the results of each forward.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::{D, Tensor};
@@ -75,7 +76,7 @@ impl Logits {
 
 impl<'m> Sequence<'m> {
     pub(super) fn new(job: GenerationJob, rows: Range<usize>, n_seen: usize, lm: &'m Lm) -> Self {
-        let mut sampler = TokenSampler::new(job.sampling, job.seed);
+        let mut sampler = TokenSampler::new(job.sampling, job.seed).with_bias(Arc::clone(&job.logit_bias));
         sampler.observe(&job.prompt);
         let text = StoppableText::new(lm.tokenizer(), &job.stop);
         let ids = job.prompt.to_vec();
