@@ -8,6 +8,7 @@
 pub mod answer;
 pub mod chat_session;
 pub mod command;
+pub mod constraint;
 pub mod eval_loss;
 pub mod generate;
 pub mod lm;

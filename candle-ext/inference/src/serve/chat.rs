@@ -12,6 +12,7 @@ use super::fields::{Fields, shown};
 use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top, object_of};
 use super::job::LogprobOptions;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
+use super::response_format::RESPONSE_FORMAT;
 use super::server_state::{ServedModel, ServerState};
 use crate::lm::with_variables;
 use crate::reasoning::{ReasoningFormat, ReasoningParser};
@@ -42,7 +43,9 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     };
     let (n_prompt, n_max) = (ids.len(), state.n_max(ids.len(), max_tokens)?);
     let prompts = vec![TokenizedPrompt { ids, n_max }];
-    let (jobs, events) = generation.jobs(prompts, logprobs, &model.chat_stop_ids, state);
+    let format = generation.response_format.as_ref().map(|format| format.grammar(reasoning.start()));
+    let constraint = format.map(|grammar| model.constraint(RESPONSE_FORMAT, grammar)).transpose()?;
+    let (jobs, events) = generation.jobs(prompts, constraint.as_ref(), logprobs, &model.chat_stop_ids, state);
     let format = ResponseFormat::new(ResponseKind::Chat, &model.name, logprobs.is_some());
     Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new(), reasoning })
 }

@@ -7,7 +7,10 @@ use serde_json::{Map, Value as Json, json};
 use super::api_error::ApiError;
 use super::fields::{Fields, shown};
 use super::job::{GenerationEvent, GenerationJob, LogprobOptions};
+use super::reply_grammar::ReplyPart;
+use super::response_format::response_format;
 use super::server_state::ServerState;
+use crate::constraint::TokenConstraint;
 use crate::lm::special_stops;
 use crate::sampler::{LogitBias, SamplingParams, seed_of};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -20,6 +23,8 @@ pub(super) struct GenerationFields {
     pub(super) model: usize,
     /// Options of a streamed response.
     pub(super) stream: Option<StreamOptions>,
+    /// Format of the text, if the request has `response_format`.
+    pub(super) response_format: Option<ReplyPart>,
     sampling: SamplingParams,
     logit_bias: LogitBias,
     seed: u64,
@@ -66,13 +71,15 @@ impl GenerationFields {
         let seed = fields.integer("seed")?.map_or_else(rand::random, i64::cast_unsigned);
         let logit_bias = logit_bias(fields, state.models[model].n_vocab)?;
         let (stream, sampling, stop) = (stream(fields)?, sampling(fields)?, stop(fields)?);
-        Ok(Self { n, model, stream, sampling, logit_bias, seed, stop })
+        let response_format = response_format(fields)?;
+        Ok(Self { n, model, stream, response_format, sampling, logit_bias, seed, stop })
     }
 
     /// Creates the jobs of a request, all choices of the first prompt first, and the receiver of their events.
     pub(super) fn jobs(
         &self,
         prompts: Vec<TokenizedPrompt>,
+        constraint: Option<&TokenConstraint>,
         logprobs: Option<LogprobOptions>,
         stop_ids: &[u32],
         state: &ServerState,
@@ -90,6 +97,7 @@ impl GenerationFields {
                     n_max,
                     sampling: self.sampling,
                     logit_bias: Arc::clone(&self.logit_bias),
+                    constraint: constraint.cloned(),
                     seed: seed_of(self.seed, index as u64),
                     stop: Arc::clone(&self.stop),
                     stop_ids: Arc::clone(&stop_ids),
@@ -106,16 +114,7 @@ impl GenerationFields {
 /// Rejects fields of OpenAI that would change the response and are not implemented.
 fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse("best_of", &json!(1), "use n")?;
-    fields.refuse("suffix", &json!(""), "remove it")?;
-    let format = fields.object("response_format")?.unwrap_or_default();
-    match format.get("type") {
-        None => Ok(()),
-        Some(kind) if kind == "text" => Ok(()),
-        Some(kind) => Err(ApiError::field(
-            "response_format",
-            format!("response_format has the type {}, which is not supported; only \"text\" is", shown(kind)),
-        )),
-    }
+    fields.refuse("suffix", &json!(""), "remove it")
 }
 
 fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {

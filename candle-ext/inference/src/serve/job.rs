@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::api_error::ApiError;
+use crate::constraint::TokenConstraint;
 use crate::sampler::{LogitBias, SamplingParams};
 
 /// One generation, or the scoring of one prompt.
@@ -18,6 +19,8 @@ pub(super) struct GenerationJob {
     pub(super) sampling: SamplingParams,
     /// Numbers to add to logits.
     pub(super) logit_bias: LogitBias,
+    /// Grammar of the text.
+    pub(super) constraint: Option<TokenConstraint>,
     pub(super) seed: [u8; 32],
     /// Stop strings, none empty.
     pub(super) stop: Arc<[String]>,

@@ -1,7 +1,7 @@
 //! State of the server that all requests read.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -9,6 +9,7 @@ use axum::http::StatusCode;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
+use llguidance::api::TopLevelGrammar;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, mpsc, watch};
 
@@ -21,6 +22,7 @@ use super::origin::OriginPolicy;
 use super::settings::ServeSettings;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
+use crate::constraint::{GrammarCompiler, TokenConstraint};
 use crate::lm::{Lm, end_of_turn};
 use crate::reasoning::ReasoningFormat;
 
@@ -71,6 +73,8 @@ pub(super) struct ServedModel {
     pub(super) n_vocab: usize,
     /// Bytes of the longest token in the vocabulary.
     max_token_bytes: usize,
+    /// Compiler of grammars, once a request has needed it.
+    grammars: OnceLock<Result<GrammarCompiler, ApiError>>,
 }
 
 impl ServedModel {
@@ -85,9 +89,21 @@ impl ServedModel {
             chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
             stop_ids,
             max_token_bytes: max_token_bytes(&tokenizer),
+            grammars: OnceLock::new(),
             n_vocab: lm.engine().model().config().vocab_size(),
             tokenizer,
         }
+    }
+}
+
+impl ServedModel {
+    /// Compiles the grammar of a reply, which the field `name` of the request has.
+    pub(super) fn constraint(&self, name: &'static str, grammar: TopLevelGrammar) -> Result<TokenConstraint, ApiError> {
+        let compiler = self.grammars.get_or_init(|| {
+            GrammarCompiler::new(&self.tokenizer, self.n_vocab).map_err(|error| ApiError::internal(&error))
+        });
+        let compiled = compiler.as_ref().map_err(ApiError::clone)?.compile(grammar);
+        compiled.map_err(|error| ApiError::field(name, format!("{name}: the schema cannot be used: {error:#}")))
     }
 }
 

@@ -270,8 +270,8 @@ impl<'m> Worker<'m> {
     /// Returns true if a sequence samples, or returns log-probabilities.
     fn needs_logits(&self, parts: &[SequencePart]) -> bool {
         parts.iter().filter(|part| part.n_logits > 0).any(|part| {
-            let Sequence { job, sampler, .. } = &self.sequences[part.sequence];
-            job.logprobs.is_some() || !sampler.is_argmax()
+            let sequence = &self.sequences[part.sequence];
+            sequence.job.logprobs.is_some() || !sequence.is_argmax()
         })
     }
 

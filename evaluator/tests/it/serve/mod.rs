@@ -5,6 +5,7 @@ mod completions;
 mod reasoning;
 mod requests;
 mod scheduling;
+mod structured;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

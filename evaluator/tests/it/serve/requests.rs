@@ -51,7 +51,6 @@ fn bad_requests_get_errors_that_name_the_field() {
             "does not render tools",
         ),
         (chat(json!({"chat_template_kwargs": {"messages": 1}})), 400, json!("chat_template_kwargs"), "messages is set"),
-        (chat(json!({"response_format": {"type": "json_object"}})), 400, json!("response_format"), "json_object"),
         (chat(json!({"presence_penalty": 2.5})), 400, json!("presence_penalty"), "a number from -2 to 2"),
         (chat(json!({"frequency_penalty": "x"})), 400, json!("frequency_penalty"), "expected a number"),
         (
