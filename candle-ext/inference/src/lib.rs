@@ -21,4 +21,5 @@ pub mod request;
 pub mod sampler;
 pub mod serve;
 pub mod text_stream;
+pub mod tool_calls;
 pub mod weights;

@@ -46,6 +46,17 @@ pub(super) struct TokenizedPrompt {
     pub(super) n_max: usize,
 }
 
+/// Settings of all jobs of a request.
+pub(super) struct JobSettings<'a> {
+    /// Grammar of the text.
+    pub(super) constraint: Option<TokenConstraint>,
+    /// Special tokens that are part of the text.
+    pub(super) visible: Arc<[u32]>,
+    pub(super) logprobs: Option<LogprobOptions>,
+    /// Tokens that end a text, besides those of stop strings.
+    pub(super) stop_ids: &'a [u32],
+}
+
 /// Largest number of stop strings.
 const MAX_STOPS: usize = 64;
 
@@ -79,11 +90,10 @@ impl GenerationFields {
     pub(super) fn jobs(
         &self,
         prompts: Vec<TokenizedPrompt>,
-        constraint: Option<&TokenConstraint>,
-        logprobs: Option<LogprobOptions>,
-        stop_ids: &[u32],
+        settings: JobSettings<'_>,
         state: &ServerState,
     ) -> (Vec<GenerationJob>, UnboundedReceiver<(usize, GenerationEvent)>) {
+        let JobSettings { constraint, visible, logprobs, stop_ids } = settings;
         let (events, receiver) = unbounded_channel();
         let stop_ids: Arc<[u32]> =
             stop_ids.iter().copied().chain(special_stops(&state.models[self.model].tokenizer, &self.stop)).collect();
@@ -97,7 +107,8 @@ impl GenerationFields {
                     n_max,
                     sampling: self.sampling,
                     logit_bias: Arc::clone(&self.logit_bias),
-                    constraint: constraint.cloned(),
+                    constraint: constraint.clone(),
+                    visible: Arc::clone(&visible),
                     seed: seed_of(self.seed, index as u64),
                     stop: Arc::clone(&self.stop),
                     stop_ids: Arc::clone(&stop_ids),

@@ -26,6 +26,8 @@ pub(super) struct GenerationJob {
     pub(super) stop: Arc<[String]>,
     /// Tokens that end the generation.
     pub(super) stop_ids: Arc<[u32]>,
+    /// Special tokens that are part of the text.
+    pub(super) visible: Arc<[u32]>,
     pub(super) logprobs: Option<LogprobOptions>,
     /// Index of the choice in the response.
     pub(super) choice: usize,

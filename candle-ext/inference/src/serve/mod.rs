@@ -18,11 +18,13 @@ mod logprobs;
 mod origin;
 mod prefix_rows;
 mod reply_grammar;
+mod reply_parser;
 mod response;
 mod response_format;
 mod sequence;
 mod server_state;
 mod settings;
+mod tool_choice;
 mod worker;
 
 use std::net::TcpListener;

@@ -13,8 +13,9 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::api_error::ApiError;
 use super::generation_fields::StreamOptions;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob, TokenLogprobs};
+use super::reply_parser::{ParsedReply, ReplyParser, call_json};
 use super::server_state::{ServerState, seconds_since_1970};
-use crate::reasoning::{ReasoningParser, ReplyText};
+use crate::reasoning::ReplyText;
 
 /// A request with its jobs.
 pub(super) struct ParsedRequest {
@@ -27,7 +28,7 @@ pub(super) struct ParsedRequest {
     /// Text that precedes each choice, if the request has `echo`.
     pub(super) echoes: Vec<Arc<str>>,
     /// Parser of each choice.
-    pub(super) reasoning: ReasoningParser,
+    pub(super) parser: ReplyParser,
 }
 
 /// Endpoint of a response.
@@ -52,8 +53,10 @@ pub(super) struct ResponseFormat {
 #[derive(Default)]
 struct Choice {
     /// All of a completion is content.
-    text: ReplyText,
-    parser: ReasoningParser,
+    reply: ParsedReply,
+    parser: ReplyParser,
+    /// Tool calls in earlier parts.
+    n_calls_before: usize,
     logprobs: Vec<TokenLogprobs>,
     end: Option<GenerationEnd>,
     n_tokens: usize,
@@ -97,14 +100,8 @@ impl ResponseFormat {
             ResponseKind::Completion => "text_completion",
         };
         let choice = |(index, choice): (usize, &Choice)| match self.kind {
-            ResponseKind::Chat => {
-                let mut message = json!({"role": "assistant", "content": choice.text.content, "refusal": null});
-                if !choice.text.reasoning.is_empty() {
-                    message["reasoning_content"] = json!(choice.text.reasoning);
-                }
-                self.choice(index, ("message", message), choice)
-            }
-            ResponseKind::Completion => self.choice(index, ("text", json!(choice.text.content)), choice),
+            ResponseKind::Chat => self.choice(index, ("message", choice.message()), choice),
+            ResponseKind::Completion => self.choice(index, ("text", json!(choice.reply.text.content)), choice),
         };
         self.response(object, choices.iter().enumerate().map(choice).collect(), Some(usage))
     }
@@ -120,14 +117,8 @@ impl ResponseFormat {
     /// Returns the part of a choice as a choice of a chunk.
     fn part(&self, index: usize, part: &Choice) -> Json {
         match self.kind {
-            ResponseKind::Chat => {
-                let ReplyText { reasoning, content } = &part.text;
-                let fields = [("reasoning_content", reasoning), ("content", content)].into_iter();
-                let fields = fields.filter(|(_, text)| !text.is_empty());
-                let delta: Map<String, Json> = fields.map(|(key, text)| (key.to_owned(), json!(text))).collect();
-                self.choice(index, ("delta", Json::Object(delta)), part)
-            }
-            ResponseKind::Completion => self.choice(index, ("text", json!(part.text.content)), part),
+            ResponseKind::Chat => self.choice(index, ("delta", part.delta()), part),
+            ResponseKind::Completion => self.choice(index, ("text", json!(part.reply.text.content)), part),
         }
     }
 
@@ -139,7 +130,11 @@ impl ResponseFormat {
             }
             (true, ResponseKind::Completion) => choice.completion_logprobs(),
         };
-        let end = choice.end.map(|end| if end == GenerationEnd::Stop { "stop" } else { "length" });
+        let end = choice.end.map(|end| match end {
+            GenerationEnd::Length => "length",
+            GenerationEnd::Stop if choice.n_calls() > 0 => "tool_calls",
+            GenerationEnd::Stop => "stop",
+        });
         json!({"index": index, key: content, "logprobs": logprobs, "finish_reason": end})
     }
 }
@@ -155,6 +150,44 @@ fn chat_logprob(logprobs: &TokenLogprobs) -> Json {
 }
 
 impl Choice {
+    /// Returns the number of tool calls so far.
+    fn n_calls(&self) -> usize {
+        self.n_calls_before + self.reply.tool_calls.len()
+    }
+
+    /// Returns the message of a chat.
+    fn message(&self) -> Json {
+        let ParsedReply { text: ReplyText { reasoning, content }, tool_calls } = &self.reply;
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !reasoning.is_empty() {
+            message["reasoning_content"] = json!(reasoning);
+        }
+        if !tool_calls.is_empty() {
+            message["tool_calls"] = tool_calls.iter().map(call_json).collect();
+            if content.is_empty() {
+                message["content"] = Json::Null;
+            }
+        }
+        message
+    }
+
+    /// Returns the part of a chat's message. Each tool call is in one part.
+    fn delta(&self) -> Json {
+        let ParsedReply { text: ReplyText { reasoning, content }, tool_calls } = &self.reply;
+        let fields = [("reasoning_content", reasoning), ("content", content)].into_iter();
+        let fields = fields.filter(|(_, text)| !text.is_empty());
+        let mut delta: Map<String, Json> = fields.map(|(key, text)| (key.to_owned(), json!(text))).collect();
+        if !tool_calls.is_empty() {
+            let call = |(index, call)| {
+                let mut call = call_json(call);
+                call["index"] = json!(index);
+                call
+            };
+            delta.insert("tool_calls".to_owned(), (self.n_calls_before..).zip(tool_calls).map(call).collect());
+        }
+        Json::Object(delta)
+    }
+
     fn completion_logprobs(&self) -> Json {
         let all = &self.logprobs;
         let tokens: Vec<&str> = all.iter().map(|logprobs| logprobs.token.text.as_str()).collect();
@@ -206,13 +239,13 @@ impl Choice {
         match event {
             GenerationEvent::Prompt(logprobs) => self.logprobs.extend(logprobs),
             GenerationEvent::Token { text, logprobs } => {
-                self.text.append(&self.parser.push(&text));
+                self.reply.append(self.parser.push(&text));
                 self.logprobs.extend(logprobs);
                 self.n_tokens += 1;
             }
             GenerationEvent::End { text, reason } => {
-                self.text.append(&self.parser.push(&text));
-                self.text.append(&self.parser.finish());
+                self.reply.append(self.parser.push(&text));
+                self.reply.append(self.parser.finish());
                 self.end = Some(reason);
             }
             GenerationEvent::Failed(error) => return Err(error),
@@ -223,9 +256,12 @@ impl Choice {
 
 impl ParsedRequest {
     fn choices(&mut self) -> Vec<Choice> {
-        let choice = |_| Choice { parser: self.reasoning.clone(), ..Choice::default() };
+        let choice = |_| Choice { parser: self.parser.clone(), ..Choice::default() };
         let mut choices: Vec<Choice> = self.jobs.iter().map(choice).collect();
-        choices.iter_mut().zip(self.echoes.drain(..)).for_each(|(choice, echo)| choice.text.content = echo.to_string());
+        choices
+            .iter_mut()
+            .zip(self.echoes.drain(..))
+            .for_each(|(choice, echo)| choice.reply.text.content = echo.to_string());
         choices
     }
 
@@ -310,13 +346,13 @@ impl ResponseStream {
             self.fail(&error);
             return;
         }
-        if part.text.is_empty() && part.logprobs.is_empty() && part.end.is_none() {
+        if part.reply.is_empty() && part.logprobs.is_empty() && part.end.is_none() {
             return;
         }
         self.n_open -= usize::from(part.end.is_some());
         let (_, n_chars_before, begun_character) = part.text_offsets();
-        let parser = std::mem::take(&mut part.parser);
-        let next = Choice { n_chars_before, begun_character, parser, ..Choice::default() };
+        let (parser, n_calls_before) = (std::mem::take(&mut part.parser), part.n_calls());
+        let next = Choice { n_chars_before, begun_character, parser, n_calls_before, ..Choice::default() };
         let part = std::mem::replace(part, next);
         let chunk = self.format.chunk(vec![self.format.part(index, &part)], None);
         self.send(&chunk);

@@ -80,7 +80,7 @@ impl<'m> Sequence<'m> {
     pub(super) fn new(job: GenerationJob, rows: Range<usize>, n_seen: usize, lm: &'m Lm) -> Self {
         let mut sampler = TokenSampler::new(job.sampling, job.seed).with_bias(Arc::clone(&job.logit_bias));
         sampler.observe(&job.prompt);
-        let text = StoppableText::new(lm.tokenizer(), &job.stop);
+        let text = StoppableText::new(lm.tokenizer(), &job.stop).with_visible(&job.visible);
         let ids = job.prompt.to_vec();
         let key = job.prefix_key(lm);
         Self {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use axum::http::StatusCode;
 use candlewick_runtime::exit::ExitCode;
-use candlewick_text::template::ChatTemplate;
+use candlewick_text::template::{ChatTemplate, ToolCallFormat};
 use candlewick_text::tokenizer::Tokenizer;
 use llguidance::api::TopLevelGrammar;
 use tokio::sync::mpsc::error::TrySendError;
@@ -20,6 +20,7 @@ use super::fields::shown;
 use super::job::GenerationJob;
 use super::origin::OriginPolicy;
 use super::settings::ServeSettings;
+use super::tool_choice::special_tokens;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
 use crate::constraint::{GrammarCompiler, TokenConstraint};
@@ -65,6 +66,10 @@ pub(super) struct ServedModel {
     pub(super) parent: Option<String>,
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) template: Option<Arc<ChatTemplate>>,
+    /// Format of tool calls, if the template renders them as JSON.
+    pub(super) tool_calls: Option<Arc<ToolCallFormat>>,
+    /// Special tokens of tool calls.
+    pub(super) tool_call_tokens: Arc<[u32]>,
     /// Tokens that end a completion.
     pub(super) stop_ids: Arc<[u32]>,
     /// Tokens that end a reply in a chat.
@@ -82,7 +87,12 @@ impl ServedModel {
         let tokenizer = Arc::clone(lm.tokenizer());
         let stop_ids: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
         let end_of_turn = lm.template().and_then(|template| end_of_turn(&tokenizer, template));
+        // A template that has exceeded a limit fails from then on, so a copy renders the example.
+        let tool_calls = lm.template().and_then(|template| template.clone().tool_call_format());
+        let tool_call_tokens = tool_calls.as_ref().map(|format| special_tokens(format, &tokenizer)).unwrap_or_default();
         Self {
+            tool_calls: tool_calls.map(Arc::new),
+            tool_call_tokens: tool_call_tokens.into(),
             name: name.to_owned(),
             parent: parent.map(str::to_owned),
             template: lm.shared_template(),

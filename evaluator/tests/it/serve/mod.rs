@@ -6,6 +6,7 @@ mod reasoning;
 mod requests;
 mod scheduling;
 mod structured;
+mod tools;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
