@@ -18,7 +18,7 @@ pub struct ToolCall {
 /// Content and calls of a reply, or of its newest part.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReplyContent {
-    /// Text beside the calls.
+    /// Text around the calls.
     pub text: String,
     /// Complete calls.
     pub calls: Vec<ToolCall>,

@@ -125,7 +125,11 @@ impl GenerationFields {
 /// Rejects fields of OpenAI that would change the response and are not implemented.
 fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse("best_of", &json!(1), "use n")?;
-    fields.refuse("suffix", &json!(""), "remove it")
+    fields.refuse("suffix", &json!(""), "remove it")?;
+    for name in ["structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"] {
+        fields.refuse(name, &json!({}), "use response_format")?;
+    }
+    Ok(())
 }
 
 fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {

@@ -14,6 +14,7 @@ use super::api_error::ApiError;
 use super::generation_fields::StreamOptions;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob, TokenLogprobs};
 use super::reply_parser::{ParsedReply, ReplyParser, call_json};
+use super::request_record::RequestRecord;
 use super::server_state::{ServerState, seconds_since_1970};
 use crate::reasoning::ReplyText;
 
@@ -130,12 +131,7 @@ impl ResponseFormat {
             }
             (true, ResponseKind::Completion) => choice.completion_logprobs(),
         };
-        let end = choice.end.map(|end| match end {
-            GenerationEnd::Length => "length",
-            GenerationEnd::Stop if choice.n_calls() > 0 => "tool_calls",
-            GenerationEnd::Stop => "stop",
-        });
-        json!({"index": index, key: content, "logprobs": logprobs, "finish_reason": end})
+        json!({"index": index, key: content, "logprobs": logprobs, "finish_reason": choice.finish_reason()})
     }
 }
 
@@ -153,6 +149,14 @@ impl Choice {
     /// Returns the number of tool calls so far.
     fn n_calls(&self) -> usize {
         self.n_calls_before + self.reply.tool_calls.len()
+    }
+
+    fn finish_reason(&self) -> Option<&'static str> {
+        self.end.map(|end| match end {
+            GenerationEnd::Length => "length",
+            GenerationEnd::Stop if self.n_calls() > 0 => "tool_calls",
+            GenerationEnd::Stop => "stop",
+        })
     }
 
     /// Returns the message of a chat.
@@ -266,15 +270,18 @@ impl ParsedRequest {
     }
 
     /// Submits the jobs, and returns the complete response.
-    pub(super) async fn complete(mut self, state: &ServerState) -> Result<Json, ApiError> {
+    pub(super) async fn complete(mut self, state: &ServerState, record: &RequestRecord) -> Result<Json, ApiError> {
         let mut choices = self.choices();
+        record.set_response(&self.format.id, &self.format.model, false, self.n_prompt);
         state.submit(self.jobs)?;
         while let Some((index, event)) = self.events.recv().await {
+            note_event(record, &event);
             choices[index].add(event)?;
         }
         if choices.iter().any(|choice| choice.end.is_none()) {
             return Err(ApiError::stopping());
         }
+        choices.iter().filter_map(Choice::finish_reason).for_each(|reason| record.add_finish_reason(reason));
         let n_completion = choices.iter().map(|choice| choice.n_tokens).sum();
         Ok(self.format.whole(&choices, Usage { n_prompt: self.n_prompt, n_completion }))
     }
@@ -284,8 +291,10 @@ impl ParsedRequest {
         mut self,
         options: StreamOptions,
         state: &ServerState,
+        record: RequestRecord,
     ) -> Result<impl Stream<Item = Result<String, Infallible>> + use<>, ApiError> {
         let parts = self.choices();
+        record.set_response(&self.format.id, &self.format.model, true, self.n_prompt);
         state.submit(self.jobs)?;
         let mut open = ResponseStream {
             format: self.format,
@@ -296,6 +305,7 @@ impl ParsedRequest {
             usage: Usage { n_prompt: self.n_prompt, n_completion: 0 },
             ready: VecDeque::new(),
             has_ended: false,
+            record,
         };
         open.open();
         Ok(unfold(open, |mut stream| async move { stream.next().await.map(|event| (Ok(event), stream)) }))
@@ -315,6 +325,7 @@ struct ResponseStream {
     /// Chunks to send.
     ready: VecDeque<String>,
     has_ended: bool,
+    record: RequestRecord,
 }
 
 impl ResponseStream {
@@ -341,6 +352,7 @@ impl ResponseStream {
 
     fn add(&mut self, index: usize, event: GenerationEvent) {
         self.usage.n_completion += usize::from(matches!(event, GenerationEvent::Token { .. }));
+        note_event(&self.record, &event);
         let part = &mut self.parts[index];
         if let Err(error) = part.add(event) {
             self.fail(&error);
@@ -350,6 +362,7 @@ impl ResponseStream {
             return;
         }
         self.n_open -= usize::from(part.end.is_some());
+        part.finish_reason().into_iter().for_each(|reason| self.record.add_finish_reason(reason));
         let (_, n_chars_before, begun_character) = part.text_offsets();
         let (parser, n_calls_before) = (std::mem::take(&mut part.parser), part.n_calls());
         let next = Choice { n_chars_before, begun_character, parser, n_calls_before, ..Choice::default() };
@@ -381,6 +394,13 @@ impl ResponseStream {
 
     fn send(&mut self, chunk: &Json) {
         self.ready.push_back(format!("data: {chunk}\n\n"));
+    }
+}
+
+/// Counts the token of an event.
+fn note_event(record: &RequestRecord, event: &GenerationEvent) {
+    if let GenerationEvent::Token { .. } = event {
+        record.add_token();
     }
 }
 

@@ -18,7 +18,9 @@ use super::api_error::ApiError;
 use super::body::BodyMemory;
 use super::fields::shown;
 use super::job::GenerationJob;
+use super::metrics::WorkerGauges;
 use super::origin::OriginPolicy;
+use super::request_record::RequestReporter;
 use super::settings::ServeSettings;
 use super::tool_choice::special_tokens;
 use super::worker::WorkerLimits;
@@ -44,6 +46,8 @@ pub(super) struct ServerState {
     /// Permit to parse a large body. One thread is left for small ones.
     pub(super) large_parser: Arc<Semaphore>,
     pub(super) log: AccessLog,
+    pub(super) reporter: Arc<RequestReporter>,
+    gauges: Arc<WorkerGauges>,
     /// Number of stop signals.
     pub(super) signals: watch::Receiver<usize>,
     queue: mpsc::Sender<GenerationJob>,
@@ -56,6 +60,7 @@ pub(super) struct ServerEndpoints {
     pub(super) queue: mpsc::Sender<GenerationJob>,
     /// Number of stop signals.
     pub(super) signals: watch::Receiver<usize>,
+    pub(super) gauges: Arc<WorkerGauges>,
 }
 
 /// A model, or an adapter on the first one.
@@ -131,7 +136,7 @@ impl ServerState {
         max_model_len: usize,
         endpoints: ServerEndpoints,
     ) -> Self {
-        let ServerEndpoints { address, queue, signals } = endpoints;
+        let ServerEndpoints { address, queue, signals, gauges } = endpoints;
         let names = &settings.model_names;
         let model = |(idx, (lm, name)): (usize, (&Lm, &String))| {
             ServedModel::new(lm, name, names.first().filter(|_| idx > 0).map(String::as_str))
@@ -151,9 +156,16 @@ impl ServerState {
             bodies: BodyMemory::default(),
             large_parser: Arc::new(Semaphore::new(1)),
             log: AccessLog::default(),
+            reporter: Arc::new(RequestReporter::new(settings.request_log.clone())),
+            gauges,
             signals,
             queue,
         }
+    }
+
+    /// Returns the metrics in Prometheus's text format.
+    pub(super) fn metrics(&self) -> String {
+        self.reporter.metrics.text(&self.gauges, self.queue.max_capacity() - self.queue.capacity())
     }
 
     /// Returns the index of the model with this name; without a name, of the first.

@@ -67,6 +67,7 @@ fn bad_requests_get_errors_that_name_the_field() {
             "token 5 is 101, expected a number from -100",
         ),
         (chat(json!({"logit_bias": [1]})), 400, json!("logit_bias"), "expected an object"),
+        (chat(json!({"guided_json": {"type": "object"}})), 400, json!("guided_json"), "use response_format"),
         (chat(json!({"model": "gpt-4o"})), 404, json!(null), "this server has \"tiny\""),
         (chat(json!({"model": 4})), 400, json!("model"), "expected a string"),
         (
