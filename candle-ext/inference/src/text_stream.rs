@@ -115,6 +115,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_visible_special_token_is_text() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
+        let tokenizer = Tokenizer::from_directory(folder).unwrap();
+        let ids = tokenizer.encode("Say<|im_start|>wolf<|im_end|> 4", SpecialTokens::Exclude).unwrap();
+        let start = tokenizer.token_to_id("<|im_start|>").unwrap();
+        for (visible, want) in [(&[][..], "Saywolf 4"), (&[start], "Say<|im_start|>wolf 4")] {
+            let mut text = StoppableText::new(&tokenizer, &[]).with_visible(visible);
+            let pieces: String = ids.iter().map(|id| text.push(*id).unwrap()).collect();
+            assert_eq!(pieces + &text.finish().unwrap(), want);
+        }
+    }
+
+    #[test]
     fn streamed_pieces_concatenate_to_the_whole_text() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();

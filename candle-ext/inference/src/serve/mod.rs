@@ -7,6 +7,7 @@ mod access_log;
 mod api_error;
 mod body;
 mod chat;
+mod choice;
 mod completions;
 mod connections;
 mod deadline_stream;
