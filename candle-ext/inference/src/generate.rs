@@ -227,6 +227,7 @@ mod tests {
             (sampling(SamplingParams { top_p: 0.0, ..greedy }), "--top-p 0"),
             (sampling(SamplingParams { min_p: 2.0, ..greedy }), "--min-p 2"),
             (sampling(SamplingParams { repetition_penalty: 0.0, ..greedy }), "--repetition-penalty 0"),
+            (sampling(SamplingParams { frequency_penalty: 3.0, ..greedy }), "--frequency-penalty 3"),
             (GenerateOptions { stop: vec![String::new()], ..good.clone() }, "--stop ''"),
             (GenerateOptions { max_new_tokens: 99_999_999_999, ..good.clone() }, "context has 100 tokens"),
         ] {

@@ -8,6 +8,7 @@
 pub mod answer;
 pub mod chat_session;
 pub mod command;
+pub mod constraint;
 pub mod eval_loss;
 pub mod generate;
 pub mod lm;
@@ -20,4 +21,5 @@ pub mod request;
 pub mod sampler;
 pub mod serve;
 pub mod text_stream;
+pub mod tool_calls;
 pub mod weights;

@@ -49,6 +49,17 @@ enum ReasoningState {
     Content,
 }
 
+/// Thinking that a reply may begin with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReasoningStart {
+    /// The reply has no thinking.
+    None,
+    /// The reply may begin with the start tag.
+    Possible,
+    /// The prompt ends with the start tag.
+    Open,
+}
+
 const START_TAG: &str = "<think>";
 const END_TAG: &str = "</think>";
 
@@ -91,6 +102,15 @@ impl ReasoningParser {
             false => ReasoningState::Start,
         };
         Self { state, held: String::new() }
+    }
+
+    /// Returns the thinking that the text to come may begin with.
+    pub fn start(&self) -> ReasoningStart {
+        match self.state {
+            ReasoningState::Start => ReasoningStart::Possible,
+            ReasoningState::BeforeReasoning | ReasoningState::Reasoning => ReasoningStart::Open,
+            ReasoningState::BeforeContent | ReasoningState::Content => ReasoningStart::None,
+        }
     }
 
     /// Adds text and returns the parts that are certain. Both may be empty.

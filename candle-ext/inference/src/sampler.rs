@@ -1,6 +1,7 @@
-//! Sampling of the next token, with transformers' logits processors in their order.
+//! Sampling of the next token: logit bias and penalties as in vLLM, then transformers' logits processors in their order.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -18,7 +19,14 @@ pub struct SamplingParams {
     pub min_p: f64,
     /// Divides positive logits of tokens that have occurred, and multiplies negative ones. 1 disables it.
     pub repetition_penalty: f64,
+    /// Subtracted from the logits of tokens that have been generated. 0 disables it.
+    pub presence_penalty: f64,
+    /// Subtracted from the logit of a token once for each time it has been generated. 0 disables it.
+    pub frequency_penalty: f64,
 }
+
+/// Numbers added to the logits of tokens, before the penalties.
+pub type LogitBias = Arc<[(u32, f32)]>;
 
 /// Error: a sampling parameter out of range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -34,17 +42,32 @@ pub struct SamplingParamError {
 
 impl SamplingParams {
     /// Greedy decoding without a penalty.
-    pub const GREEDY: Self = Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 };
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+    };
 
     /// Validates the parameters.
     pub fn check(&self) -> Result<(), SamplingParamError> {
-        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let Self { temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, .. } = *self;
         let penalty_is_valid = repetition_penalty > 0.0 && (repetition_penalty as f32).is_normal();
         for (name, value, is_valid, expected) in [
             ("temperature", temperature, (0.0..=f64::MAX).contains(&temperature), "a number of at least 0"),
             ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "a number above 0 and at most 1"),
             ("min_p", min_p, (0.0..=1.0).contains(&min_p), "a number from 0 to 1"),
             ("repetition_penalty", repetition_penalty, penalty_is_valid, "a number above 0; 1 is no penalty"),
+            ("presence_penalty", presence_penalty, (-2.0..=2.0).contains(&presence_penalty), "a number from -2 to 2"),
+            (
+                "frequency_penalty",
+                frequency_penalty,
+                (-2.0..=2.0).contains(&frequency_penalty),
+                "a number from -2 to 2",
+            ),
         ] {
             if !is_valid {
                 return Err(SamplingParamError { name, value, expected });
@@ -58,49 +81,81 @@ impl SamplingParams {
 #[derive(Clone, Debug)]
 pub struct TokenSampler {
     params: SamplingParams,
+    bias: LogitBias,
     random: ChaCha8Rng,
-    /// Tokens that have occurred, if there is a penalty on them.
+    /// Tokens of prompt and answer, if there is a repetition penalty.
     seen: BTreeSet<u32>,
+    /// Counts of the generated tokens, if there is a presence or frequency penalty.
+    n_generated: BTreeMap<u32, u32>,
 }
 
 impl TokenSampler {
     /// Creates a sampler of valid parameters. The tokens depend on `seed` and on the logits alone.
     pub fn new(params: SamplingParams, seed: [u8; 32]) -> Self {
-        Self { params, random: ChaCha8Rng::from_seed(seed), seen: BTreeSet::new() }
+        let random = ChaCha8Rng::from_seed(seed);
+        Self { params, bias: LogitBias::default(), random, seen: BTreeSet::new(), n_generated: BTreeMap::new() }
+    }
+
+    /// Adds a bias to the logits.
+    #[must_use]
+    pub fn with_bias(self, bias: LogitBias) -> Self {
+        Self { bias, ..self }
     }
 
     /// Returns true if the sampled token is the one with the largest logit.
     pub fn is_argmax(&self) -> bool {
-        self.params.temperature == 0.0 && !self.has_penalty()
+        let SamplingParams { temperature, repetition_penalty, .. } = self.params;
+        temperature == 0.0 && repetition_penalty == 1.0 && !self.counts_tokens() && self.bias.is_empty()
     }
 
     /// Adds tokens of the prompt to those that have occurred.
     pub fn observe(&mut self, ids: &[u32]) {
-        if self.has_penalty() {
+        if self.params.repetition_penalty != 1.0 {
             self.seen.extend(ids);
         }
     }
 
-    /// Samples a token, which then has occurred. Overwrites `logits`.
+    /// Samples a token, which then has been generated. Overwrites `logits`. A logit of negative infinity excludes its
+    /// token.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
-        self.penalize(logits);
+        self.adjust(logits);
         let token = match self.params.temperature {
             0.0 => argmax(logits),
             _ => self.draw(&self.params.weights(logits)),
         };
-        self.observe(&[token]);
+        self.count(token);
         token
     }
 
-    fn has_penalty(&self) -> bool {
-        self.params.repetition_penalty != 1.0
+    /// Adds a generated token to those that have occurred.
+    fn count(&mut self, token: u32) {
+        self.observe(&[token]);
+        if self.counts_tokens() {
+            *self.n_generated.entry(token).or_default() += 1;
+        }
     }
 
-    fn penalize(&self, logits: &mut [f32]) {
+    fn counts_tokens(&self) -> bool {
+        self.params.presence_penalty != 0.0 || self.params.frequency_penalty != 0.0
+    }
+
+    /// Adds the bias, then applies the penalties in vLLM's order: repetition, frequency, presence.
+    fn adjust(&self, logits: &mut [f32]) {
+        for (id, bias) in &*self.bias {
+            if let Some(logit) = logits.get_mut(*id as usize) {
+                *logit += bias;
+            }
+        }
         let penalty = self.params.repetition_penalty as f32;
         for id in &self.seen {
             if let Some(logit) = logits.get_mut(*id as usize) {
                 *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
+            }
+        }
+        for (id, n) in &self.n_generated {
+            if let Some(logit) = logits.get_mut(*id as usize) {
+                *logit -= self.params.frequency_penalty as f32 * *n as f32;
+                *logit -= self.params.presence_penalty as f32;
             }
         }
     }
@@ -135,8 +190,8 @@ impl SamplingParams {
         if self.top_p < 1.0 {
             keep_nucleus(&mut weights, self.top_p);
         }
-        // The most probable token has the weight 1.
-        weights.retain(|(_, weight)| *weight >= self.min_p);
+        // The most probable token has the weight 1, an excluded one 0.
+        weights.retain(|(_, weight)| *weight > 0.0 && *weight >= self.min_p);
         weights
     }
 }
@@ -174,7 +229,7 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
-    use serde_json::Value;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -223,27 +278,66 @@ mod tests {
         assert_eq!(sampled, [2, 1, 0]);
     }
 
-    /// The fixture has the probabilities of transformers' processors in f32. Ours are f64, so the tolerance is 1e-5.
     #[test]
-    fn probabilities_equal_those_of_transformers() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/sampling.json");
+    fn presence_and_frequency_penalties_lower_generated_tokens_alone() {
+        let sampled = |params: SamplingParams, logits: [f32; 3]| {
+            let mut sampler = TokenSampler::new(params, [0; 32]);
+            assert!(!sampler.is_argmax());
+            sampler.observe(&[0]);
+            (0..4).map(|_| sampler.sample(&mut logits.clone())).collect::<Vec<u32>>()
+        };
+        let presence = SamplingParams { presence_penalty: 0.5, ..SamplingParams::GREEDY };
+        // The prompt's token 0 has no penalty, and a second occurrence adds none.
+        assert_eq!(sampled(presence, [2.0, 1.8, 1.4]), [0, 1, 0, 0]);
+        let frequency = SamplingParams { frequency_penalty: 0.5, ..SamplingParams::GREEDY };
+        assert_eq!(sampled(frequency, [2.0, 1.8, 1.4]), [0, 1, 0, 2]);
+        let negative = SamplingParams { presence_penalty: -1.0, ..SamplingParams::GREEDY };
+        assert_eq!(sampled(negative, [2.0, 1.8, 1.4]), [0; 4]);
+    }
+
+    #[test]
+    fn a_bias_excludes_and_forces_tokens() {
+        let logits = [1.0f32, 3.0, 2.0];
+        let sample = |params: SamplingParams, bias: &[(u32, f32)]| {
+            let mut sampler = TokenSampler::new(params, [0; 32]).with_bias(bias.into());
+            (0..100).map(|_| sampler.sample(&mut logits.clone())).collect::<BTreeSet<u32>>()
+        };
+        for params in [SamplingParams::GREEDY, SAMPLED] {
+            assert_eq!(sample(params, &[(0, 100.0), (9, 100.0)]), BTreeSet::from([0]));
+        }
+        assert_eq!(sample(SamplingParams::GREEDY, &[(1, -100.0)]), BTreeSet::from([2]));
+        assert_eq!(sample(SAMPLED, &[(1, -100.0)]), BTreeSet::from([0, 2]));
+        let only_one = SamplingParams { top_k: 2, ..SAMPLED };
+        assert_eq!(sample(only_one, &[(1, f32::NEG_INFINITY), (2, f32::NEG_INFINITY)]), BTreeSet::from([0]));
+    }
+
+    /// Compares probabilities with those of a fixture. Ours are f64, so the tolerance is 1e-5.
+    fn check_fixture(name: &str) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
         let cases: Vec<Value> = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
         assert!(cases.len() >= 8);
         for case in &cases {
-            let number = |key: &str| case[key].as_f64().unwrap();
+            let number = |key: &str| case.get(key).map_or(0.0, |value| value.as_f64().unwrap());
+            let ids = |key: &str| -> Vec<u32> {
+                serde_json::from_value(case.get(key).cloned().unwrap_or_else(|| json!([]))).unwrap()
+            };
             let params = SamplingParams {
                 temperature: number("temperature"),
                 top_k: case["top_k"].as_u64().unwrap() as usize,
                 top_p: number("top_p"),
                 min_p: number("min_p"),
                 repetition_penalty: number("repetition_penalty"),
+                presence_penalty: number("presence_penalty"),
+                frequency_penalty: number("frequency_penalty"),
             };
+            let bias = case.get("logit_bias").cloned().unwrap_or_else(|| json!([]));
+            let bias: Vec<(u32, f32)> = serde_json::from_value(bias).unwrap();
             let mut logits: Vec<f32> = serde_json::from_value(case["logits"].clone()).unwrap();
-            let seen: Vec<u32> = serde_json::from_value(case["seen"].clone()).unwrap();
             let want: Vec<f64> = serde_json::from_value(case["probabilities"].clone()).unwrap();
-            let mut sampler = TokenSampler::new(params, [0; 32]);
-            sampler.observe(&seen);
-            sampler.penalize(&mut logits);
+            let mut sampler = TokenSampler::new(params, [0; 32]).with_bias(bias.into());
+            sampler.observe(&ids("seen"));
+            ids("generated").into_iter().for_each(|id| sampler.count(id));
+            sampler.adjust(&mut logits);
             let weights = params.weights(&logits);
             let sum: f64 = weights.iter().map(|(_, weight)| weight).sum();
             let mut found = vec![0.0; logits.len()];
@@ -253,6 +347,16 @@ mod tests {
                 assert!(is_kept_by_both && (found - want).abs() < 1e-5, "token {id}: {found}, {want} in {params:?}");
             }
         }
+    }
+
+    #[test]
+    fn probabilities_equal_those_of_transformers() {
+        check_fixture("sampling.json");
+    }
+
+    #[test]
+    fn probabilities_with_penalties_follow_the_definitions_of_openai_and_vllm() {
+        check_fixture("penalties.json");
     }
 
     #[test]
@@ -268,6 +372,11 @@ mod tests {
             (SamplingParams { min_p: -0.1, ..SAMPLED }, "min_p is -0.1"),
             (SamplingParams { repetition_penalty: 0.0, ..SAMPLED }, "repetition_penalty is 0"),
             (SamplingParams { repetition_penalty: 1e300, ..SAMPLED }, "repetition_penalty is 1"),
+            (
+                SamplingParams { presence_penalty: 2.5, ..SAMPLED },
+                "presence_penalty is 2.5, expected a number from -2 to 2",
+            ),
+            (SamplingParams { frequency_penalty: f64::NAN, ..SAMPLED }, "frequency_penalty is NaN"),
         ] {
             let error = params.check().unwrap_err().to_string();
             assert!(error.contains(want), "{error}");

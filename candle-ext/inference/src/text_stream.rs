@@ -10,6 +10,8 @@ pub struct StoppableText<'t> {
     /// Decoded text that may be the beginning of a stop string.
     held: String,
     has_stopped: bool,
+    /// Special tokens that are part of the text.
+    visible: Vec<u32>,
 }
 
 /// Incremental decoder of a growing token list.
@@ -25,12 +27,22 @@ pub struct TextStream<'t> {
 impl<'t> StoppableText<'t> {
     /// Creates an empty text. The stop strings must not be empty.
     pub fn new(tokenizer: &'t Tokenizer, stop: &[String]) -> Self {
-        Self { stream: TextStream::new(tokenizer), stop: stop.to_vec(), held: String::new(), has_stopped: false }
+        let stream = TextStream::new(tokenizer);
+        Self { stream, stop: stop.to_vec(), held: String::new(), has_stopped: false, visible: Vec::new() }
+    }
+
+    /// Sets special tokens that are part of the text, such as those around a tool call.
+    #[must_use]
+    pub fn with_visible(self, special_tokens: &[u32]) -> Self {
+        Self { visible: special_tokens.to_vec(), ..self }
     }
 
     /// Adds a token and returns the text that is certain to precede a stop string. It may be empty.
     pub fn push(&mut self, token: u32) -> Result<String, TokenizerError> {
-        let text = self.stream.push(token)?;
+        let text = match self.visible.contains(&token) {
+            true => self.stream.finish()? + &self.stream.tokenizer.id_to_token(token).unwrap_or_default(),
+            false => self.stream.push(token)?,
+        };
         Ok(self.advance(&text))
     }
 
@@ -101,6 +113,19 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+
+    #[test]
+    fn a_visible_special_token_is_text() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
+        let tokenizer = Tokenizer::from_directory(folder).unwrap();
+        let ids = tokenizer.encode("Say<|im_start|>wolf<|im_end|> 4", SpecialTokens::Exclude).unwrap();
+        let start = tokenizer.token_to_id("<|im_start|>").unwrap();
+        for (visible, want) in [(&[][..], "Saywolf 4"), (&[start], "Say<|im_start|>wolf 4")] {
+            let mut text = StoppableText::new(&tokenizer, &[]).with_visible(visible);
+            let pieces: String = ids.iter().map(|id| text.push(*id).unwrap()).collect();
+            assert_eq!(pieces + &text.finish().unwrap(), want);
+        }
+    }
 
     #[test]
     fn streamed_pieces_concatenate_to_the_whole_text() {

@@ -81,9 +81,9 @@ impl SamplingDefaults {
     /// Returns the sampling parameters of a task's settings, completed by these defaults.
     pub fn params(&self, settings: &GenerationSettings) -> Result<SamplingParams> {
         let GenerationSettings { do_sample, temperature, top_p, top_k, .. } = settings;
-        let repetition_penalty = self.repetition_penalty;
+        let greedy = SamplingParams { repetition_penalty: self.repetition_penalty, ..SamplingParams::GREEDY };
         if !do_sample {
-            return Ok(SamplingParams { repetition_penalty, ..SamplingParams::GREEDY });
+            return Ok(greedy);
         }
         let valid = *temperature > 0.0 && temperature.is_finite() && *top_p > 0.0;
         ensure!(
@@ -96,7 +96,7 @@ impl SamplingDefaults {
         );
         let top_p = if *top_p < 1.0 { *top_p } else { self.top_p };
         let (top_k, min_p) = (top_k.unwrap_or(self.top_k), self.min_p);
-        Ok(SamplingParams { temperature: *temperature, top_k, top_p, min_p, repetition_penalty })
+        Ok(SamplingParams { temperature: *temperature, top_k, top_p, min_p, ..greedy })
     }
 }
 
@@ -113,11 +113,12 @@ mod tests {
     fn defaults_complete_the_settings_of_a_task() {
         let defaults = SamplingDefaults { repetition_penalty: 1.5, top_k: 40, top_p: 0.9, min_p: 0.1 };
         let params = |settings: &GenerationSettings| defaults.params(settings).unwrap();
-        let own = SamplingParams { temperature: 0.7, top_k: 3, top_p: 0.5, min_p: 0.1, repetition_penalty: 1.5 };
+        let penalized = SamplingParams { repetition_penalty: 1.5, ..SamplingParams::GREEDY };
+        let own = SamplingParams { temperature: 0.7, top_k: 3, top_p: 0.5, min_p: 0.1, ..penalized };
         assert_eq!(params(&settings(0.7, 0.5, Some(3))), own);
         assert_eq!(params(&settings(0.7, 1.0, None)), SamplingParams { top_k: 40, top_p: 0.9, ..own });
         let greedy = GenerationSettings { do_sample: false, ..settings(0.7, 0.5, Some(3)) };
-        assert_eq!(params(&greedy), SamplingParams { repetition_penalty: 1.5, ..SamplingParams::GREEDY });
+        assert_eq!(params(&greedy), penalized);
     }
 
     #[test]

@@ -26,6 +26,12 @@ pub struct SamplingOptions {
     /// Lower the probability of tokens that have occurred in prompt or answer; 1 is no penalty
     #[arg(long, default_value_t = 1.0)]
     repetition_penalty: f64,
+    /// Subtract this from the logits of tokens that the answer already has; from -2 to 2, 0 is no penalty
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f64,
+    /// Subtract this from a token's logit for each time the answer has it; from -2 to 2, 0 is no penalty
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f64,
     /// Sampling seed
     #[arg(long, default_value_t = 42)]
     seed: u64,
@@ -41,10 +47,13 @@ impl SamplingOptions {
     /// Returns the options, checked against the model's context length. The default maximum shrinks to fit a short
     /// context.
     pub(super) fn options(&self, lm: &Lm, default_max: usize) -> Result<GenerateOptions> {
-        let Self { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = *self;
+        let Self { temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, .. } =
+            *self;
         let max_new_tokens = self.max_new_tokens.unwrap_or(default_max.min(lm.context().saturating_sub(1)));
-        let sampling = SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty };
-        let options = GenerateOptions { max_new_tokens, sampling, seed, stop: self.stop.clone() };
+        let penalties =
+            SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, ..SamplingParams::GREEDY };
+        let sampling = SamplingParams { temperature, top_k, top_p, min_p, ..penalties };
+        let options = GenerateOptions { max_new_tokens, sampling, seed: self.seed, stop: self.stop.clone() };
         options.check(lm.context())?;
         // An invalid generation_config.json is an error here, as in evaluations.
         SamplingDefaults::read(lm.folder())?;

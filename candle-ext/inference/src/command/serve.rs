@@ -1,7 +1,10 @@
 //! The command `serve`: an OpenAI-compatible HTTP server.
 
+use std::fs::{File, OpenOptions};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
@@ -57,6 +60,9 @@ pub struct ServeOptions {
     /// Origins of web pages that may send requests, such as https://chat.example.org; * is any
     #[arg(long, value_name = "ORIGIN", num_args = 1.., value_parser = web_origin)]
     allowed_origins: Vec<String>,
+    /// File to which a line of JSON is appended for each request, without prompts and answers
+    #[arg(long, value_name = "FILE")]
+    request_log: Option<PathBuf>,
     /// Format of the model's thinking in chats
     #[arg(long, value_enum, value_name = "FORMAT", default_value_t = ReasoningFormat::Auto)]
     reasoning_format: ReasoningFormat,
@@ -135,12 +141,19 @@ impl ServeOptions {
     }
 }
 
+fn open_log(path: &Path) -> Result<Arc<File>> {
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    let opened = opened.with_context(|| format!("failed to open --request-log {}", path.display()));
+    opened.map(Arc::new).context(ExitCode::Usage)
+}
+
 /// Serves `model`, a path or Hub id, until SIGINT, SIGTERM or SIGHUP.
 pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
     let address = SocketAddr::new(options.host, options.port);
     // A used port is an error before the model is loaded.
     let listener = TcpListener::bind(address).with_context(|| format!("failed to listen on {address}"));
     let listener = listener.context(ExitCode::Usage)?;
+    let request_log = options.request_log.as_deref().map(open_log).transpose()?;
     let name = options.served_model_name.clone().unwrap_or_else(|| model.to_owned());
     let model_names = options.model_names(name)?;
     let models = options.load(model, hub)?;
@@ -154,6 +167,7 @@ pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
         shutdown_timeout: Duration::from_secs(options.shutdown_timeout.into()),
         allowed_hosts: options.allowed_hosts.clone(),
         allowed_origins: options.allowed_origins.clone(),
+        request_log,
         reasoning_format: options.reasoning_format,
     };
     serve::serve(&models, listener, &settings)

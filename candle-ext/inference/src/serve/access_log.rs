@@ -1,4 +1,4 @@
-//! Log of requests: refusals as warnings, answered ones at the level `info`.
+//! Log of refused requests, as warnings. Answered ones are in their records.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use candlewick_text::printable::{printable, shortened};
 
 use super::connections::ClientAddress;
 
-/// Log of requests, with a bounded number of lines for refusals.
+/// Log of refused requests, with a bounded number of lines.
 pub(super) struct AccessLog(Mutex<LogPeriod>);
 
 /// Reason of a refusal, in a response's extensions.
@@ -37,20 +37,16 @@ impl Default for AccessLog {
 }
 
 impl AccessLog {
-    /// Logs a request, with the reason if it was refused.
+    /// Logs a refused request, with the reason.
     pub(super) fn log(
         &self,
         client: Option<&ClientAddress>,
         (method, uri): (&Method, &Uri),
         status: StatusCode,
-        reason: Option<&RefusalReason>,
+        RefusalReason(reason): &RefusalReason,
     ) {
         let client = client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
         let request = format!("{client} \"{method} {}\" {}", on_one_line(uri.path()), status.as_u16());
-        let Some(RefusalReason(reason)) = reason else {
-            tracing::info!("{request}");
-            return;
-        };
         let mut period = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(n_dropped) = period.count(Instant::now()) {
             if n_dropped > 0 {

@@ -1,5 +1,7 @@
 //! Requests of `POST /v1/chat/completions`.
 
+use std::sync::Arc;
+
 use axum::http::StatusCode;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::format::message_from_fields;
@@ -8,11 +10,14 @@ use candlewick_text::tokenizer::SpecialTokens;
 use serde_json::{Map, Value as Json};
 
 use super::api_error::ApiError;
-use super::fields::{Fields, shown};
-use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top, object_of};
+use super::fields::Fields;
+use super::generation_fields::{GenerationFields, JobSettings, TokenizedPrompt, checked_top, object_of};
 use super::job::LogprobOptions;
+use super::reply_parser::ReplyParser;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
+use super::response_format::RESPONSE_FORMAT;
 use super::server_state::{ServedModel, ServerState};
+use super::tool_choice::{RequestTools, TOOLS};
 use crate::lm::with_variables;
 use crate::reasoning::{ReasoningFormat, ReasoningParser};
 
@@ -21,7 +26,8 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let generation = GenerationFields::take(&mut fields, state)?;
     let model = &state.models[generation.model];
     let template = template(&mut fields, model)?;
-    let chat = conversation(&mut fields)?;
+    let tools = RequestTools::take(&mut fields)?;
+    let chat = conversation(&mut fields, &tools)?;
     let logprobs = logprobs(&mut fields)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
@@ -42,9 +48,16 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     };
     let (n_prompt, n_max) = (ids.len(), state.n_max(ids.len(), max_tokens)?);
     let prompts = vec![TokenizedPrompt { ids, n_max }];
-    let (jobs, events) = generation.jobs(prompts, logprobs, &model.chat_stop_ids, state);
+    let content = generation.response_format.as_ref();
+    let reply = tools.reply(model.tool_calls.as_ref(), content, &model.tokenizer)?;
+    let field = if content.is_some() { RESPONSE_FORMAT } else { TOOLS };
+    let constraint = reply.map(|reply| model.constraint(field, reply.grammar(reasoning.start()))).transpose()?;
+    let visible = if tools.tools.is_some() { Arc::clone(&model.tool_call_tokens) } else { Arc::default() };
+    let settings = JobSettings { constraint, visible, logprobs, stop_ids: &model.chat_stop_ids };
+    let (jobs, events) = generation.jobs(prompts, settings, state);
     let format = ResponseFormat::new(ResponseKind::Chat, &model.name, logprobs.is_some());
-    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new(), reasoning })
+    let parser = ReplyParser { reasoning, tool_calls: tools.parser(model.tool_calls.as_ref()) };
+    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new(), parser })
 }
 
 /// Returns the chat template with the request's variables.
@@ -61,7 +74,7 @@ fn template(fields: &mut Fields, model: &ServedModel) -> Result<ChatTemplate, Ap
     Ok(with_variables(ChatTemplate::clone(template), &variables))
 }
 
-fn conversation(fields: &mut Fields) -> Result<Conversation, ApiError> {
+fn conversation(fields: &mut Fields, tools: &RequestTools) -> Result<Conversation, ApiError> {
     let messages = fields.array("messages")?.unwrap_or_default();
     if messages.is_empty() {
         return Err(ApiError::field("messages", "messages is missing or empty, expected an array of messages"));
@@ -72,17 +85,10 @@ fn conversation(fields: &mut Fields) -> Result<Conversation, ApiError> {
         let problem = "messages end with the assistant's message, so there is nothing to answer; remove that message";
         return Err(ApiError::field("messages", problem));
     }
-    let tools = fields.array("tools")?.filter(|tools| !tools.is_empty());
-    let choice = fields.take("tool_choice");
-    match (tools, choice.as_ref().map(|choice| choice.as_str().unwrap_or_default())) {
-        (None, _) | (_, Some("none")) => Ok(chat),
-        (Some(tools), None | Some("auto")) => Ok(chat.with_tools(Json::Array(tools))),
-        (Some(_), Some(_)) => {
-            let shown = shown(&choice.unwrap_or_default());
-            let problem = format!("tool_choice is {shown}, which is not supported; \"auto\" and \"none\" are");
-            Err(ApiError::field("tool_choice", problem))
-        }
-    }
+    Ok(match &tools.tools {
+        Some(tools) => chat.with_tools(Json::Array(tools.clone())),
+        None => chat,
+    })
 }
 
 fn message(i: usize, value: Json) -> Result<Message, ApiError> {

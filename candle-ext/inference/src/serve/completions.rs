@@ -7,11 +7,13 @@ use serde_json::Value as Json;
 
 use super::api_error::ApiError;
 use super::fields::{Fields, shown};
-use super::generation_fields::{GenerationFields, TokenizedPrompt, checked_top};
+use super::generation_fields::{GenerationFields, JobSettings, TokenizedPrompt, checked_top};
 use super::job::LogprobOptions;
+use super::reply_parser::ReplyParser;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
+use super::response_format::RESPONSE_FORMAT;
 use super::server_state::{ServedModel, ServerState};
-use crate::reasoning::ReasoningParser;
+use crate::reasoning::ReasoningStart;
 
 /// OpenAI's default of `max_tokens`.
 const MAX_TOKENS: usize = 16;
@@ -43,10 +45,20 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     if echo {
         check_echo(&echoes, n_prompt * generation.n * n_top.map_or(0, |n_top| n_top + 1))?;
     }
-    let (jobs, events) = generation.jobs(prompts, logprobs, &model.stop_ids, state);
+    let format = generation.response_format.as_ref().map(|format| format.grammar(ReasoningStart::None));
+    let constraint = format.map(|grammar| model.constraint(RESPONSE_FORMAT, grammar)).transpose()?;
+    let settings = JobSettings { constraint, visible: Arc::default(), logprobs, stop_ids: &model.stop_ids };
+    let (jobs, events) = generation.jobs(prompts, settings, state);
     let format = ResponseFormat::new(ResponseKind::Completion, &model.name, logprobs.is_some());
-    let reasoning = ReasoningParser::default();
-    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes, reasoning })
+    Ok(ParsedRequest {
+        jobs,
+        events,
+        format,
+        stream: generation.stream,
+        n_prompt,
+        echoes,
+        parser: ReplyParser::default(),
+    })
 }
 
 /// Largest size of the prompts in a response with `echo`.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use super::deadline_stream::DeadlineStream;
 use axum::Router;
 use axum::extract::Request;
 use axum::response::Response;
@@ -27,6 +28,8 @@ use tokio::time::sleep;
 pub(super) struct ConnectionDeadlines {
     /// Time until the head of a request is complete. An idle connection is closed after it, too.
     pub(super) head: Duration,
+    /// Time of a response without progress, because the client does not read it.
+    pub(super) write: Duration,
     /// Time of running requests after the first signal.
     pub(super) shutdown: Duration,
 }
@@ -66,7 +69,7 @@ pub(super) async fn serve_connections(
                     request.extensions_mut().insert(ClientAddress(client));
                     service.call(request)
                 };
-                connections.spawn(serve_connection(stream, requests, deadlines.head, signals.clone()));
+                connections.spawn(serve_connection(stream, requests, deadlines, signals.clone()));
             }
             Either::Right(_) => break,
         }
@@ -81,7 +84,7 @@ pub(super) async fn serve_connections(
 async fn serve_connection<F>(
     stream: TcpStream,
     answer: impl Fn(Request<Incoming>) -> F,
-    head_timeout: Duration,
+    deadlines: ConnectionDeadlines,
     signals: watch::Receiver<usize>,
 ) where
     F: Future<Output = Result<Response, Infallible>>,
@@ -93,8 +96,9 @@ async fn serve_connection<F>(
         answer(request)
     });
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(head_timeout).max_buf_size(MAX_BUFFER_BYTES);
-    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+    builder.timer(TokioTimer::new()).header_read_timeout(deadlines.head).max_buf_size(MAX_BUFFER_BYTES);
+    let stream = TokioIo::new(DeadlineStream::new(stream, deadlines.write));
+    let mut connection = pin!(builder.serve_connection(stream, service));
     if let Either::Right(_) = select(connection.as_mut(), pin!(n_signals(signals, 1))).await {
         // hyper closes an idle connection, but waits for the rest of the first head.
         if has_request.load(Ordering::Relaxed) {
@@ -125,14 +129,17 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(20);
+    const DEADLINES: ConnectionDeadlines = ConnectionDeadlines { head: LONG, write: LONG, shutdown: LONG };
 
-    /// Starts a server whose `/endless` is never answered. Returns its address, its signals, and a thread that ends with it.
+    /// Starts a server whose `/endless` is never answered, and whose `/large` no socket buffers. Returns its address, its signals, and a thread that ends with it.
     fn start(deadlines: ConnectionDeadlines) -> (SocketAddr, watch::Sender<usize>, thread::JoinHandle<()>) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap();
-        let router =
-            Router::new().route("/", get(|| async { "done" })).route("/endless", get(std::future::pending::<()>));
+        let router = Router::new()
+            .route("/", get(|| async { "done" }))
+            .route("/large", get(|| async { "a".repeat(64 << 20) }))
+            .route("/endless", get(std::future::pending::<()>));
         let (signals, counted) = watch::channel(0);
         let server = thread::spawn(move || {
             Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
@@ -166,19 +173,19 @@ mod tests {
 
     #[test]
     fn a_connection_without_a_complete_head_is_closed_after_the_deadline() {
-        let (address, _signals, _server) = start(ConnectionDeadlines { head: SHORT, shutdown: LONG });
+        let (address, _signals, _server) = start(ConnectionDeadlines { head: SHORT, ..DEADLINES });
         for sent in ["", "G", HALF_HEAD] {
             let answer = read(send(address, sent));
             assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 408"), "{sent:?}: {answer}");
         }
         // The connection is idle after its request.
-        let (address, _signals, _server) = start(ConnectionDeadlines { head: Duration::from_secs(1), shutdown: LONG });
+        let (address, _signals, _server) = start(ConnectionDeadlines { head: Duration::from_secs(1), ..DEADLINES });
         assert!(read(send(address, "GET / HTTP/1.1\r\nHost: a\r\n\r\n")).ends_with("done"));
     }
 
     #[test]
     fn incomplete_requests_do_not_delay_the_end_of_the_server() {
-        let (address, signals, server) = start(ConnectionDeadlines { head: LONG, shutdown: 60 * LONG });
+        let (address, signals, server) = start(ConnectionDeadlines { shutdown: 60 * LONG, ..DEADLINES });
         let half: Vec<_> = ["", "G", HALF_HEAD].map(|sent| send(address, sent)).into();
         let mut idle = send(address, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         let mut answer = [0; 12];
@@ -192,9 +199,22 @@ mod tests {
     }
 
     #[test]
+    fn a_client_that_does_not_read_its_response_loses_the_connection() {
+        let deadlines = ConnectionDeadlines { write: SHORT, shutdown: 60 * LONG, ..DEADLINES };
+        let (address, signals, server) = start(deadlines);
+        let mut unread = send(address, "GET /large HTTP/1.1\r\nHost: a\r\n\r\n");
+        unread.read_exact(&mut [0]).unwrap();
+        signals.send_modify(|n| *n += 1);
+        let stopped = Instant::now();
+        server.join().unwrap();
+        assert!(stopped.elapsed() < LONG / 2);
+        assert!(read(unread).len() < 64 << 20);
+    }
+
+    #[test]
     fn a_running_request_ends_with_the_deadline_or_the_second_signal() {
         for (shutdown, n_signals) in [(SHORT, 1), (60 * LONG, 2)] {
-            let (address, signals, server) = start(ConnectionDeadlines { head: LONG, shutdown });
+            let (address, signals, server) = start(ConnectionDeadlines { shutdown, ..DEADLINES });
             let endless = send(address, "GET /endless HTTP/1.1\r\nHost: a\r\n\r\n");
             // The answer shows that the server has accepted the earlier connection.
             assert!(read(send(address, "GET / HTTP/1.0\r\n\r\n")).ends_with("done"));

@@ -7,9 +7,12 @@ use serde_json::{Map, Value as Json, json};
 use super::api_error::ApiError;
 use super::fields::{Fields, shown};
 use super::job::{GenerationEvent, GenerationJob, LogprobOptions};
+use super::reply_grammar::ReplyPart;
+use super::response_format::response_format;
 use super::server_state::ServerState;
+use crate::constraint::TokenConstraint;
 use crate::lm::special_stops;
-use crate::sampler::{SamplingParams, seed_of};
+use crate::sampler::{LogitBias, SamplingParams, seed_of};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 /// Fields of a generation.
@@ -20,7 +23,10 @@ pub(super) struct GenerationFields {
     pub(super) model: usize,
     /// Options of a streamed response.
     pub(super) stream: Option<StreamOptions>,
+    /// Format of the text, if the request has `response_format`.
+    pub(super) response_format: Option<ReplyPart>,
     sampling: SamplingParams,
+    logit_bias: LogitBias,
     seed: u64,
     stop: Arc<[String]>,
 }
@@ -40,11 +46,25 @@ pub(super) struct TokenizedPrompt {
     pub(super) n_max: usize,
 }
 
+/// Settings of all jobs of a request.
+pub(super) struct JobSettings<'a> {
+    /// Grammar of the text.
+    pub(super) constraint: Option<TokenConstraint>,
+    /// Special tokens that are part of the text.
+    pub(super) visible: Arc<[u32]>,
+    pub(super) logprobs: Option<LogprobOptions>,
+    /// Tokens that end a text, besides those of stop strings.
+    pub(super) stop_ids: &'a [u32],
+}
+
 /// Largest number of stop strings.
 const MAX_STOPS: usize = 64;
 
 /// Largest size of a stop string.
 const MAX_STOP_BYTES: usize = 1024;
+
+/// Largest absolute value of a logit bias, OpenAI's.
+const MAX_LOGIT_BIAS: f64 = 100.0;
 
 /// Largest number of most probable tokens at a position.
 pub(super) const MAX_TOP_LOGPROBS: usize = 20;
@@ -60,17 +80,20 @@ impl GenerationFields {
         }
         state.check_choices(1, n)?;
         let seed = fields.integer("seed")?.map_or_else(rand::random, i64::cast_unsigned);
-        Ok(Self { n, model, stream: stream(fields)?, sampling: sampling(fields)?, seed, stop: stop(fields)? })
+        let logit_bias = logit_bias(fields, state.models[model].n_vocab)?;
+        let (stream, sampling, stop) = (stream(fields)?, sampling(fields)?, stop(fields)?);
+        let response_format = response_format(fields)?;
+        Ok(Self { n, model, stream, response_format, sampling, logit_bias, seed, stop })
     }
 
     /// Creates the jobs of a request, all choices of the first prompt first, and the receiver of their events.
     pub(super) fn jobs(
         &self,
         prompts: Vec<TokenizedPrompt>,
-        logprobs: Option<LogprobOptions>,
-        stop_ids: &[u32],
+        settings: JobSettings<'_>,
         state: &ServerState,
     ) -> (Vec<GenerationJob>, UnboundedReceiver<(usize, GenerationEvent)>) {
+        let JobSettings { constraint, visible, logprobs, stop_ids } = settings;
         let (events, receiver) = unbounded_channel();
         let stop_ids: Arc<[u32]> =
             stop_ids.iter().copied().chain(special_stops(&state.models[self.model].tokenizer, &self.stop)).collect();
@@ -83,6 +106,9 @@ impl GenerationFields {
                     prompt: Arc::clone(&prompt),
                     n_max,
                     sampling: self.sampling,
+                    logit_bias: Arc::clone(&self.logit_bias),
+                    constraint: constraint.clone(),
+                    visible: Arc::clone(&visible),
                     seed: seed_of(self.seed, index as u64),
                     stop: Arc::clone(&self.stop),
                     stop_ids: Arc::clone(&stop_ids),
@@ -98,21 +124,12 @@ impl GenerationFields {
 
 /// Rejects fields of OpenAI that would change the response and are not implemented.
 fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
-    let penalty = "use repetition_penalty";
-    fields.refuse("presence_penalty", &json!(0), penalty)?;
-    fields.refuse("frequency_penalty", &json!(0), penalty)?;
-    fields.refuse("logit_bias", &json!({}), "remove it")?;
     fields.refuse("best_of", &json!(1), "use n")?;
     fields.refuse("suffix", &json!(""), "remove it")?;
-    let format = fields.object("response_format")?.unwrap_or_default();
-    match format.get("type") {
-        None => Ok(()),
-        Some(kind) if kind == "text" => Ok(()),
-        Some(kind) => Err(ApiError::field(
-            "response_format",
-            format!("response_format has the type {}, which is not supported; only \"text\" is", shown(kind)),
-        )),
+    for name in ["structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"] {
+        fields.refuse(name, &json!({}), "use response_format")?;
     }
+    Ok(())
 }
 
 fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
@@ -135,9 +152,30 @@ fn sampling(fields: &mut Fields) -> Result<SamplingParams, ApiError> {
         top_p: fields.number("top_p")?.unwrap_or(1.0),
         min_p: fields.number("min_p")?.unwrap_or(0.0),
         repetition_penalty: fields.number("repetition_penalty")?.unwrap_or(1.0),
+        presence_penalty: fields.number("presence_penalty")?.unwrap_or(0.0),
+        frequency_penalty: fields.number("frequency_penalty")?.unwrap_or(0.0),
     };
     params.check().map_err(|error| ApiError::field(error.name, error.to_string()))?;
     Ok(params)
+}
+
+/// Takes the numbers to add to logits, by token ids below `n_vocab`.
+fn logit_bias(fields: &mut Fields, n_vocab: usize) -> Result<LogitBias, ApiError> {
+    let refused = |problem: String| ApiError::field("logit_bias", problem);
+    let entry = |(key, value): (String, Json)| {
+        let id = key.parse::<u32>().ok().filter(|id| (*id as usize) < n_vocab).ok_or_else(|| {
+            let key = shown(&Json::String(key.clone()));
+            refused(format!("logit_bias has the key {key}, expected the id of a token; the vocabulary has {n_vocab}"))
+        })?;
+        let bias = value.as_f64().filter(|bias| bias.abs() <= MAX_LOGIT_BIAS).ok_or_else(|| {
+            let value = shown(&value);
+            refused(format!(
+                "logit_bias of token {id} is {value}, expected a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+            ))
+        })?;
+        Ok((id, bias as f32))
+    };
+    fields.object("logit_bias")?.unwrap_or_default().into_iter().map(entry).collect()
 }
 
 fn stop(fields: &mut Fields) -> Result<Arc<[String]>, ApiError> {

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use axum::Router;
 use axum::body::Body;
 use axum::extract::{FromRequest, FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
@@ -14,6 +13,7 @@ use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Extension, Router};
 use candlewick_comm::store::is_equal_in_constant_time;
 use futures_util::future::{Either, select};
 use serde_json::{Value as Json, json};
@@ -23,7 +23,9 @@ use super::api_error::ApiError;
 use super::body::{RequestBody, check_content_type};
 use super::connections::{ClientAddress, ConnectionDeadlines, n_signals, serve_connections};
 use super::fields::Fields;
+use super::metrics::{METRICS_CONTENT_TYPE, ServedRoute};
 use super::origin::{allow_origin, preflight};
+use super::request_record::RequestRecord;
 use super::response::{ParsedRequest, json_response};
 use super::server_state::{ServedModel, ServerState};
 use super::{chat, completions};
@@ -37,6 +39,9 @@ const LARGE_BODY_BYTES: usize = 64 << 10;
 /// Time until the head of a request is complete.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 
+/// Time of a response without progress, because the client does not read it.
+const WRITE_DEADLINE: Duration = Duration::from_secs(60);
+
 /// Serves requests until the first signal, and completes running ones until the second or the deadline.
 pub(super) fn run(listener: TcpListener, state: Arc<ServerState>) -> Result<()> {
     let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(N_PARSERS).build();
@@ -44,7 +49,8 @@ pub(super) fn run(listener: TcpListener, state: Arc<ServerState>) -> Result<()> 
     let served = runtime.block_on(async {
         listener.set_nonblocking(true)?;
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        let deadlines = ConnectionDeadlines { head: HEAD_DEADLINE, shutdown: state.shutdown_timeout };
+        let deadlines =
+            ConnectionDeadlines { head: HEAD_DEADLINE, write: WRITE_DEADLINE, shutdown: state.shutdown_timeout };
         let signals = state.signals.clone();
         serve_connections(listener, router(state), deadlines, signals).await;
         std::io::Result::Ok(())
@@ -57,6 +63,7 @@ pub(super) fn run(listener: TcpListener, state: Arc<ServerState>) -> Result<()> 
 fn router(state: Arc<ServerState>) -> Router {
     Router::new()
         .route("/health", get(health))
+        .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat_completions))
@@ -103,9 +110,11 @@ impl FromRequestParts<Arc<ServerState>> for Authorized {
 }
 
 /// Checks the host and origin of a request, and logs it.
-async fn checked(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
+async fn checked(State(state): State<Arc<ServerState>>, mut request: Request, next: Next) -> Response {
     let (method, uri) = (request.method().clone(), request.uri().clone());
     let client = request.extensions().get::<ClientAddress>().copied();
+    let record = RequestRecord::begin(&state.reporter, ServedRoute::of(uri.path()), client);
+    request.extensions_mut().insert(record.clone());
     let listed = state.origins.listed(request.headers());
     let mut response = match state.origins.check(&uri, request.headers()) {
         Err(error) => error.into_response(),
@@ -117,12 +126,19 @@ async fn checked(State(state): State<Arc<ServerState>>, request: Request, next: 
     if let Some(origin) = listed {
         allow_origin(&mut response, origin);
     }
-    state.log.log(client.as_ref(), (&method, &uri), response.status(), response.extensions().get());
+    record.set_status(response.status());
+    if let Some(reason) = response.extensions().get() {
+        state.log.log(client.as_ref(), (&method, &uri), response.status(), reason);
+    }
     response
 }
 
 async fn health() -> Response {
     json_response(&json!({"status": "ok"}))
+}
+
+async fn metrics(State(state): State<Arc<ServerState>>, _: Authorized) -> Response {
+    ([(header::CONTENT_TYPE, METRICS_CONTENT_TYPE)], state.metrics()).into_response()
 }
 
 async fn models(State(state): State<Arc<ServerState>>, _: Authorized) -> Response {
@@ -149,22 +165,25 @@ fn card(state: &ServerState, model: &ServedModel) -> Json {
 async fn chat_completions(
     State(state): State<Arc<ServerState>>,
     _: Authorized,
+    Extension(record): Extension<RequestRecord>,
     body: RequestBody,
 ) -> Result<Response, ApiError> {
-    respond(state, body, chat::parse).await
+    respond(state, record, body, chat::parse).await
 }
 
 async fn text_completions(
     State(state): State<Arc<ServerState>>,
     _: Authorized,
+    Extension(record): Extension<RequestRecord>,
     body: RequestBody,
 ) -> Result<Response, ApiError> {
-    respond(state, body, completions::parse).await
+    respond(state, record, body, completions::parse).await
 }
 
 /// Parses a request on another thread, and answers it.
 async fn respond(
     state: Arc<ServerState>,
+    record: RequestRecord,
     body: RequestBody,
     parse: fn(Fields, &ServerState) -> Result<ParsedRequest, ApiError>,
 ) -> Result<Response, ApiError> {
@@ -179,17 +198,17 @@ async fn respond(
     .await;
     let parsed = parsed.map_err(|error| ApiError::internal(&error.into()))??;
     match parsed.stream {
-        None => Ok(json_response(&parsed.complete(&state).await?)),
+        None => Ok(json_response(&parsed.complete(&state, &record).await?)),
         Some(options) => {
             let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
-            Ok((headers, Body::from_stream(parsed.stream(options, &state)?)).into_response())
+            Ok((headers, Body::from_stream(parsed.stream(options, &state, record)?)).into_response())
         }
     }
 }
 
 async fn unknown_url(method: Method, uri: Uri) -> ApiError {
     let problem = format!(
-        "{method} {} is not served; /v1/chat/completions, /v1/completions, /v1/models and /health are",
+        "{method} {} is not served; /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics are",
         uri.path()
     );
     ApiError::new(StatusCode::NOT_FOUND, problem).with_code("unknown_url")

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::api_error::ApiError;
-use crate::sampler::SamplingParams;
+use crate::constraint::TokenConstraint;
+use crate::sampler::{LogitBias, SamplingParams};
 
 /// One generation, or the scoring of one prompt.
 pub(super) struct GenerationJob {
@@ -16,11 +17,17 @@ pub(super) struct GenerationJob {
     /// Maximum number of new tokens.
     pub(super) n_max: usize,
     pub(super) sampling: SamplingParams,
+    /// Numbers to add to logits.
+    pub(super) logit_bias: LogitBias,
+    /// Grammar of the text.
+    pub(super) constraint: Option<TokenConstraint>,
     pub(super) seed: [u8; 32],
     /// Stop strings, none empty.
     pub(super) stop: Arc<[String]>,
     /// Tokens that end the generation.
     pub(super) stop_ids: Arc<[u32]>,
+    /// Special tokens that are part of the text.
+    pub(super) visible: Arc<[u32]>,
     pub(super) logprobs: Option<LogprobOptions>,
     /// Index of the choice in the response.
     pub(super) choice: usize,

@@ -7,19 +7,28 @@ mod access_log;
 mod api_error;
 mod body;
 mod chat;
+mod choice;
 mod completions;
 mod connections;
+mod deadline_stream;
 mod fields;
 mod generation_fields;
 mod http;
 mod job;
+mod json_schema;
 mod logprobs;
+mod metrics;
 mod origin;
 mod prefix_rows;
+mod reply_grammar;
+mod reply_parser;
+mod request_record;
 mod response;
+mod response_format;
 mod sequence;
 mod server_state;
 mod settings;
+mod tool_choice;
 mod worker;
 
 use std::net::TcpListener;
@@ -33,6 +42,7 @@ use signal_hook::iterator::Signals;
 use tokio::sync::{mpsc, watch};
 
 use crate::lm::Lm;
+use metrics::WorkerGauges;
 use server_state::{ServerEndpoints, ServerState, limits};
 pub use settings::ServeSettings;
 use worker::Worker;
@@ -49,7 +59,8 @@ pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> 
     let mut signals = Signals::new(stop_signals()).context("failed to watch for signals")?;
     let handle = signals.handle();
     let (count, counted) = watch::channel(0);
-    let endpoints = ServerEndpoints { address, queue, signals: counted };
+    let gauges = Arc::new(WorkerGauges::default());
+    let endpoints = ServerEndpoints { address, queue, signals: counted, gauges: Arc::clone(&gauges) };
     let state = Arc::new(ServerState::new(models, settings, max_model_len, endpoints));
     if !address.ip().is_loopback() && settings.api_key.is_none() {
         print_note(&format!("warning: other machines can send requests to {address} without a key; set --api-key"));
@@ -63,7 +74,7 @@ pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> 
             served
         });
         // Ends when the server has dropped the queue.
-        Worker::new(models, limits).run(jobs);
+        Worker::new(models, limits, gauges).run(jobs);
         server.join().map_err(|_| anyhow!("failed to serve: the HTTP server panicked"))?
     })
 }

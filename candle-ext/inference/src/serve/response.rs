@@ -7,14 +7,16 @@ use std::sync::Arc;
 use axum::http::StatusCode;
 use futures_util::Stream;
 use futures_util::stream::unfold;
-use serde_json::{Map, Value as Json, json};
+use serde_json::{Value as Json, json};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::api_error::ApiError;
+use super::choice::{Choice, chat_logprob};
 use super::generation_fields::StreamOptions;
-use super::job::{GenerationEnd, GenerationEvent, GenerationJob, TokenLogprobs};
+use super::job::{GenerationEvent, GenerationJob};
+use super::reply_parser::ReplyParser;
+use super::request_record::RequestRecord;
 use super::server_state::{ServerState, seconds_since_1970};
-use crate::reasoning::{ReasoningParser, ReplyText};
 
 /// A request with its jobs.
 pub(super) struct ParsedRequest {
@@ -27,7 +29,7 @@ pub(super) struct ParsedRequest {
     /// Text that precedes each choice, if the request has `echo`.
     pub(super) echoes: Vec<Arc<str>>,
     /// Parser of each choice.
-    pub(super) reasoning: ReasoningParser,
+    pub(super) parser: ReplyParser,
 }
 
 /// Endpoint of a response.
@@ -46,21 +48,6 @@ pub(super) struct ResponseFormat {
     created: u64,
     model: String,
     has_logprobs: bool,
-}
-
-/// A choice, or the newest part of one.
-#[derive(Default)]
-struct Choice {
-    /// All of a completion is content.
-    text: ReplyText,
-    parser: ReasoningParser,
-    logprobs: Vec<TokenLogprobs>,
-    end: Option<GenerationEnd>,
-    n_tokens: usize,
-    /// Characters of the choice's tokens in earlier parts.
-    n_chars_before: usize,
-    /// First bytes of a character whose other bytes are in this part.
-    begun_character: Vec<u8>,
 }
 
 /// Token counts of a response.
@@ -97,14 +84,8 @@ impl ResponseFormat {
             ResponseKind::Completion => "text_completion",
         };
         let choice = |(index, choice): (usize, &Choice)| match self.kind {
-            ResponseKind::Chat => {
-                let mut message = json!({"role": "assistant", "content": choice.text.content, "refusal": null});
-                if !choice.text.reasoning.is_empty() {
-                    message["reasoning_content"] = json!(choice.text.reasoning);
-                }
-                self.choice(index, ("message", message), choice)
-            }
-            ResponseKind::Completion => self.choice(index, ("text", json!(choice.text.content)), choice),
+            ResponseKind::Chat => self.choice(index, ("message", choice.message()), choice),
+            ResponseKind::Completion => self.choice(index, ("text", json!(choice.reply.text.content)), choice),
         };
         self.response(object, choices.iter().enumerate().map(choice).collect(), Some(usage))
     }
@@ -120,14 +101,8 @@ impl ResponseFormat {
     /// Returns the part of a choice as a choice of a chunk.
     fn part(&self, index: usize, part: &Choice) -> Json {
         match self.kind {
-            ResponseKind::Chat => {
-                let ReplyText { reasoning, content } = &part.text;
-                let fields = [("reasoning_content", reasoning), ("content", content)].into_iter();
-                let fields = fields.filter(|(_, text)| !text.is_empty());
-                let delta: Map<String, Json> = fields.map(|(key, text)| (key.to_owned(), json!(text))).collect();
-                self.choice(index, ("delta", Json::Object(delta)), part)
-            }
-            ResponseKind::Completion => self.choice(index, ("text", json!(part.text.content)), part),
+            ResponseKind::Chat => self.choice(index, ("delta", part.delta()), part),
+            ResponseKind::Completion => self.choice(index, ("text", json!(part.reply.text.content)), part),
         }
     }
 
@@ -139,106 +114,34 @@ impl ResponseFormat {
             }
             (true, ResponseKind::Completion) => choice.completion_logprobs(),
         };
-        let end = choice.end.map(|end| if end == GenerationEnd::Stop { "stop" } else { "length" });
-        json!({"index": index, key: content, "logprobs": logprobs, "finish_reason": end})
-    }
-}
-
-/// Least log-probability in a response; JSON has no infinity.
-const MIN_LOGPROB: f32 = -9999.0;
-
-fn chat_logprob(logprobs: &TokenLogprobs) -> Json {
-    let entry = |token: &super::job::TokenText, logprob: f32| json!({"token": token.text, "logprob": logprob.max(MIN_LOGPROB), "bytes": token.bytes});
-    let mut own = entry(&logprobs.token, logprobs.logprob.unwrap_or(0.0));
-    own["top_logprobs"] = logprobs.top.iter().map(|(token, logprob)| entry(token, *logprob)).collect();
-    own
-}
-
-impl Choice {
-    fn completion_logprobs(&self) -> Json {
-        let all = &self.logprobs;
-        let tokens: Vec<&str> = all.iter().map(|logprobs| logprobs.token.text.as_str()).collect();
-        let own: Vec<Option<f32>> = all.iter().map(|it| it.logprob.map(|logprob| logprob.max(MIN_LOGPROB))).collect();
-        let top: Vec<Json> = all.iter().map(top_logprobs).collect();
-        let (offsets, ..) = self.text_offsets();
-        json!({"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets})
-    }
-
-    /// Returns the offset of each token in characters, the offset after all of them, and the bytes of a character that is not
-    /// complete.
-    fn text_offsets(&self) -> (Vec<usize>, usize, Vec<u8>) {
-        let (mut n_chars, mut bytes) = (self.n_chars_before, self.begun_character.clone());
-        let offset = |logprobs: &TokenLogprobs| {
-            let offset = n_chars;
-            bytes.extend(&logprobs.token.bytes);
-            n_chars += take_characters(&mut bytes);
-            offset
-        };
-        let offsets = self.logprobs.iter().map(offset).collect();
-        (offsets, n_chars, bytes)
-    }
-}
-
-/// Removes the complete characters from the beginning of `bytes`, and returns their number.
-fn take_characters(bytes: &mut Vec<u8>) -> usize {
-    let n_complete = match std::str::from_utf8(bytes) {
-        Err(error) if error.error_len().is_none() => error.valid_up_to(),
-        _ => bytes.len(),
-    };
-    let complete: Vec<u8> = bytes.drain(..n_complete).collect();
-    String::from_utf8_lossy(&complete).chars().count()
-}
-
-/// Returns the most probable tokens and the token itself; `null` for the first token of a prompt.
-fn top_logprobs(logprobs: &TokenLogprobs) -> Json {
-    let Some(own) = logprobs.logprob else { return Json::Null };
-    let mut top = Map::new();
-    let all = logprobs.top.iter().map(|(token, logprob)| (token, *logprob)).chain([(&logprobs.token, own)]);
-    for (token, logprob) in all {
-        top.entry(token.text.clone()).or_insert_with(|| json!(logprob.max(MIN_LOGPROB)));
-    }
-    Json::Object(top)
-}
-
-impl Choice {
-    /// Adds an event. Returns the error of a failed job.
-    fn add(&mut self, event: GenerationEvent) -> Result<(), ApiError> {
-        match event {
-            GenerationEvent::Prompt(logprobs) => self.logprobs.extend(logprobs),
-            GenerationEvent::Token { text, logprobs } => {
-                self.text.append(&self.parser.push(&text));
-                self.logprobs.extend(logprobs);
-                self.n_tokens += 1;
-            }
-            GenerationEvent::End { text, reason } => {
-                self.text.append(&self.parser.push(&text));
-                self.text.append(&self.parser.finish());
-                self.end = Some(reason);
-            }
-            GenerationEvent::Failed(error) => return Err(error),
-        }
-        Ok(())
+        json!({"index": index, key: content, "logprobs": logprobs, "finish_reason": choice.finish_reason()})
     }
 }
 
 impl ParsedRequest {
     fn choices(&mut self) -> Vec<Choice> {
-        let choice = |_| Choice { parser: self.reasoning.clone(), ..Choice::default() };
+        let choice = |_| Choice { parser: self.parser.clone(), ..Choice::default() };
         let mut choices: Vec<Choice> = self.jobs.iter().map(choice).collect();
-        choices.iter_mut().zip(self.echoes.drain(..)).for_each(|(choice, echo)| choice.text.content = echo.to_string());
+        choices
+            .iter_mut()
+            .zip(self.echoes.drain(..))
+            .for_each(|(choice, echo)| choice.reply.text.content = echo.to_string());
         choices
     }
 
     /// Submits the jobs, and returns the complete response.
-    pub(super) async fn complete(mut self, state: &ServerState) -> Result<Json, ApiError> {
+    pub(super) async fn complete(mut self, state: &ServerState, record: &RequestRecord) -> Result<Json, ApiError> {
         let mut choices = self.choices();
+        record.set_response(&self.format.id, &self.format.model, false, self.n_prompt);
         state.submit(self.jobs)?;
         while let Some((index, event)) = self.events.recv().await {
+            note_event(record, &event);
             choices[index].add(event)?;
         }
         if choices.iter().any(|choice| choice.end.is_none()) {
             return Err(ApiError::stopping());
         }
+        choices.iter().filter_map(Choice::finish_reason).for_each(|reason| record.add_finish_reason(reason));
         let n_completion = choices.iter().map(|choice| choice.n_tokens).sum();
         Ok(self.format.whole(&choices, Usage { n_prompt: self.n_prompt, n_completion }))
     }
@@ -248,8 +151,10 @@ impl ParsedRequest {
         mut self,
         options: StreamOptions,
         state: &ServerState,
+        record: RequestRecord,
     ) -> Result<impl Stream<Item = Result<String, Infallible>> + use<>, ApiError> {
         let parts = self.choices();
+        record.set_response(&self.format.id, &self.format.model, true, self.n_prompt);
         state.submit(self.jobs)?;
         let mut open = ResponseStream {
             format: self.format,
@@ -260,6 +165,7 @@ impl ParsedRequest {
             usage: Usage { n_prompt: self.n_prompt, n_completion: 0 },
             ready: VecDeque::new(),
             has_ended: false,
+            record,
         };
         open.open();
         Ok(unfold(open, |mut stream| async move { stream.next().await.map(|event| (Ok(event), stream)) }))
@@ -279,6 +185,7 @@ struct ResponseStream {
     /// Chunks to send.
     ready: VecDeque<String>,
     has_ended: bool,
+    record: RequestRecord,
 }
 
 impl ResponseStream {
@@ -305,18 +212,20 @@ impl ResponseStream {
 
     fn add(&mut self, index: usize, event: GenerationEvent) {
         self.usage.n_completion += usize::from(matches!(event, GenerationEvent::Token { .. }));
+        note_event(&self.record, &event);
         let part = &mut self.parts[index];
         if let Err(error) = part.add(event) {
             self.fail(&error);
             return;
         }
-        if part.text.is_empty() && part.logprobs.is_empty() && part.end.is_none() {
+        if part.reply.is_empty() && part.logprobs.is_empty() && part.end.is_none() {
             return;
         }
         self.n_open -= usize::from(part.end.is_some());
+        part.finish_reason().into_iter().for_each(|reason| self.record.add_finish_reason(reason));
         let (_, n_chars_before, begun_character) = part.text_offsets();
-        let parser = std::mem::take(&mut part.parser);
-        let next = Choice { n_chars_before, begun_character, parser, ..Choice::default() };
+        let (parser, n_calls_before) = (std::mem::take(&mut part.parser), part.n_calls());
+        let next = Choice { n_chars_before, begun_character, parser, n_calls_before, ..Choice::default() };
         let part = std::mem::replace(part, next);
         let chunk = self.format.chunk(vec![self.format.part(index, &part)], None);
         self.send(&chunk);
@@ -348,26 +257,16 @@ impl ResponseStream {
     }
 }
 
+/// Counts the token of an event.
+fn note_event(record: &RequestRecord, event: &GenerationEvent) {
+    if let GenerationEvent::Token { .. } = event {
+        record.add_token();
+    }
+}
+
 /// Returns a JSON response with status 200.
 pub(super) fn json_response(body: &Json) -> axum::response::Response {
     use axum::response::IntoResponse;
     let content_type = [(axum::http::header::CONTENT_TYPE, "application/json")];
     (StatusCode::OK, content_type, body.to_string()).into_response()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn characters_are_counted_once_their_last_byte_is_there() {
-        let mut bytes = Vec::new();
-        let mut after = |part: &[u8]| {
-            bytes.extend(part);
-            take_characters(&mut bytes)
-        };
-        assert_eq!([after(b"a \xf0"), after(b"\x9f\x99"), after(b"\x82"), after(b"bc")], [2, 0, 1, 2]);
-        // An invalid byte is a replacement character of the text.
-        assert_eq!([after(b"\x80"), after(b"d")], [1, 1]);
-    }
 }

@@ -1,6 +1,7 @@
 //! A running job of the model's worker: its tokens, its rows in the KV cache, and the results of each forward.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::{D, Tensor};
@@ -11,6 +12,8 @@ use super::api_error::ApiError;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob, LogprobOptions, TokenLogprobs};
 use super::logprobs::{token_logprobs, token_text};
 use super::prefix_rows::PrefixKey;
+use super::response_format::RESPONSE_FORMAT;
+use crate::constraint::TokenConstraint;
 use crate::generate::length_class;
 use crate::lm::Lm;
 use crate::sampler::TokenSampler;
@@ -75,9 +78,9 @@ impl Logits {
 
 impl<'m> Sequence<'m> {
     pub(super) fn new(job: GenerationJob, rows: Range<usize>, n_seen: usize, lm: &'m Lm) -> Self {
-        let mut sampler = TokenSampler::new(job.sampling, job.seed);
+        let mut sampler = TokenSampler::new(job.sampling, job.seed).with_bias(Arc::clone(&job.logit_bias));
         sampler.observe(&job.prompt);
-        let text = StoppableText::new(lm.tokenizer(), &job.stop);
+        let text = StoppableText::new(lm.tokenizer(), &job.stop).with_visible(&job.visible);
         let ids = job.prompt.to_vec();
         let key = job.prefix_key(lm);
         Self {
@@ -176,9 +179,9 @@ impl<'m> Sequence<'m> {
 
     /// Samples the next token from a row of logits.
     fn generate(&mut self, row: usize, logits: &Logits, lm: &Lm) -> Result<(), ApiError> {
-        let token = match self.sampler.is_argmax() {
+        let token = match self.is_argmax() {
             true => logits.argmax_n[row],
-            false => self.sampler.sample(&mut logits.row(row).to_vec()),
+            false => self.sample(logits.row(row).to_vec())?,
         };
         let previous = self.ids[self.ids.len() - 1];
         let score = |LogprobOptions { n_top, .. }: LogprobOptions| {
@@ -192,13 +195,34 @@ impl<'m> Sequence<'m> {
         };
         self.job.send(GenerationEvent::Token { text, logprobs });
         self.ids.push(token);
-        if is_stop || self.text.has_stopped() {
+        let is_complete = !is_stop && self.constrain(|constraint| constraint.push(token))?.unwrap_or(false);
+        if is_stop || is_complete || self.text.has_stopped() {
             return self.end(GenerationEnd::Stop);
         }
         match self.ids.len() - self.job.prompt.len() == self.job.n_max {
             true => self.end(GenerationEnd::Length),
             false => Ok(()),
         }
+    }
+
+    /// Returns true if the next token is the one with the largest logit.
+    pub(super) fn is_argmax(&self) -> bool {
+        self.sampler.is_argmax() && self.job.constraint.is_none()
+    }
+
+    fn sample(&mut self, mut logits_v: Vec<f32>) -> Result<u32, ApiError> {
+        let stop_ids = Arc::clone(&self.job.stop_ids);
+        self.constrain(|constraint| constraint.mask(&mut logits_v, &stop_ids))?;
+        Ok(self.sampler.sample(&mut logits_v))
+    }
+
+    /// Uses the grammar, if there is one.
+    fn constrain<T>(&mut self, use_it: impl FnOnce(&mut TokenConstraint) -> Result<T>) -> Result<Option<T>, ApiError> {
+        let result = self.job.constraint.as_mut().map(use_it).transpose();
+        result.map_err(|error| {
+            let problem = format!("the schema is too complex for this text: {error:#}");
+            ApiError::field(RESPONSE_FORMAT, problem)
+        })
     }
 
     fn end(&mut self, reason: GenerationEnd) -> Result<(), ApiError> {

@@ -1,14 +1,15 @@
 //! State of the server that all requests read.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use axum::http::StatusCode;
 use candlewick_runtime::exit::ExitCode;
-use candlewick_text::template::ChatTemplate;
+use candlewick_text::template::{ChatTemplate, ToolCallFormat};
 use candlewick_text::tokenizer::Tokenizer;
+use llguidance::api::TopLevelGrammar;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, mpsc, watch};
 
@@ -17,10 +18,14 @@ use super::api_error::ApiError;
 use super::body::BodyMemory;
 use super::fields::shown;
 use super::job::GenerationJob;
+use super::metrics::WorkerGauges;
 use super::origin::OriginPolicy;
+use super::request_record::RequestReporter;
 use super::settings::ServeSettings;
+use super::tool_choice::special_tokens;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
+use crate::constraint::{GrammarCompiler, TokenConstraint};
 use crate::lm::{Lm, end_of_turn};
 use crate::reasoning::ReasoningFormat;
 
@@ -41,6 +46,8 @@ pub(super) struct ServerState {
     /// Permit to parse a large body. One thread is left for small ones.
     pub(super) large_parser: Arc<Semaphore>,
     pub(super) log: AccessLog,
+    pub(super) reporter: Arc<RequestReporter>,
+    gauges: Arc<WorkerGauges>,
     /// Number of stop signals.
     pub(super) signals: watch::Receiver<usize>,
     queue: mpsc::Sender<GenerationJob>,
@@ -53,6 +60,7 @@ pub(super) struct ServerEndpoints {
     pub(super) queue: mpsc::Sender<GenerationJob>,
     /// Number of stop signals.
     pub(super) signals: watch::Receiver<usize>,
+    pub(super) gauges: Arc<WorkerGauges>,
 }
 
 /// A model, or an adapter on the first one.
@@ -63,6 +71,10 @@ pub(super) struct ServedModel {
     pub(super) parent: Option<String>,
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) template: Option<Arc<ChatTemplate>>,
+    /// Format of tool calls, if the template renders them as JSON.
+    pub(super) tool_calls: Option<Arc<ToolCallFormat>>,
+    /// Special tokens of tool calls.
+    pub(super) tool_call_tokens: Arc<[u32]>,
     /// Tokens that end a completion.
     pub(super) stop_ids: Arc<[u32]>,
     /// Tokens that end a reply in a chat.
@@ -71,6 +83,8 @@ pub(super) struct ServedModel {
     pub(super) n_vocab: usize,
     /// Bytes of the longest token in the vocabulary.
     max_token_bytes: usize,
+    /// Compiler of grammars, once a request has needed it.
+    grammars: OnceLock<Result<GrammarCompiler, ApiError>>,
 }
 
 impl ServedModel {
@@ -78,16 +92,33 @@ impl ServedModel {
         let tokenizer = Arc::clone(lm.tokenizer());
         let stop_ids: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
         let end_of_turn = lm.template().and_then(|template| end_of_turn(&tokenizer, template));
+        // A template that has exceeded a limit fails from then on, so a copy renders the example.
+        let tool_calls = lm.template().and_then(|template| template.clone().tool_call_format());
+        let tool_call_tokens = tool_calls.as_ref().map(|format| special_tokens(format, &tokenizer)).unwrap_or_default();
         Self {
+            tool_calls: tool_calls.map(Arc::new),
+            tool_call_tokens: tool_call_tokens.into(),
             name: name.to_owned(),
             parent: parent.map(str::to_owned),
             template: lm.shared_template(),
             chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
             stop_ids,
             max_token_bytes: max_token_bytes(&tokenizer),
+            grammars: OnceLock::new(),
             n_vocab: lm.engine().model().config().vocab_size(),
             tokenizer,
         }
+    }
+}
+
+impl ServedModel {
+    /// Compiles the grammar of a reply, which the field `name` of the request has.
+    pub(super) fn constraint(&self, name: &'static str, grammar: TopLevelGrammar) -> Result<TokenConstraint, ApiError> {
+        let compiler = self.grammars.get_or_init(|| {
+            GrammarCompiler::new(&self.tokenizer, self.n_vocab).map_err(|error| ApiError::internal(&error))
+        });
+        let compiled = compiler.as_ref().map_err(ApiError::clone)?.compile(grammar);
+        compiled.map_err(|error| ApiError::field(name, format!("{name}: the schema cannot be used: {error:#}")))
     }
 }
 
@@ -105,7 +136,7 @@ impl ServerState {
         max_model_len: usize,
         endpoints: ServerEndpoints,
     ) -> Self {
-        let ServerEndpoints { address, queue, signals } = endpoints;
+        let ServerEndpoints { address, queue, signals, gauges } = endpoints;
         let names = &settings.model_names;
         let model = |(idx, (lm, name)): (usize, (&Lm, &String))| {
             ServedModel::new(lm, name, names.first().filter(|_| idx > 0).map(String::as_str))
@@ -125,9 +156,16 @@ impl ServerState {
             bodies: BodyMemory::default(),
             large_parser: Arc::new(Semaphore::new(1)),
             log: AccessLog::default(),
+            reporter: Arc::new(RequestReporter::new(settings.request_log.clone())),
+            gauges,
             signals,
             queue,
         }
+    }
+
+    /// Returns the metrics in Prometheus's text format.
+    pub(super) fn metrics(&self) -> String {
+        self.reporter.metrics.text(&self.gauges, self.queue.max_capacity() - self.queue.capacity())
     }
 
     /// Returns the index of the model with this name; without a name, of the first.

@@ -1,5 +1,7 @@
 //! Settings of the server.
 
+use std::fs::File;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::reasoning::ReasoningFormat;
@@ -25,6 +27,8 @@ pub struct ServeSettings {
     pub allowed_hosts: Vec<String>,
     /// Origins of web pages that may send requests; `*` is any.
     pub allowed_origins: Vec<String>,
+    /// File to which a line of JSON is appended for each request.
+    pub request_log: Option<Arc<File>>,
     /// Format of the thinking in chats.
     pub reasoning_format: ReasoningFormat,
 }

@@ -3,12 +3,16 @@
 //! Each step is one forward of the new tokens of all sequences: the last token of those that generate, and a part of
 //! the prompts of the others.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
 use anyhow::Result;
 use candlewick_parallel::{AppendTokens, KvCachePool};
 use tokio::sync::mpsc;
 
 use super::api_error::ApiError;
 use super::job::{GenerationEnd, GenerationEvent, GenerationJob};
+use super::metrics::WorkerGauges;
 use super::prefix_rows::{PrefixKey, PrefixRows, n_common};
 use super::sequence::{Logits, MIN_GROWTH, Sequence, SequencePart};
 use crate::lm::Lm;
@@ -38,6 +42,7 @@ pub(super) struct Worker<'m> {
     preempted: Vec<Sequence<'m>>,
     /// The next job, if the KV cache has no space for it yet.
     next: Option<GenerationJob>,
+    gauges: Arc<WorkerGauges>,
 }
 
 /// Shortest prefix worth a copy.
@@ -48,10 +53,11 @@ const MAX_PROMPT_LOGITS_BYTES: usize = 128 << 20;
 
 impl<'m> Worker<'m> {
     /// Creates a worker without jobs.
-    pub(super) fn new(models: &'m [Lm], limits: WorkerLimits) -> Self {
+    pub(super) fn new(models: &'m [Lm], limits: WorkerLimits, gauges: Arc<WorkerGauges>) -> Self {
         let pool = KvCachePool::new(models[0].engine().model().n_blocks(), limits.pool_rows);
         let rows = PrefixRows::new(limits.pool_rows);
-        Self { models, turn: 0, limits, pool, rows, sequences: Vec::new(), preempted: Vec::new(), next: None }
+        let (sequences, preempted) = (Vec::new(), Vec::new());
+        Self { models, turn: 0, limits, pool, rows, sequences, preempted, next: None, gauges }
     }
 
     /// Runs the jobs of the queue until it is closed and all have ended.
@@ -59,15 +65,23 @@ impl<'m> Worker<'m> {
         loop {
             self.end_where(|sequence| sequence.job.events.is_closed());
             self.preempted.retain(|sequence| !sequence.job.events.is_closed());
+            self.set_gauges();
             if !self.admit(&mut queue) {
                 return;
             }
+            self.set_gauges();
             if let Err(error) = self.reserve().and_then(|()| self.step()) {
                 let error = ApiError::internal(&error);
                 self.sequences.iter_mut().for_each(|sequence| sequence.fail(error.clone()));
             }
             self.end_where(|sequence| sequence.has_ended);
         }
+    }
+
+    fn set_gauges(&self) {
+        self.gauges.n_running.store(self.sequences.len(), Ordering::Relaxed);
+        let n_waiting = self.preempted.len() + usize::from(self.next.is_some());
+        self.gauges.n_waiting.store(n_waiting, Ordering::Relaxed);
     }
 
     /// Starts jobs while there is space. Waits for one if no sequence is running; returns false if there are no more.
@@ -270,8 +284,8 @@ impl<'m> Worker<'m> {
     /// Returns true if a sequence samples, or returns log-probabilities.
     fn needs_logits(&self, parts: &[SequencePart]) -> bool {
         parts.iter().filter(|part| part.n_logits > 0).any(|part| {
-            let Sequence { job, sampler, .. } = &self.sequences[part.sequence];
-            job.logprobs.is_some() || !sampler.is_argmax()
+            let sequence = &self.sequences[part.sequence];
+            sequence.job.logprobs.is_some() || !sequence.is_argmax()
         })
     }
 

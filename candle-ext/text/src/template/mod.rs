@@ -24,6 +24,7 @@ pub mod parser;
 mod printed;
 pub mod python;
 mod source;
+mod tool_calls;
 mod turns;
 mod unrendered;
 
@@ -42,6 +43,7 @@ use turns::{MessageText, TurnDelimiters};
 
 pub use clock::Clock;
 pub(crate) use printed::PrintedChat;
+pub use tool_calls::{ToolCallFormat, ToolCallKeys};
 pub use turns::TurnError;
 pub use unrendered::UnrenderedParts;
 

@@ -1,5 +1,6 @@
 //! Completions and chats: texts, log-probabilities and samples.
 
+use std::collections::BTreeSet;
 use std::net::TcpStream;
 
 use candlewick_text::conversation::{Conversation, Message};
@@ -164,6 +165,36 @@ fn choices_are_sampled_from_the_seed() {
         assert_eq!(contents(&with(with(body.clone(), json!({"n": 1})), one)), greedy);
     }
     assert_ne!(contents(&with(body.clone(), json!({"n": 1, "temperature": 0, "repetition_penalty": 0.1}))), greedy);
+}
+
+#[test]
+fn penalties_and_a_bias_change_the_tokens_but_not_the_log_probabilities() {
+    let server = Server::start(&[]);
+    for (path, prompt) in [(CHAT, json!({"messages": user("Hi")})), (COMPLETIONS, json!({"prompt": "Hi"}))] {
+        let logprobs = if path == CHAT { json!({"logprobs": true}) } else { json!({"logprobs": 0}) };
+        let body = with(with(prompt, logprobs), json!({"max_tokens": 10, "temperature": 0}));
+        let tokens = |fields: Value| -> Vec<(String, f64)> {
+            let logprobs = server.ok(path, &with(body.clone(), fields))["choices"][0]["logprobs"].clone();
+            let list = |values: &Value| values.as_array().unwrap().clone();
+            let (tokens, values): (Vec<Value>, Vec<Value>) = match path {
+                CHAT => {
+                    list(&logprobs["content"]).iter().map(|it| (it["token"].clone(), it["logprob"].clone())).unzip()
+                }
+                _ => (list(&logprobs["tokens"]), list(&logprobs["token_logprobs"])),
+            };
+            tokens.iter().zip(values).map(|(token, logprob)| (token.to_string(), logprob.as_f64().unwrap())).collect()
+        };
+        let forced = tokens(json!({"logit_bias": {"40": 100}}));
+        assert!(forced.iter().all(|(token, _)| *token == forced[0].0), "{forced:?}");
+        // The log-probabilities are those of the model, which the bias of 100 does not raise to 0.
+        assert!(forced.iter().all(|(_, logprob)| *logprob < -1.0), "{forced:?}");
+        // A penalty of 2 on each occurrence exceeds the small differences of a random model's logits.
+        for penalty in [json!({"presence_penalty": 2}), json!({"frequency_penalty": 2})] {
+            let distinct: BTreeSet<String> =
+                tokens(penalty.clone()).into_iter().map(|(token, _)| token.to_string()).collect();
+            assert_eq!(distinct.len(), 10, "{penalty}");
+        }
+    }
 }
 
 #[test]

@@ -2,9 +2,12 @@
 
 mod adapters;
 mod completions;
+mod observability;
 mod reasoning;
 mod requests;
 mod scheduling;
+mod structured;
+mod tools;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -173,6 +176,7 @@ fn a_server_that_cannot_start_reports_the_option() {
         (&["--max-queue", "2305843009213693952"], "expected an integer from 1 to 65536".to_owned()),
         (&["--max-num-seqs", "2305843009213693952"], "expected an integer from 1 to 65536".to_owned()),
         (&["--shutdown-timeout", "x"], "invalid value 'x' for '--shutdown-timeout".to_owned()),
+        (&["--request-log", "/nonexistent/log"], "failed to open --request-log /nonexistent/log".to_owned()),
         (&["--lora-modules", "first"], "expected NAME=PATH".to_owned()),
         (&["--served-model-name", "a", "--lora-modules", "a=x"], "the name a is used twice".to_owned()),
         (&["--max-model-len", "60", "--max-total-tokens", "59"], "--max-total-tokens must be at least".to_owned()),

@@ -1,0 +1,128 @@
+//! Record of a request: its log line and its metrics, once the response has ended.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::http::StatusCode;
+use serde_json::json;
+
+use super::connections::ClientAddress;
+use super::metrics::{ServedRoute, ServerMetrics};
+
+/// Receiver of all records.
+#[derive(Default)]
+pub(super) struct RequestReporter {
+    pub(super) metrics: ServerMetrics,
+    /// File of `--request-log`.
+    log: Option<Arc<File>>,
+}
+
+/// Record of a request. It is reported when its last copy is dropped, which a response's stream has.
+#[derive(Clone)]
+pub(super) struct RequestRecord(Arc<OpenRecord>);
+
+struct OpenRecord {
+    reporter: Arc<RequestReporter>,
+    client: Option<ClientAddress>,
+    route: ServedRoute,
+    began: Instant,
+    facts: Mutex<RequestFacts>,
+}
+
+/// Facts about a request and its response. They do not include any text.
+#[derive(Clone, Debug, Default)]
+struct RequestFacts {
+    /// Id of the response.
+    id: Option<String>,
+    model: Option<String>,
+    is_streamed: bool,
+    /// `None` if the client has closed the connection before the response.
+    status: Option<StatusCode>,
+    n_prompt: usize,
+    n_generated: usize,
+    first_token: Option<Duration>,
+    finish_reasons: Vec<&'static str>,
+}
+
+/// Status in records of a request whose client has closed the connection, nginx's.
+const CLIENT_CLOSED: u16 = 499;
+
+impl RequestReporter {
+    /// Creates a reporter that writes records to a file.
+    pub(super) fn new(log: Option<Arc<File>>) -> Self {
+        Self { log, ..Self::default() }
+    }
+}
+
+impl RequestRecord {
+    /// Creates the record of a request that begins now.
+    pub(super) fn begin(reporter: &Arc<RequestReporter>, route: ServedRoute, client: Option<ClientAddress>) -> Self {
+        reporter.metrics.begin(route);
+        let (reporter, began) = (Arc::clone(reporter), Instant::now());
+        Self(Arc::new(OpenRecord { reporter, client, route, began, facts: Mutex::default() }))
+    }
+
+    /// Sets the status of the response.
+    pub(super) fn set_status(&self, status: StatusCode) {
+        self.0.facts().status = Some(status);
+    }
+
+    /// Sets the response that the model generates, and counts the tokens of its prompts.
+    pub(super) fn set_response(&self, id: &str, model: &str, is_streamed: bool, n_prompt: usize) {
+        let mut facts = self.0.facts();
+        (facts.id, facts.model) = (Some(id.to_owned()), Some(model.to_owned()));
+        (facts.is_streamed, facts.n_prompt) = (is_streamed, n_prompt);
+        self.0.reporter.metrics.add_prompt(n_prompt);
+    }
+
+    /// Counts a generated token.
+    pub(super) fn add_token(&self) {
+        let mut facts = self.0.facts();
+        facts.n_generated += 1;
+        let since_request = facts.first_token.is_none().then(|| self.0.began.elapsed());
+        facts.first_token = facts.first_token.or(since_request);
+        self.0.reporter.metrics.add_token(since_request);
+    }
+
+    /// Adds the finish reason of a choice.
+    pub(super) fn add_finish_reason(&self, reason: &'static str) {
+        self.0.facts().finish_reasons.push(reason);
+    }
+}
+
+impl OpenRecord {
+    fn facts(&self) -> MutexGuard<'_, RequestFacts> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for OpenRecord {
+    fn drop(&mut self) {
+        let (facts, time) = (self.facts().clone(), self.began.elapsed());
+        let status = facts.status.map_or(CLIENT_CLOSED, |status| status.as_u16());
+        self.reporter.metrics.end(self.route, status, time);
+        let client = self.client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
+        let route = self.route.name();
+        if facts.status.is_none_or(|status| status.is_success()) {
+            let RequestFacts { n_prompt, n_generated, finish_reasons, .. } = &facts;
+            let reasons = finish_reasons.join(",");
+            tracing::info!(
+                "{client} {route} {status}: {n_prompt} and {n_generated} tokens in {:.3} s {reasons}",
+                time.as_secs_f64()
+            );
+        }
+        let Some(log) = &self.reporter.log else { return };
+        let line = json!({
+            "time": jiff::Timestamp::now().to_string(), "id": facts.id, "client": client, "route": route,
+            "model": facts.model, "stream": facts.is_streamed, "status": status, "prompt_tokens": facts.n_prompt,
+            "completion_tokens": facts.n_generated, "seconds": time.as_secs_f64(),
+            "time_to_first_token": facts.first_token.map(|time| time.as_secs_f64()),
+            "finish_reasons": facts.finish_reasons,
+        });
+        if let Err(error) = (&**log).write_all(format!("{line}\n").as_bytes()) {
+            tracing::warn!("failed to write the request log: {error}");
+        }
+    }
+}

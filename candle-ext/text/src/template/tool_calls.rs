@@ -1,0 +1,204 @@
+//! Format of tool calls, read from a chat that the template renders.
+
+use serde_json::{Map, Value as Json, json};
+
+use super::{AddGenerationPrompt, ChatTemplate};
+use crate::conversation::{Conversation, Message};
+
+/// Text of tool calls that the assistant writes: the opening, calls with separators between them, and the closing.
+///
+/// A call has a name and arguments as JSON. Both are fields of a JSON object, or the name precedes the arguments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCallFormat {
+    /// Text before the first call: `<tool_call>` and a line break.
+    pub opening: String,
+    /// Text of a call before the name: `{"name": "`.
+    pub before_name: String,
+    /// Text between the name and the arguments: `", "arguments": `.
+    pub between: String,
+    /// Text of a call after the arguments: `}`.
+    pub after_arguments: String,
+    /// Text between two calls; `None` if the template renders only one.
+    pub separator: Option<String>,
+    /// Text after the last call.
+    pub closing: String,
+    /// Keys of the JSON object; `None` if the call is no object.
+    pub keys: Option<ToolCallKeys>,
+}
+
+/// Keys of the JSON object of a call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCallKeys {
+    /// Key of the function's name.
+    pub name: String,
+    /// Key of the arguments.
+    pub arguments: String,
+}
+
+/// Names of the functions that the example chat calls.
+const NAMES: [&str; 2] = ["candlewickfirst", "candlewicksecond"];
+
+/// Key of their arguments.
+const KEY: &str = "candlewickkey";
+
+/// End tag of the thinking that a template may print before the calls.
+const END_OF_THINKING: &str = "</think>";
+
+impl ChatTemplate {
+    /// Returns the format in which the assistant calls tools. `None` if the template renders no calls, or not as JSON.
+    pub fn tool_call_format(&self) -> Option<ToolCallFormat> {
+        // Some templates raise an error if a message has two calls.
+        self.format_of(2).or_else(|| self.format_of(1))
+    }
+
+    fn format_of(&self, n_calls: usize) -> Option<ToolCallFormat> {
+        let chat = example(n_calls);
+        let printed = self.print(&chat, AddGenerationPrompt::No).ok()?;
+        let ends = printed.ends_of_turn();
+        let span = printed.turns().ok()?.into_iter().find(|span| span.message == Some(1))?;
+        let written = printed.text[span.range].trim_end();
+        let written = ends.iter().find_map(|end| written.strip_suffix(end.as_str())).unwrap_or(written);
+        let written = written.split_once(END_OF_THINKING).map_or(written, |(_, rest)| rest.trim_start());
+        let calls = NAMES[..n_calls].iter().map(|name| PrintedCall::find(written, name)).collect::<Option<Vec<_>>>()?;
+        let (first, last) = (calls.first()?, calls.last()?);
+        let separator = match &*calls {
+            [first, second] => Some(written.get(first.end..second.start)?.to_owned()),
+            _ => None,
+        };
+        Some(ToolCallFormat {
+            opening: written[..first.start].to_owned(),
+            before_name: first.before_name.clone(),
+            between: first.between.clone(),
+            after_arguments: if first.keys.is_some() { "}".to_owned() } else { String::new() },
+            separator,
+            closing: written[last.end..].trim_end().to_owned(),
+            keys: first.keys.clone(),
+        })
+    }
+}
+
+/// Returns a chat of which the answer has tool calls.
+fn example(n_calls: usize) -> Conversation {
+    let parameters = json!({"type": "object", "properties": {KEY: {"type": "string", "description": "d"}}});
+    let tool = |name: &&str| json!({"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}});
+    // Mistral's template requires ids of nine letters and digits.
+    let call = |name: &&str| json!({"id": &name[name.len() - 9..], "type": "function", "function": {"name": name, "arguments": {KEY: "v"}}});
+    let answer = Message::new("assistant", "").with("tool_calls", NAMES[..n_calls].iter().map(call).collect());
+    Conversation::new([Message::new("user", "question"), answer]).with_tools(NAMES.iter().map(tool).collect())
+}
+
+/// A call in the printed text.
+struct PrintedCall {
+    /// Range of the call.
+    start: usize,
+    end: usize,
+    before_name: String,
+    between: String,
+    keys: Option<ToolCallKeys>,
+}
+
+impl PrintedCall {
+    fn find(text: &str, name: &str) -> Option<Self> {
+        let at = text.find(name)?;
+        let after = at + name.len();
+        let arguments = after + text[after..].find(KEY)?;
+        // The arguments are an object that begins with the key.
+        let arguments = after + text[after..arguments].rfind('{')?;
+        let object = text[..at].rmatch_indices('{').find_map(|(start, _)| {
+            let (fields, n_bytes) = object_at(&text[start..])?;
+            Some((start, start + n_bytes, keys(&fields, name)?))
+        });
+        if let Some((start, end, keys)) = object {
+            let (before_name, between) = (text[start..at].to_owned(), text[after..arguments].to_owned());
+            return Some(Self { start, end, before_name, between, keys: Some(keys) });
+        }
+        let (_, n_bytes) = object_at(&text[arguments..])?;
+        let between = text[after..arguments].to_owned();
+        let call = Self { start: at, end: arguments + n_bytes, before_name: String::new(), between, keys: None };
+        Some(call).filter(|call| !call.between.trim().is_empty())
+    }
+}
+
+/// Returns the keys of a call's object, in which the name precedes the arguments.
+fn keys(fields: &Map<String, Json>, name: &str) -> Option<ToolCallKeys> {
+    let position = |is_it: &dyn Fn(&Json) -> bool| fields.iter().position(|(_, value)| is_it(value));
+    let at_name = position(&|value| value == name)?;
+    let at_arguments = position(&|value| value.get(KEY).is_some())?;
+    let key = |at: usize| fields.keys().nth(at).cloned();
+    (at_name < at_arguments).then_some(ToolCallKeys { name: key(at_name)?, arguments: key(at_arguments)? })
+}
+
+/// Parses the JSON object at the beginning of a text. Returns its fields and its number of bytes.
+fn object_at(text: &str) -> Option<(Map<String, Json>, usize)> {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<Map<String, Json>>();
+    let fields = values.next()?.ok()?;
+    Some((fields, values.byte_offset()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn format_of(template: &str) -> Option<ToolCallFormat> {
+        ChatTemplate::new("template", template).unwrap().tool_call_format()
+    }
+
+    fn of_fixture(family: &str) -> Option<ToolCallFormat> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat").join(family);
+        format_of(&std::fs::read_to_string(folder.join("chat_template.jinja")).unwrap())
+    }
+
+    /// Compares the parts of a format: opening, before name, between, after, separator, closing.
+    #[track_caller]
+    fn check(found: Option<ToolCallFormat>, parts: [&str; 4], separator: Option<&str>, closing: &str) {
+        let found = found.unwrap();
+        let own = [&found.opening, &found.before_name, &found.between, &found.after_arguments];
+        assert_eq!(own, parts);
+        assert_eq!((found.separator.as_deref(), found.closing.as_str()), (separator, closing));
+    }
+
+    #[test]
+    fn templates_of_families_show_their_formats() {
+        for family in ["qwen2_5", "qwen3"] {
+            let parts = ["<tool_call>\n", "{\"name\": \"", "\", \"arguments\": ", "}"];
+            check(of_fixture(family), parts, Some("\n</tool_call>\n<tool_call>\n"), "\n</tool_call>");
+        }
+        check(of_fixture("llama3_2"), ["", "{\"name\": \"", "\", \"parameters\": ", "}"], None, "");
+        assert_eq!(of_fixture("llama3_2").unwrap().keys.unwrap().arguments, "parameters");
+        assert_eq!(of_fixture("smollm2"), None);
+        assert_eq!(of_fixture("llama3"), None);
+    }
+
+    /// Returns a template that prints the text of messages, and that of calls by `calls`.
+    fn template(calls: &str) -> String {
+        format!(
+            "{{%- for m in messages %}}[{{{{ m.role }}}}]{{%- if m.tool_calls %}}{calls}{{%- else %}}{{{{ m.content }}}}{{%- endif %}}\
+             </s>{{%- endfor %}}{{%- if add_generation_prompt %}}[assistant]{{%- endif %}}"
+        )
+    }
+
+    #[test]
+    fn the_format_may_be_an_array_or_a_name_before_the_arguments() {
+        let mistral = "[TOOL_CALLS] [{%- for c in m.tool_calls %}{\"name\": \"{{ c.function.name }}\", \"arguments\": \
+                       {{ c.function.arguments | tojson }}, \"id\": \"{{ c.id }}\"}{%- if not loop.last %}, {% endif %}\
+                       {%- endfor %}]";
+        let parts = ["[TOOL_CALLS] [", "{\"name\": \"", "\", \"arguments\": ", "}"];
+        check(format_of(&template(mistral)), parts, Some(", "), "]");
+        let named = "{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]\
+                     {{ c.function.arguments | tojson }}{%- endfor %}";
+        check(format_of(&template(named)), ["[TOOL_CALLS]", "", "[ARGS]", ""], Some("[TOOL_CALLS]"), "");
+        assert_eq!(format_of(&template(named)).unwrap().keys, None);
+    }
+
+    #[test]
+    fn a_format_without_json_is_not_known() {
+        for calls in
+            ["", "{{ m.tool_calls[0].function.name }}()", "<f><{{ m.tool_calls[0].function.name }}>candlewickkey</f>"]
+        {
+            assert_eq!(format_of(&template(calls)), None, "{calls}");
+        }
+    }
+}
