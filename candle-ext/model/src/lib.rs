@@ -49,7 +49,7 @@ pub use experts_cost::ExpertExchange;
 pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
 pub use family::{Family, QkNorm};
 pub use fp8_scales::{FP8_SCALES, fp8_scales_to_json, read_fp8_scales};
-pub use gguf::{GgufExport, GgufModel, GgufType, QuantizedModel};
+pub use gguf::{GgufExport, GgufFile, GgufType};
 pub use io_cause::io_cause;
 pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
 pub use layer_cost::{AttentionExchange, LayerCost};

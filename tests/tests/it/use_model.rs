@@ -187,7 +187,7 @@ fn a_merged_model_scores_as_its_adapter() {
     let output = ok(runs.run("trainer", &["merge", "lora", "--output", "merged"], ""));
     let said = text(&output.stdout);
     assert!(said.contains("14 matrices changed"), "{said}");
-    assert!(said.contains("checked by this program: largest logit difference 0.00e0"), "{said}");
+    assert!(said.contains("read back: largest logit difference 0.00e0"), "{said}");
     let unchecked = ok(runs.run("trainer", &["merge", "lora", "--output", "unchecked", "--skip-check"], ""));
     assert!(text(&unchecked.stdout).contains("logits are not compared"), "{}", text(&unchecked.stdout));
     let lm = |folder: &str, adapter: Option<&str>| {

@@ -51,7 +51,7 @@ pub(super) struct ExportArgs {
     /// Device that computes the logits: auto (the first GPU, if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
-    /// Do not compare logits. The comparison needs memory for the model in f32
+    /// Do not compare logits. Values are always compared
     #[arg(long, conflicts_with = "device")]
     skip_check: bool,
     /// Push the folder with a model card to this Hub repository. HF_TOKEN needs write access
@@ -167,7 +167,7 @@ pub(super) fn describe(report: &FormatReport) -> String {
         }
     }
     text += &match &report.check {
-        Some((reader, difference)) => format!("\nchecked by {reader}: {difference}"),
+        Some(difference) => format!("\nread back: {difference}"),
         None => "\nlogits are not compared".to_owned(),
     };
     text

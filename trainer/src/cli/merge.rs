@@ -35,7 +35,7 @@ pub(super) struct MergeArgs {
     /// Device that computes the logits: auto (the first GPU, if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Cpu)]
     device: DeviceChoice,
-    /// Do not compare logits. The comparison needs memory for the model in f32
+    /// Do not compare logits. Values are always compared
     #[arg(long, conflicts_with = "device")]
     skip_check: bool,
 }

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use candlewick_inference::command::DtypeOption;
 use candlewick_model::{MoeLayerFreq, UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};
 use candlewick_ops::ScoreFunction;
+use candlewick_runtime::progress::ProgressUnit;
 use candlewick_text::hub::{Hub, ModelFiles};
 use clap::{Args, ValueEnum};
 
@@ -107,7 +108,7 @@ pub(super) fn run(args: &UpcycleArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
     let dtype = args.dtype.named();
     require_space(&args.output, upcycling.n_bytes(dtype))?;
     let output = UpcyclingOutput { folder: &args.output, dtype, shard_bytes: args.max_shard_size };
-    let report = upcycling.write(&output, &progress("upcycle")).with_context(failed)?;
+    let report = upcycling.write(&output, &progress("upcycle", ProgressUnit::Count("tensors"))).with_context(failed)?;
     ui.print(&describe(&report, args))
 }
 

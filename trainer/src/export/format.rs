@@ -65,8 +65,8 @@ impl ExportFormat {
     /// Returns the largest relative norm of the difference of logits that rounding explains. `safetensors` is the dtype of
     /// that format.
     ///
-    /// The bounds are several times what SmolLM2-135M shows ([table](../../../docs/use-your-model.md)). It is sensitive: both
-    /// llama.cpp and candle round activations to 8 bits for quantized weights. Weights in a wrong order give 1 or more.
+    /// The bounds are several times what SmolLM2-135M shows ([table](../../../docs/use-your-model.md)). Weights in a wrong order
+    /// give 1 or more.
     pub(super) fn tolerance(self, safetensors: Option<DType>) -> f64 {
         match (self.gguf(), safetensors) {
             (None, Some(DType::F16)) | (Some(GgufType::F16), _) => 0.01,

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
-use candlewick_inference::logits_check::{ExportReader, LogitsDifference, PromptLogits};
+use candlewick_inference::logits_check::{LogitsDifference, PromptLogits};
 use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder};
 use candlewick_model::{FP8_SCALES, GgufExport, MergeReport, SafetensorsExport};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
@@ -17,10 +17,14 @@ use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
 
 use crate::checkpoint::require_space;
 use crate::exit::ExitCode;
+use crate::failpoint::failpoint;
 
 pub use card::model_card;
 pub use format::ExportFormat;
 pub use source::ExportSource;
+
+/// Unit of the progress of logits.
+const LAYERS: ProgressUnit = ProgressUnit::Count("layers");
 
 /// An export to write.
 pub struct Export<'a> {
@@ -53,8 +57,8 @@ pub struct FormatReport {
     pub n_bytes: u64,
     /// Report of a safetensors folder.
     pub merge: Option<MergeReport>,
-    /// Reader of the file, and the difference to the source's logits.
-    pub check: Option<(ExportReader, LogitsDifference)>,
+    /// Difference of the logits to the source's; `None` if they are not compared.
+    pub check: Option<LogitsDifference>,
 }
 
 impl Export<'_> {
@@ -64,39 +68,51 @@ impl Export<'_> {
     /// If a difference exceeds the tolerance of its format. If it is of the logits, the files are kept in `<output>.failed`.
     pub fn run(&self) -> Result<Vec<FormatReport>> {
         let staging = StagingFolder::begin_new(self.output)?;
-        let model = &self.source.model;
         if self.formats.iter().any(|format| format.gguf().is_some()) {
-            GgufExport::check(model)?;
+            GgufExport::check(&self.source.model)?;
         }
         require_space(self.output, self.n_bytes())?;
-        let files = TokenizerFiles::copy(self.source, self.output)?;
-        let vocabulary = files.vocabulary(self)?;
-        let source_logits = self.check_on.as_ref().map(|device| {
-            PromptLogits::of(model, files.tokenizer.as_ref(), device).context("failed to compute the source's logits")
-        });
-        let source_logits = source_logits.transpose()?;
-        let mut reports = Vec::new();
-        for format in self.formats {
-            let mut report = self.write(*format, staging.folder(), &files, vocabulary.as_ref())?;
-            report.check = source_logits.as_ref().map(|logits| self.compare(&report, logits)).transpose()?;
-            if let Some(problem) = problem_of(&report, self.tolerance(&report)) {
-                let failed = staging.keep_as_failed()?;
-                return Err(anyhow!(
-                    "failed to export {format}: {problem}; the files are kept in {}",
-                    failed.display()
-                ));
-            }
-            // The path in the folder's final place, without a slash at the end.
-            let relative = report.path.strip_prefix(staging.folder()).unwrap_or(Path::new(""));
-            report.path = self.output.iter().chain(relative).collect();
-            reports.push(report);
+        let files = TokenizerFiles::copy(self.source, staging.folder())?;
+        let (reports, problem) = self.write_all(staging.folder(), &files)?;
+        // Removes the temporary copies from the folder.
+        drop(files);
+        if let Some(problem) = problem {
+            let failed = staging.keep_as_failed()?;
+            return Err(anyhow!("failed to export {problem}; the files are kept in {}", failed.display()));
         }
         if let Some(card) = &self.card {
             let path = staging.folder().join("README.md");
             std::fs::write(&path, card).with_context(|| format!("failed to write {}", path.display()))?;
         }
+        failpoint("export_written", 0);
         staging.commit()?;
         Ok(reports)
+    }
+
+    /// Writes formats until one is not usable. Returns the reports and the problem of the last.
+    fn write_all(&self, folder: &Path, files: &TokenizerFiles) -> Result<(Vec<FormatReport>, Option<String>)> {
+        let vocabulary = files.vocabulary(self)?;
+        let source_logits = self.check_on.as_ref().map(|device| self.source_logits(files, device)).transpose()?;
+        let mut reports = Vec::new();
+        for (idx, format) in self.formats.iter().enumerate() {
+            let mut report = self.write(*format, folder, files, vocabulary.as_ref())?;
+            failpoint("export_format", idx);
+            report.check = source_logits.as_ref().map(|logits| self.compare(&report, logits)).transpose()?;
+            if let Some(problem) = problem_of(&report, self.tolerance(&report)) {
+                return Ok((reports, Some(format!("{format}: {problem}"))));
+            }
+            // The path in the folder's final place, without a slash at the end.
+            let relative = report.path.strip_prefix(folder).unwrap_or(Path::new(""));
+            report.path = self.output.iter().chain(relative).collect();
+            reports.push(report);
+        }
+        Ok((reports, None))
+    }
+
+    fn source_logits(&self, files: &TokenizerFiles, device: &Device) -> Result<PromptLogits> {
+        let on_unit = progress("compute logits of the source", LAYERS);
+        let logits = PromptLogits::of(&self.source.model, files.tokenizer.as_ref(), device, &on_unit);
+        logits.context("failed to compute the source's logits")
     }
 
     /// Returns an upper bound of the weights' size, in bytes.
@@ -121,13 +137,17 @@ impl Export<'_> {
             let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &scales };
             let Self { dtype, shard_bytes, expert_tensors, .. } = *self;
             let export = SafetensorsExport { auxiliary_files, dtype, shard_bytes, expert_tensors };
-            let merge = export.write(model, folder, &progress("write safetensors"))?;
+            let merge = export.write(model, folder, &progress("write safetensors", ProgressUnit::Count("tensors")))?;
             let n_bytes = size_of(folder, "safetensors")?;
             return Ok(FormatReport { format, path: folder.to_path_buf(), n_bytes, merge: Some(merge), check: None });
         };
         let name = self.name();
         let path = folder.join(format!("{name}-{file_type}.gguf"));
-        GgufExport { name: &name, vocabulary, file_type }.write(model, &path, &progress("write GGUF"))?;
+        GgufExport { name: &name, vocabulary, file_type }.write(
+            model,
+            &path,
+            &progress(&format!("write {format}"), ProgressUnit::Bytes),
+        )?;
         let n_bytes = std::fs::metadata(&path).with_context(|| format!("failed to read {}", path.display()))?.len();
         Ok(FormatReport { format, path, n_bytes, merge: None, check: None })
     }
@@ -138,11 +158,12 @@ impl Export<'_> {
         name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
     }
 
-    fn compare(&self, report: &FormatReport, logits: &PromptLogits) -> Result<(ExportReader, LogitsDifference)> {
+    fn compare(&self, report: &FormatReport, logits: &PromptLogits) -> Result<LogitsDifference> {
         let device = self.check_on.as_ref().unwrap_or(&Device::Cpu);
+        let on_unit = progress(&format!("compute logits of {}", report.format), LAYERS);
         let compared = match report.format.gguf() {
-            None => logits.compare_folder(&report.path, device).map(|found| (ExportReader::Candlewick, found)),
-            Some(_) => logits.compare_gguf(&report.path, self.source.model.config(), device),
+            None => logits.compare_folder(&report.path, device, &on_unit),
+            Some(_) => logits.compare_gguf(&report.path, device, &on_unit),
         };
         compared.with_context(|| format!("failed to compute the logits of {}", report.path.display()))
     }
@@ -157,24 +178,24 @@ impl Export<'_> {
     }
 }
 
-/// Shows the progress of writing tensors.
-pub fn progress(what: &str) -> impl Fn(usize, usize) + use<> {
-    let progress = WorkProgress::start(what, ProgressUnit::Count("tensors"), 0);
+/// Shows the progress of a work.
+pub fn progress(what: &str, unit: ProgressUnit) -> impl Fn(usize, usize) + use<> {
+    let progress = WorkProgress::start(what, unit, 0);
     move |n_done, n_all| progress.set(n_done, n_all)
 }
 
 /// Returns the reason why a written format is not usable. Without a tolerance, logits must be finite.
 fn problem_of(report: &FormatReport, tolerance: Option<f64>) -> Option<String> {
-    let (reader, difference) = report.check?;
+    let difference = report.check?;
     if !difference.largest.is_finite() {
-        return Some(format!("its logits, read by {reader}, are not finite"));
+        return Some("its logits are not finite".to_owned());
     }
     let tolerance = tolerance?;
     let is_close = difference.relative <= tolerance;
     (!is_close).then(|| {
         format!(
-            "its logits, read by {reader}, differ from the source's by more than rounding does: {difference}; the tolerance \
-             of the relative norm is {tolerance}"
+            "its logits differ from the source's by more than rounding does: {difference}; the tolerance of the relative norm \
+             is {tolerance}"
         )
     })
 }
@@ -187,13 +208,10 @@ struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    /// Copies the files into a temporary folder next to `output`. A container may have no `/tmp`.
-    fn copy(source: &ExportSource, output: &Path) -> Result<Self> {
-        let output = std::path::absolute(output).context("failed to find the current folder")?;
-        let parent = output.parent().unwrap_or(&output);
-        let folder = std::fs::create_dir_all(parent)
-            .and_then(|()| tempfile::Builder::new().prefix(".export-").tempdir_in(parent))
-            .with_context(|| format!("failed to create a temporary folder in {}", parent.display()))?;
+    /// Copies the files into a temporary folder in `parent`. A container may have no `/tmp`.
+    fn copy(source: &ExportSource, parent: &Path) -> Result<Self> {
+        let folder = tempfile::Builder::new().prefix(".tokenizer-").tempdir_in(parent);
+        let folder = folder.with_context(|| format!("failed to create a temporary folder in {}", parent.display()))?;
         let folders: Vec<&Path> = source.model.folders().iter().map(PathBuf::as_path).collect();
         let files = AuxiliaryFiles { folders: &folders, chat_template: source.chat_template.as_deref(), files: &[] };
         files.copy_into(folder.path())?;
@@ -243,15 +261,14 @@ mod tests {
     fn check(format: ExportFormat, relative: f64, is_accepted: bool) {
         let largest = if relative.is_nan() { f64::NAN } else { 3.0 };
         let difference = LogitsDifference { n_positions: 9, n_same_top: 4, largest, relative };
-        let check = Some((ExportReader::CandleTransformers, difference));
-        let report = FormatReport { format, path: PathBuf::new(), n_bytes: 0, merge: None, check };
+        let report = FormatReport { format, path: PathBuf::new(), n_bytes: 0, merge: None, check: Some(difference) };
         let tolerance = format.tolerance(None);
         let problem = problem_of(&report, Some(tolerance));
         assert_eq!(problem.is_none(), is_accepted, "{problem:?}");
         assert_eq!(problem_of(&report, None).is_none(), relative.is_finite(), "a model with experts");
         let Some(problem) = problem else { return };
-        let all = ["candle-transformers", "4 of 9 positions", &tolerance.to_string()];
-        let parts = if relative.is_finite() { all.as_slice() } else { &["candle-transformers", "are not finite"] };
+        let all = ["4 of 9 positions", &tolerance.to_string()];
+        let parts = if relative.is_finite() { all.as_slice() } else { &["are not finite"] };
         for part in parts {
             assert!(problem.contains(part), "{part} is not in {problem}");
         }

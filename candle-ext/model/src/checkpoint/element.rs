@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use bytemuck::NoUninit;
-use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Storage, Tensor, WithDType};
 use candlewick_ops::to_host_contiguous;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -64,6 +64,17 @@ fn decode_from<T: Element, const W: usize>(bytes: &[u8], out: &mut [T], widen: i
             *x = T::from_f32(widen(*raw));
         }
     });
+}
+
+/// Calls `take` with the elements of a tensor in order, without a copy if it is contiguous and on the host.
+pub(crate) fn with_elements<T: WithDType, R>(tensor: &Tensor, take: impl FnOnce(&[T]) -> R) -> candle_core::Result<R> {
+    let tensor = to_host_contiguous(tensor)?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
+    match &*storage {
+        Storage::Cpu(storage) => Ok(take(&storage.as_slice()?[range])),
+        _ => candle_core::bail!("the tensor was moved to the CPU"),
+    }
 }
 
 /// Encodes a tensor in `dtype` and passes the bytes on chunk by chunk.

@@ -17,6 +17,7 @@ mod writer;
 mod written;
 
 pub use durable::DurableFile;
+pub(crate) use element::with_elements;
 pub use element::{Element, little_endian};
 pub use header::{HeaderEntry, encode_header, read_header};
 pub use reader::Checkpoint;

@@ -131,11 +131,17 @@ fn sibling(target: &Path, role: &str) -> PathBuf {
     parent(target).join(format!(".{name}.{role}"))
 }
 
-/// Restores a target whose process was killed between the two renames of a commit.
+/// Completes or reverts a commit whose process was killed.
 fn recover(target: &Path) -> Result<(), ModelError> {
     let old = sibling(target, "old");
-    match old.join(UNFINISHED_MARKER).is_file() && !target.exists() {
-        true => restore(&old, target),
+    match (old.join(UNFINISHED_MARKER).is_file(), target.exists()) {
+        (true, false) => restore(&old, target)?,
+        (true, true) => keep_foreign_files(&old, target)?,
+        (false, _) => {}
+    }
+    // A folder with the final name is whole: the marker is removed after the rename.
+    match target.is_dir() {
+        true => unmark_finished(target).map_err(ModelError::io("finish", target)),
         false => Ok(()),
     }
 }
@@ -261,6 +267,22 @@ mod tests {
         drop(StagingFolder::begin(&target).unwrap());
         assert_eq!(names(root.path()), ["out"]);
         assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
+    }
+
+    #[test]
+    fn a_commit_that_was_killed_after_the_renames_is_completed() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        write(&target, "config.json", "new");
+        write(&root.path().join(".out.old"), "config.json", "old");
+        write(&root.path().join(".out.old"), "notes.txt", "mine");
+        for folder in ["out", ".out.old"] {
+            write(&root.path().join(folder), UNFINISHED_MARKER, "");
+        }
+        drop(StagingFolder::begin(&target).unwrap());
+        assert_eq!(names(root.path()), ["out"]);
+        assert_eq!(names(&target), ["config.json", "notes.txt"]);
+        assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "new");
     }
 
     #[test]

@@ -125,37 +125,6 @@ fn yarn_difference(yarn: &Yarn) -> Option<String> {
     (!yarn.truncate).then(|| "truncates YaRN's ramp to whole pairs".to_owned())
 }
 
-/// A quantized model of candle-transformers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QuantizedModel {
-    /// `quantized_llama`.
-    Llama,
-    /// `quantized_qwen2`.
-    Qwen2,
-    /// `quantized_qwen3`.
-    Qwen3,
-}
-
-impl Config {
-    /// Returns the quantized model of candle-transformers that computes this model from its GGUF file.
-    ///
-    /// `None` if there is none: they scale no RoPE, read no experts of a single tensor, and `quantized_llama` has no biases.
-    pub fn quantized_model(&self) -> Option<QuantizedModel> {
-        let typed = &self.typed;
-        let has_square_heads = typed.n_heads * typed.head_dim == typed.hidden_size;
-        let has_biases = typed.qkv_bias || typed.o_bias || typed.mlp_bias;
-        if typed.rope != RopeKind::Default || typed.moe.is_some() {
-            return None;
-        }
-        match Architecture::of(self).ok()? {
-            Architecture::Llama => (has_square_heads && !has_biases).then_some(QuantizedModel::Llama),
-            Architecture::Qwen2 => (has_square_heads && typed.qkv_bias).then_some(QuantizedModel::Qwen2),
-            Architecture::Qwen3 => Some(QuantizedModel::Qwen3),
-            Architecture::Qwen2Moe | Architecture::Qwen3Moe => None,
-        }
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

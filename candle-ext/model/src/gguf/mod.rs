@@ -13,16 +13,18 @@ mod writer;
 
 use std::path::Path;
 
+use candle_core::Tensor;
 use candlewick_text::tokenizer::GgufVocabulary;
 
-use crate::{MergedModel, ModelError, ParamSpec, TensorCallback};
+use crate::checkpoint::with_elements;
+use crate::{MergedModel, ModelError, ParamSpec};
 use architecture::Architecture;
 use tensor::{GgufTensor, Source};
+use verify::WrittenGguf;
 use writer::{GgufWriter, TensorHeader};
 
-pub use architecture::QuantizedModel;
 pub use file_type::GgufType;
-pub use reader::GgufModel;
+pub use reader::GgufFile;
 
 /// A GGUF file to write.
 #[derive(Clone, Copy, Debug)]
@@ -44,10 +46,10 @@ impl GgufExport<'_> {
         Architecture::of(model.config()).map(drop)
     }
 
-    /// Writes the file, reads it back and compares every value. Two values of a parameter are in memory, in f32.
+    /// Writes the file, reads it back, and compares every key and every value. One f32 value of a parameter is in memory.
     ///
-    /// Each tensor counts twice in `on_tensor`: written and compared.
-    pub fn write(&self, model: &MergedModel, path: &Path, on_tensor: TensorCallback) -> Result<(), ModelError> {
+    /// `on_bytes` gets the number of bytes that are done, and of all. Each counts twice: written and compared.
+    pub fn write(&self, model: &MergedModel, path: &Path, on_bytes: &dyn Fn(usize, usize)) -> Result<(), ModelError> {
         let config = model.config();
         let architecture = Architecture::of(config)?;
         let tensors = tensor::tensors(architecture, config, model.params())?;
@@ -59,26 +61,42 @@ impl GgufExport<'_> {
         let headers: Vec<TensorHeader> = tensors.iter().map(header).collect();
         let general = metadata::general(self.name, self.file_type, architecture);
         let metadata = [general, metadata::model(architecture, config), metadata::tokenizer(self.vocabulary)].concat();
-        let mut writer = GgufWriter::create(path, &metadata, headers)?;
-        let mut read: Option<(&ParamSpec, candle_core::Tensor)> = None;
-        for (idx, tensor) in tensors.iter().enumerate() {
-            on_tensor(idx + 1, 2 * tensors.len());
-            let value = match &tensor.source {
-                Source::Values(values) => candle_core::Tensor::new(values.as_slice(), &candle_core::Device::Cpu)?,
-                Source::Param { param, arrangement } => {
-                    // Gate and up projections of experts are one parameter.
-                    let value = match read.take().filter(|(known, _)| known.name == param.name) {
-                        Some((_, value)) => value,
-                        None => model.value(param)?,
-                    };
-                    let arranged = arrangement.of(&value, &tensor.shape)?;
-                    read = Some((param, value));
-                    arranged
-                }
-            };
-            writer.write(&value)?;
-        }
+        let n_all = 2 * headers.iter().map(TensorHeader::n_bytes).sum::<usize>();
+        let mut n_done = 0;
+        let mut add = |n_bytes: usize| {
+            n_done += n_bytes;
+            on_bytes(n_done, n_all);
+        };
+        let mut writer = GgufWriter::create(path, &metadata, headers.clone())?;
+        for_each_value(model, &tensors, |_, values| writer.write(values, &mut add))?;
         writer.finish()?;
-        verify::verify(model, path, &|n_done| on_tensor(tensors.len() + n_done, 2 * tensors.len()))
+        let written = WrittenGguf::open(path, &metadata, &headers)?;
+        for_each_value(model, &tensors, |idx, values| written.verify(&headers[idx], values, &mut add))
     }
+}
+
+/// Calls `take` with the index and the values of each tensor, in the order of the file.
+fn for_each_value(
+    model: &MergedModel,
+    tensors: &[GgufTensor],
+    mut take: impl FnMut(usize, &[f32]) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let mut read: Option<(&ParamSpec, Tensor)> = None;
+    for (idx, tensor) in tensors.iter().enumerate() {
+        let (param, arrangement) = match &tensor.source {
+            Source::Values(values) => {
+                take(idx, values)?;
+                continue;
+            }
+            Source::Param { param, arrangement } => (*param, arrangement),
+        };
+        // Gate and up projections of experts are one parameter. The value before is freed first.
+        let value = match read.take().filter(|(known, _)| known.name == param.name) {
+            Some((_, value)) => value,
+            None => model.value(param)?,
+        };
+        with_elements(&arrangement.of(&value, &tensor.shape)?, |values| take(idx, values))??;
+        read = Some((param, value));
+    }
+    Ok(())
 }

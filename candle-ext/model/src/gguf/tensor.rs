@@ -54,19 +54,6 @@ impl Arrangement {
             }
         }
     }
-
-    /// Returns the rows of the parameter that a tensor holds: the inverse of [`Arrangement::of`], [experts, rows, columns]
-    /// for experts and [rows, columns] else.
-    pub(super) fn inverse(self, tensor: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Same | Self::Experts { .. } => Ok(tensor.clone()),
-            Self::AdjacentPairs { n_heads } => {
-                let n_half = tensor.dim(0)? / n_heads / 2;
-                let halves = tensor.reshape((n_heads, n_half, 2, ()))?.transpose(1, 2)?;
-                halves.contiguous()?.reshape(tensor.shape())
-            }
-        }
-    }
 }
 
 /// Names of modules of a layer in Hugging Face checkpoints and in GGUF.
@@ -171,13 +158,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn halves_of_a_head_become_adjacent_pairs_and_back() {
+    fn halves_of_a_head_become_adjacent_pairs() {
         let rows = Tensor::arange(0f32, 8.0, &Device::Cpu).unwrap().reshape((8, 1)).unwrap();
         let pairs = Arrangement::AdjacentPairs { n_heads: 2 };
         let arranged = pairs.of(&rows, &[8, 1]).unwrap();
         assert_eq!(arranged.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0., 2., 1., 3., 4., 6., 5., 7.]);
-        let back = pairs.inverse(&arranged).unwrap();
-        assert_eq!(back.to_vec2::<f32>().unwrap(), rows.to_vec2::<f32>().unwrap());
     }
 
     #[test]

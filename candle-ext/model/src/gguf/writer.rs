@@ -2,21 +2,24 @@
 //!
 //! `candle_core::quantized::gguf_file::write` needs all quantized tensors in memory, so it is not used.
 
+use std::borrow::Cow;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use candle_core::Tensor;
 use candle_core::quantized::gguf_file::{DEFAULT_ALIGNMENT, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use crate::ModelError;
-use crate::checkpoint::{DurableFile, sum_of_squares};
+use crate::checkpoint::DurableFile;
 
 const MAGIC: &[u8; 4] = b"GGUF";
 const VERSION: u32 = 3;
 /// Elements that a thread quantizes at once, about.
-const PIECE: usize = 1 << 18;
+const PIECE: usize = 1 << 16;
+/// Elements of a block of Q4_K and Q5_K that share a scale and a minimum.
+const SUB_BLOCK: usize = 32;
 
 /// Name, shape and type of a tensor in the file.
 #[derive(Clone, Debug)]
@@ -28,8 +31,13 @@ pub(super) struct TensorHeader {
 }
 
 impl TensorHeader {
-    fn n_bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() / self.dtype.block_size() * self.dtype.type_size()
+    pub(super) fn n_bytes(&self) -> usize {
+        self.n_bytes_of(self.shape.iter().product())
+    }
+
+    /// Returns the bytes of some elements in whole blocks.
+    pub(super) fn n_bytes_of(&self, n_elements: usize) -> usize {
+        n_elements / self.dtype.block_size() * self.dtype.type_size()
     }
 }
 
@@ -58,40 +66,38 @@ impl GgufWriter {
         Ok(writer)
     }
 
-    /// Writes the next tensor: an f32 value in the shape of its header.
+    /// Writes the next tensor: the f32 values of its header's shape, in order. All threads quantize. `on_bytes` gets the
+    /// numbers of written bytes.
     ///
     /// # Errors
     /// If a value is not finite, or does not fit in f16.
-    pub(super) fn write(&mut self, value: &Tensor) -> Result<(), ModelError> {
+    pub(super) fn write(&mut self, values: &[f32], mut on_bytes: impl FnMut(usize)) -> Result<(), ModelError> {
         let header = self.tensors.next().expect("there are as many tensors as headers");
-        assert_eq!(value.dims(), header.shape, "the value of {} has its shape", header.name);
-        self.check(value, &header)?;
-        let n_columns = header.shape.last().copied().unwrap_or(1).max(1);
-        let rows = value.reshape(((), n_columns))?;
-        let (n_rows, step) = (rows.dim(0)?, PIECE.div_ceil(n_columns));
-        let starts: Vec<usize> = (0..n_rows).step_by(step).collect();
-        let quantize = |start: usize| {
-            // candle quantizes the storage of a tensor, whatever part of it the tensor views.
-            let piece = rows.narrow(0, start, step.min(n_rows - start))?.force_contiguous()?;
-            Ok::<_, ModelError>(QTensor::quantize(&piece, header.dtype)?.data()?.into_owned())
-        };
-        for starts in starts.chunks(2 * rayon::current_num_threads()) {
-            let pieces: Vec<Vec<u8>> = starts.par_iter().map(|start| quantize(*start)).collect::<Result<_, _>>()?;
-            pieces.iter().try_for_each(|piece| self.put(piece))?;
+        assert_eq!(
+            values.len(),
+            header.shape.iter().product::<usize>(),
+            "the values of {} have its shape",
+            header.name
+        );
+        let n = elements_of_a_piece(&header.shape);
+        for pieces in values.chunks(n * pieces_at_once()) {
+            let quantize = |piece| self.quantize(piece, &header);
+            let bytes: Vec<Vec<u8>> = pieces.par_chunks(n).map(quantize).collect::<Result<_, _>>()?;
+            bytes.iter().try_for_each(|piece| self.put(piece))?;
+            on_bytes(header.n_bytes_of(pieces.len()));
         }
         self.put(&padding(header.n_bytes()))
     }
 
-    fn check(&self, value: &Tensor, header: &TensorHeader) -> Result<(), ModelError> {
+    fn quantize(&self, piece: &[f32], header: &TensorHeader) -> Result<Vec<u8>, ModelError> {
         let wrong = |problem| Err(ModelError::mismatch(&self.path, format!("tensor `{}` {problem}", header.name)));
-        if !sum_of_squares(value)?.is_finite() {
+        if piece.iter().any(|x| !x.is_finite()) {
             return wrong("has values that are not finite; check the weights for NaN");
         }
-        let most = candlewick_ops::to_host(&value.abs()?.max_all()?)?.to_scalar::<f32>()?;
-        match header.dtype == GgmlDType::F16 && most > half::f16::MAX.to_f32() {
-            true => wrong("has a value above 65504, which does not fit in f16; export bf16 or f32"),
-            false => Ok(()),
+        if header.dtype == GgmlDType::F16 && piece.iter().any(|x| x.abs() > half::f16::MAX.to_f32()) {
+            return wrong("has a value above 65504, which does not fit in f16; export bf16 or f32");
         }
+        Ok(quantized(piece, header.dtype)?)
     }
 
     /// Flushes the file to disk.
@@ -104,6 +110,41 @@ impl GgufWriter {
     fn put(&mut self, bytes: &[u8]) -> Result<(), ModelError> {
         self.out.write_all(bytes).map_err(ModelError::io("write", &self.path))
     }
+}
+
+/// Returns the number of elements of a tensor that a thread takes at once: some rows.
+pub(super) fn elements_of_a_piece(shape: &[usize]) -> usize {
+    let n_columns = shape.last().copied().unwrap_or(1).max(1);
+    PIECE.div_ceil(n_columns) * n_columns
+}
+
+/// Returns the number of pieces between two steps of the progress.
+pub(super) fn pieces_at_once() -> usize {
+    4 * rayon::current_num_threads()
+}
+
+/// Returns the blocks of values, quantized by candle.
+pub(super) fn quantized(values: &[f32], dtype: GgmlDType) -> candle_core::Result<Vec<u8>> {
+    let has_minima = matches!(dtype, GgmlDType::Q4K | GgmlDType::Q5K);
+    let values = if has_minima { without_equal_sub_blocks(values) } else { values.into() };
+    let tensor = Tensor::from_slice(&values, values.len(), &Device::Cpu)?;
+    Ok(QTensor::quantize(&tensor, dtype)?.data()?.into_owned())
+}
+
+/// Scales the first of 32 equal elements by 1 - 2^-12, which its 4 or 5 bits do not show.
+///
+/// candle's `make_qkx1_quants` makes zeros of equal elements. llama.cpp's `make_qkx2_quants` stores them by the scale if they are
+/// positive, and by the minimum if they are negative. So does candle for elements that are not quite equal.
+fn without_equal_sub_blocks(values: &[f32]) -> Cow<'_, [f32]> {
+    let mut values = Cow::Borrowed(values);
+    for start in (0..values.len()).step_by(SUB_BLOCK) {
+        let block = &values[start..values.len().min(start + SUB_BLOCK)];
+        // A smaller value is zero in the scales of a block, which are f16.
+        if block[0].abs() > 1e-30 && block.iter().all(|x| *x == block[0]) {
+            values.to_mut()[start] *= 1.0 - f32::powi(2.0, -12);
+        }
+    }
+    values
 }
 
 fn header(metadata: &[(String, Value)], tensors: &[TensorHeader]) -> Vec<u8> {

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
-use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, ParamSpec};
+use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, ParamSpec, fp8_scales_to_json};
+use candlewick_ops::Fp8LinearScales;
 use rustix::process::Pid;
 use serde_json::json;
 use suite::{program, root, wait_for_exit};
@@ -124,6 +125,8 @@ fn write_model(folder: &Path) {
     };
     export.save(model.base_params(), random).unwrap();
     fs::write(folder.join("model/generation_config.json"), r#"{"eos_token_id": 0}"#).unwrap();
+    let scales = ("model.layers.0.mlp.up_proj".to_owned(), vec![Fp8LinearScales { input: 2.0, weight: 8.0 }]);
+    fs::write(folder.join("model/fp8_scales.json"), fp8_scales_to_json(&[scales].into(), config)).unwrap();
     let config: serde_json::Value =
         serde_json::from_slice(&fs::read(folder.join("model/tokenizer_config.json")).unwrap()).unwrap();
     fs::write(folder.join("model/chat_template.jinja"), config["chat_template"].as_str().unwrap()).unwrap();

@@ -39,8 +39,10 @@ const ANSWER: &[&str] = &["evaluator", "answer", "requests.jsonl", "--model", "m
 const CHECK: &[&str] = &["trainer", "check", "recipe.yaml"];
 const TRAIN: &[&str] = &["trainer", "train", "recipe.yaml"];
 
-pub(crate) fn commands() -> [&'static [&'static str]; 7] {
-    [SCORE, ADAPTED, GENERATE, RUN, ANSWER, CHECK, TRAIN]
+const EXPORT: &[&str] = &["trainer", "export", "model", "--skip-check", "--output", "exported"];
+
+pub(crate) fn commands() -> [&'static [&'static str]; 8] {
+    [SCORE, ADAPTED, GENERATE, RUN, ANSWER, CHECK, TRAIN, EXPORT]
 }
 
 const fn file(
@@ -62,6 +64,7 @@ pub(crate) const FILES: &[File] = &[
     file("model", "model/model.safetensors", SCORE, &[6], &[]),
     // Any text is a template: a truncated or nested one may still render.
     file("model", "model/chat_template.jinja", GENERATE, &[3], &["empty", "cut", "deep"]),
+    file("model", "model/fp8_scales.json", EXPORT, &[6], &[]),
     file("adapter", "adapter/adapter_config.json", ADAPTED, &[3, 6], &[]),
     file("adapter", "adapter/adapter_model.safetensors", ADAPTED, &[6], &[]),
     file("data", "chats.jsonl", TRAIN, &[3], &[]),
@@ -234,6 +237,22 @@ pub(crate) const ATTACKS: &[Attack] = &[
         command: TRAIN,
         code: 6,
         words: &[".global_step_1.tmp", "move it away"],
+    },
+    Attack {
+        name: "an FP8 scale of 0",
+        path: "model/fp8_scales.json",
+        apply: |path| edit(path, |json| json["model.layers.0.mlp.up_proj"] = json!({"input": 1.0, "weight": 0.0})),
+        command: EXPORT,
+        code: 6,
+        words: &["fp8_scales.json", "model.layers.0.mlp.up_proj", "expected a positive number as `weight`"],
+    },
+    Attack {
+        name: "FP8 scales without a module",
+        path: "model/fp8_scales.json",
+        apply: |path| edit(path, |json| _ = json.as_object_mut().unwrap().remove("model.layers.0.mlp.down_proj")),
+        command: EXPORT,
+        code: 6,
+        words: &["fp8_scales.json", "it has no entry for model.layers.0.mlp.down_proj"],
     },
     Attack {
         name: "a repetition penalty of 0",

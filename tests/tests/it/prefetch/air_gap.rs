@@ -133,7 +133,7 @@ fn everything_runs_in_an_empty_root_without_network() {
     succeeds("merge", &gap.run("trainer merge runs/lora --output merged"));
     assert!(gap.root.join("merged/model.safetensors").is_file());
     let said = succeeds("export", &gap.run("trainer export merged --format gguf-q8_0 --output gguf"));
-    assert!(said.contains("checked by"), "{said}");
+    assert!(said.contains("read back"), "{said}");
     let said = succeeds("generate", &gap.run("trainer generate merged --prompt Why? --max-new-tokens 4"));
     assert!(!said.is_empty());
     let chat = gap.run_with_input("trainer chat merged --max-new-tokens 4", "Why?\nWho?\n/quit\n");
