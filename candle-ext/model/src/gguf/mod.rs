@@ -15,7 +15,7 @@ use std::path::Path;
 
 use candlewick_text::tokenizer::GgufVocabulary;
 
-use crate::{MergedModel, ModelError, ParamSpec, TensorCallback};
+use crate::{Family, MergedModel, ModelError, ParamSpec, TensorCallback};
 use architecture::Architecture;
 use tensor::{GgufTensor, Source};
 use writer::{GgufWriter, TensorHeader};
@@ -36,6 +36,11 @@ pub struct GgufExport<'a> {
 }
 
 impl GgufExport<'_> {
+    /// Returns true if models of the family are exported.
+    pub fn has_family(family: Family) -> bool {
+        Architecture::of_family(family).is_some()
+    }
+
     /// Checks that GGUF can express the model.
     ///
     /// # Errors
