@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use axum::http::StatusCode;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_text::render::end_of_turn;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
 use tokio::sync::mpsc::error::TrySendError;
@@ -21,7 +22,7 @@ use super::origin::OriginPolicy;
 use super::settings::ServeSettings;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
-use crate::lm::{Lm, end_of_turn};
+use crate::lm::Lm;
 use crate::reasoning::ReasoningFormat;
 
 /// State of the server.
