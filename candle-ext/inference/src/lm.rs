@@ -12,10 +12,10 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, FP8_SCALES, Model, read_fp8_scales};
 use candlewick_ops::AttentionChoice;
 use candlewick_parallel::{Engine, EngineSpec, ParallelGroups, PipelineLayout, ZeroStage};
-use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::conversation::Conversation;
 use candlewick_text::files::is_present;
-use candlewick_text::render::{RenderOptions, render_chat, render_prompt};
-use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, Clock};
+use candlewick_text::render::{end_of_turn, render_prompt};
+use candlewick_text::template::{AddGenerationPrompt, ChatTemplate, ChatTemplateSource, Clock};
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -215,6 +215,15 @@ impl Lm {
         self.template.clone()
     }
 
+    /// Replaces the chat template.
+    ///
+    /// # Errors
+    /// If the source is invalid, or the tokenizer lacks the markers of a built-in template.
+    pub fn with_chat_template(self, source: &ChatTemplateSource) -> Result<Self> {
+        let template = source.compile(&self.tokenizer).map_err(|error| anyhow!("failed to {error}"))?;
+        Ok(Self { template: Some(Arc::new(template)), ..self })
+    }
+
     /// Sets variables of the chat template, such as `enable_thinking`.
     ///
     /// # Errors
@@ -263,9 +272,8 @@ impl Lm {
         self.template.as_deref().with_context(|| {
             let folder = self.tokenizer.directory().display();
             format!(
-                "failed to chat: {folder} has no chat template; use the chat version of the model, put a \
-                 chat_template.jinja there, or continue plain text with `trainer generate \
-                 --raw`"
+                "failed to chat: {folder} has no chat template; use the chat version of the model, choose a template \
+                 with --chat-template (chatml, llama3, ...), or continue plain text with `trainer generate --raw`"
             )
         })
     }
@@ -353,17 +361,4 @@ fn stops(tokenizer: &Tokenizer) -> Vec<u32> {
 pub(crate) fn with_variables(template: ChatTemplate, variables: &Map<String, Json>) -> ChatTemplate {
     let set = |template: ChatTemplate, (name, value): (&String, &Json)| template.with_variable(name, value.clone());
     variables.iter().fold(template, set)
-}
-
-/// Returns the template's end-of-turn token, if it has one. It may differ from the tokenizer's EOS.
-pub(crate) fn end_of_turn(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<u32> {
-    let turns = [Message::new("system", "s"), Message::new("user", "a"), Message::new("assistant", "b")];
-    // Some templates reject a system message, others require it.
-    let render = |turns: &[Message]| {
-        let chat = Conversation::new(turns.iter().cloned());
-        render_chat(tokenizer, template, &chat, RenderOptions::default()).ok()
-    };
-    let sample = render(&turns[1..]).or_else(|| render(&turns))?;
-    let last = sample.is_target.iter().rposition(|is_target| *is_target)?;
-    Some(sample.ids[last]).filter(|id| tokenizer.is_special(*id))
 }

@@ -1,24 +1,30 @@
 //! Suggestions for misspelt names.
 
-/// Least Jaro-Winkler similarity of a suggested name.
-const SIMILARITY: f64 = 0.84;
-
-/// Largest edit distance of a suggested name, for words of more than [`SHORT`] bytes.
-const EDITS: usize = 2;
-
-/// Word length in bytes up to which the edit distance is not used.
-const SHORT: usize = 3;
-
-/// Returns the candidate most similar to `word`, if one is similar. Case is ignored.
+/// Returns the candidate with the fewest edits to `word`, if it is a likely misspelling. Case is ignored.
+///
+/// Words of 3 to 5 letters allow one edit, longer words two, shorter words none. Names with other digits differ in
+/// version or size, so they are no misspellings.
 pub fn nearest<S: AsRef<str>>(word: &str, candidates: impl IntoIterator<Item = S>) -> Option<S> {
-    let lower = word.to_lowercase();
-    let scored = candidates.into_iter().filter_map(|candidate| {
+    let word = word.to_lowercase();
+    let limit = match word.chars().count() {
+        0..=2 => 0,
+        3..=5 => 1,
+        _ => 2,
+    };
+    let near = candidates.into_iter().filter_map(|candidate| {
         let name = candidate.as_ref().to_lowercase();
-        let score = strsim::jaro_winkler(&lower, &name);
-        let is_near = score > SIMILARITY || word.len() > SHORT && strsim::damerau_levenshtein(&lower, &name) <= EDITS;
-        is_near.then_some((score, candidate))
+        let n_edits = strsim::damerau_levenshtein(&word, &name);
+        let is_near = n_edits <= limit && digits(&word) == digits(&name);
+        is_near.then(|| (n_edits, -strsim::jaro_winkler(&word, &name), candidate))
     });
-    scored.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, candidate)| candidate)
+    near.min_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))).map(|(_, _, candidate)| candidate)
+}
+
+/// Returns the digits of a word in ascending order: swapped digits are a misspelling.
+fn digits(word: &str) -> Vec<char> {
+    let mut digits: Vec<char> = word.chars().filter(char::is_ascii_digit).collect();
+    digits.sort_unstable();
+    digits
 }
 
 /// Returns "; did you mean `x`?" with the most similar of `known`, or an empty string if none is similar.
@@ -41,7 +47,20 @@ mod tests {
         check("ARC_EASY", &["arc_challenge", "arc_easy"], Some("arc_easy"));
         check("mmlu", &["wikitext", "gsm8k"], None);
         check("dpo", &["sft"], None);
+        check("grpo", &["sft", "dpo"], None);
+        check("use_dora", &["use_rslora"], None);
+        check("bf61", &["bf16", "f16"], Some("bf16"));
+        check("skp", &["stop", "skip"], Some("skip"));
         check("", &["sft"], None);
+        check("bf", &["fp"], None);
+    }
+
+    #[test]
+    fn a_name_of_another_version_is_not_suggested() {
+        check("qwen3_5", &["qwen2", "qwen3"], None);
+        check("olmo2", &["olmoe"], None);
+        check("Mistral3ForCausalLM", &["MistralForCausalLM"], None);
+        check("Phi3ForCausalLM", &["Qwen3ForCausalLM"], None);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
 use super::eval_loss_rows::{EvalLossRows, UnrenderedRows};
-use candlewick_inference::command::{ModelOptions, ParallelArgs};
+use candlewick_inference::command::{ModelOptions, ParallelArgs, TemplateOptions};
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
 use candlewick_runtime::exit::ExitCode;
@@ -30,6 +30,8 @@ pub(super) struct ScoreArgs {
     /// Print the log-probability of every token of this text
     #[arg(long, group = "scored")]
     text: Option<String>,
+    #[command(flatten)]
+    template: TemplateOptions,
     #[command(flatten)]
     rows: DatasetArgs,
 }
@@ -103,6 +105,13 @@ enum Truncation {
     Split,
 }
 
+impl ScoreArgs {
+    /// Loads the model with its chat template. Collective: all ranks must call it.
+    fn load_on(&self, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<Lm> {
+        self.template.apply(self.model.load_on(hub, ranks, device)?)
+    }
+}
+
 /// Scores a text or the rows of a data set. Rank 0 prints JSON.
 pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     if args.rows.timings {
@@ -111,7 +120,7 @@ pub(super) fn run(args: &ScoreArgs, hub: &Hub) -> Result<()> {
     }
     run_on_ranks(&rank_env()?, args.parallel.config(), args.model.compute.device, |ranks, device| {
         let line = match (&args.text, &args.rows.data) {
-            (Some(text), _) => serde_json::to_string(&args.model.load_on(hub, ranks, device)?.score(text)?)?,
+            (Some(text), _) => serde_json::to_string(&args.load_on(hub, ranks, device)?.score(text)?)?,
             (None, Some(data)) => score_rows(args, data, hub, ranks, device)?,
             (None, None) => {
                 return Err(anyhow!("failed to start: give --text or --data").context(ExitCode::Usage));
@@ -132,7 +141,7 @@ pub(super) fn run_deprecated_perplexity(args: &ScoreArgs, hub: &Hub) -> Result<(
 
 /// Returns the loss and perplexity on a data set as JSON. Collective: all ranks must call it.
 fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device: Device) -> Result<String> {
-    let ScoreArgs { model, rows: args, .. } = args;
+    let (load, args) = (|| args.load_on(hub, ranks, device), &args.rows);
     let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = ranks.process.one_rank_per_node_first(|| Ok(hub.dataset(&request)?))?;
@@ -143,7 +152,7 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     if reports {
         print_note(&format!("{data}: {}; {n_rows} of {} rows", format.describe(), source.len()));
     }
-    let lm = model.load_on(hub, ranks, device)?;
+    let lm = load()?;
     let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
     let rows = ranks.process.keep_alive().during(|| args.rows(&lm, &source, &format, n_rows, max_length))?;

@@ -47,13 +47,7 @@ pub(super) fn run(args: &ShowArgs, hub: &Hub) -> Result<()> {
     let paths = args.prompts.data_overrides(&selection.tasks)?;
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelFiles::WithoutWeights)).transpose()?;
     let tokenizer = folder.map(Tokenizer::from_directory).transpose()?;
-    let template = tokenizer
-        .as_ref()
-        .map(|tokenizer| tokenizer.chat_template(args.prompts.template_name()))
-        .transpose()?
-        .flatten()
-        .map(|template| args.prompts.with_template_args(template))
-        .transpose()?;
+    let template = tokenizer.as_ref().map(|tokenizer| args.prompts.template(tokenizer)).transpose()?.flatten();
     let template = template.as_ref().map(|template| template as &dyn ChatFormatter);
     let options = PromptOptions { samples: Some(vec![args.doc]), ..args.prompts.options(template)? };
     let mut shown = Vec::new();

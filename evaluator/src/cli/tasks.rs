@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
-use candlewick_text::template::{ChatTemplate, check_variable};
+use candlewick_text::template::{ChatTemplate, ChatTemplateSource, check_variable};
+use candlewick_text::tokenizer::{Tokenizer, TokenizerError};
 use clap::{Args, ValueEnum};
 use serde_json::Value as Json;
 
@@ -39,8 +40,9 @@ pub(super) struct PromptArgs {
     /// the task and the document
     #[arg(long, value_enum, value_name = "PROGRAM")]
     pub(super) compat: Option<Compat>,
-    /// Apply the model's chat template, or its template of this name
-    #[arg(long, alias = "apply_chat_template", value_name = "NAME", num_args = 0..=1, default_missing_value = "")]
+    /// Apply the model's chat template, its template of this name, a built-in one (chatml, llama3, ...), or a Jinja file
+    #[arg(long, visible_alias = "chat-template", alias = "apply_chat_template", value_name = "NAME|FILE", num_args = 0..=1,
+          default_missing_value = "")]
     pub(super) apply_chat_template: Option<String>,
     /// Format each few-shot example as a chat turn, not all in one user message [default: true with a chat template]
     #[arg(long, alias = "fewshot_as_multiturn", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
@@ -82,13 +84,32 @@ impl TaskArgs {
 }
 
 impl PromptArgs {
-    /// Returns the name of the chat template, if `--apply-chat-template` has one.
-    pub(super) fn template_name(&self) -> Option<&str> {
-        self.apply_chat_template.as_deref().filter(|name| !name.is_empty())
+    /// Returns the chat template of `--apply-chat-template`: the tokenizer's, a built-in one or that of a file. `None` if the
+    /// tokenizer has none and the option names none.
+    ///
+    /// # Errors
+    /// If the name is unknown, or a template is invalid.
+    pub(super) fn template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
+        let failed = |error: TokenizerError| anyhow!("failed to {error}").context(ExitCode::Usage);
+        let name = self.apply_chat_template.as_deref().filter(|name| !name.is_empty());
+        let template = match name.filter(|name| !tokenizer.has_chat_template(name)) {
+            None => tokenizer.chat_template(name).map_err(failed)?,
+            Some(other) => {
+                let source = ChatTemplateSource::parse(other).map_err(|problem| {
+                    let folder = tokenizer.directory().display();
+                    let problem = format!(
+                        "failed to start: --apply-chat-template: {folder} has no template `{other}`, and {problem}"
+                    );
+                    anyhow!(problem).context(ExitCode::Usage)
+                })?;
+                Some(source.compile(tokenizer).map_err(failed)?)
+            }
+        };
+        template.map(|template| self.with_template_args(template)).transpose()
     }
 
     /// Returns the chat template with the variables of `--chat-template-args`.
-    pub(super) fn with_template_args(&self, template: ChatTemplate) -> Result<ChatTemplate> {
+    fn with_template_args(&self, template: ChatTemplate) -> Result<ChatTemplate> {
         let given = key_values("--chat-template-args", &self.chat_template_args);
         let mut given = given.map_err(|problem| anyhow!("failed to start: {problem}").context(ExitCode::Usage))?;
         for name in given.keys() {

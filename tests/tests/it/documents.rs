@@ -1,7 +1,9 @@
 //! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
+use candlewick_model::{Family, GgufExport};
 use suite::{read, tracked_files};
 use trainer::estimate::Category;
+use trainer::recipe::{MISSING_FEATURES, MissingFeature};
 
 /// Returns the fenced code blocks of one language in a Markdown text.
 fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
@@ -15,6 +17,34 @@ fn the_readme_starts_with_one_line_to_run_and_one_to_test() {
     let blocks = blocks(&readme, "sh");
     assert_eq!(blocks[0], "cargo run --release --bin trainer -- train recipes/quickstart.yaml");
     assert_eq!(blocks[1], "cargo test --workspace --locked");
+}
+
+/// Checks that the README has this table below this heading.
+#[track_caller]
+fn the_readme_has_a_table(heading: &str, rows: &[String]) {
+    let readme = read("README.md");
+    let section = readme.split(&format!("\n## {heading}\n")).nth(1).unwrap().split("\n## ").next().unwrap();
+    let table = rows.join("\n");
+    assert!(section.contains(&table), "README.md, section {heading}, needs this table:\n{table}");
+}
+
+#[test]
+fn the_readme_lists_the_model_families() {
+    let row = |family: &Family| {
+        let is = |yes: bool| if yes { "yes" } else { "no" };
+        let experts = if family.has_experts() { "mixture" } else { "dense" };
+        format!("| {} | {} | {experts} | {} |", family.title(), family.examples(), is(GgufExport::has_family(*family)))
+    };
+    let head = ["| family | for example | layers | GGUF export |", "|---|---|---|---|"].map(str::to_owned);
+    let missing = format!("| missing so far | {} | | |", Family::missing().collect::<Vec<_>>().join(", "));
+    the_readme_has_a_table("Models", &[head.to_vec(), Family::ALL.iter().map(row).collect(), vec![missing]].concat());
+}
+
+#[test]
+fn the_readme_lists_the_missing_features() {
+    let row = |feature: &MissingFeature| format!("| {} | {} |", feature.name, feature.instead);
+    let head = ["| missing | use |", "|---|---|"].map(str::to_owned);
+    the_readme_has_a_table("Missing so far", &[head.to_vec(), MISSING_FEATURES.iter().map(row).collect()].concat());
 }
 
 #[test]

@@ -534,6 +534,30 @@ fn variables_reach_the_chat_template() {
 }
 
 #[test]
+fn a_chat_template_by_name_replaces_the_models() {
+    let runs = TrainedRuns::shared();
+    let generate = |arguments: &[&str]| {
+        let options = ["generate", "--model", "full", "--repetition-penalty", "1.5"];
+        runs.says(&[&options, arguments].concat(), "")
+    };
+    let chat = generate(&["--prompt", "What comes after 3?", "--chat-template", "zephyr"]);
+    let prompt = "<|user|>\nWhat comes after 3?<|im_end|>\n<|assistant|>\n";
+    assert_eq!(chat, generate(&["--raw", "--prompt", prompt]));
+    assert_ne!(chat, generate(&["--prompt", "What comes after 3?"]));
+    let refused = |arguments: &[&str], phrases: &[&str]| runs.refuses(&runs.evaluator(arguments, ""), 2, phrases);
+    let model = ["generate", "--model", "full", "--prompt", "a", "--chat-template"];
+    refused(&[&model[..], &["chatlm"]].concat(), &["`chatlm` is neither", "did you mean `chatml`?"]);
+    refused(&[&model[..], &["gemma"]].concat(), &["no token <start_of_turn>", "chatml, qwen2.5, qwen3"]);
+    runs.write(
+        "chat.jsonl",
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}\n",
+    );
+    let score = ["score", "--model", "full", "--data", "chat.jsonl"];
+    let scores = |template: &[&str]| runs.says(&[&score[..], template].concat(), "");
+    assert_ne!(scores(&["--chat-template", "zephyr"]), scores(&[]));
+}
+
+#[test]
 fn a_generation_ends_before_a_stop_text() {
     let runs = TrainedRuns::shared();
     let generate = |stop: &[&str]| runs.says(&[&["generate", "--model", "full", "--prompt", "Hi"], stop].concat(), "");

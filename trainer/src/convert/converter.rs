@@ -205,12 +205,12 @@ impl<'s> Converter<'s> {
         let note = format!("the default of {}", self.toolkit);
         let name = if key.starts_with('(') { key.to_owned() } else { format!("(`{key}`)") };
         self.set(path, value.clone(), "", None, Some(format!("Default of {} {name}.", self.toolkit)));
-        let recipe = Map::from_iter([(path.to_owned(), value.clone())]);
+        let recipe = Map::from_iter([(path.to_owned(), value)]);
         self.findings.push(ConversionFinding {
             kind: FindingKind::Mapped,
             key: key.to_owned(),
             line: None,
-            value,
+            value: Json::Null,
             recipe,
             note,
         });

@@ -11,13 +11,14 @@ const LOADER: &str = "each step builds its batch from memory-mapped tokens";
 const LAUNCHER: &str = "the launcher sets it";
 const ONE_RATE: &str = "both factors of an adapter have one learning rate";
 
+pub(super) const ADAMW: &str = "AdamW is the only optimizer";
 pub(super) const KERNELS: &str = "fused kernels are always used";
 pub(super) const NO_DORA: &str = "DoRA is not supported; a plain LoRA adapter trains";
 pub(super) const NO_MODULES: &str = "training whole modules together with an adapter is not supported";
 pub(super) const PREPARED: &str = "data are tokenized once and read from the cache; data.streaming needs train_iters, and excludes held-out rows and a mixture";
 pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
 pub(super) const TEMPLATE: &str =
-    "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
+    "the tokenizer's own chat template applies; tokenizer.chat_template takes a built-in name or a Jinja file instead";
 pub(super) const TOKEN_RATE: &str = "metrics.jsonl has tokens per second";
 
 pub(super) const RULES: KeyRules = &[
@@ -36,7 +37,7 @@ pub(super) const RULES: KeyRules = &[
     ("neftune_noise_alpha", KeyRule::Unless("NEFTune is not supported")),
     ("max_steps", KeyRule::By(max_steps)),
     // Data.
-    ("group_by_length", KeyRule::Unless("rows of similar length are not grouped; data.pack_samples avoids padding")),
+    ("group_by_length", KeyRule::Unless("rows are not padded to the longest one, so equal lengths save no time")),
     ("dataloader_drop_last", KeyRule::To("data.drop_last")),
     ("dataloader_num_workers", KeyRule::BuiltIn(LOADER)),
     ("dataloader_pin_memory", KeyRule::BuiltIn(LOADER)),
@@ -252,20 +253,28 @@ fn scheduler_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
+/// Converts the name of a chat template. `names` has those with the same text here, and the built-in ones.
+pub(super) fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>, names: &[(&str, &str)]) {
+    let same = names.iter().find(|(name, _)| item.text() == Some(name));
+    match same {
+        Some((_, own)) => converter.map(item, [("tokenizer.chat_template", (*own).into())]),
+        None => converter.change(item, [], TEMPLATE),
+    }
+}
+
 /// Converts the optimizer's name.
 pub(super) fn optimizer(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let name = item.text().unwrap_or_default();
     let same = ["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"];
     let in_8_bits = ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"];
-    let settings = [("optimizer.type", "adamw".into())];
     if same.contains(&name) {
-        converter.map(item, settings);
+        converter.built_in(item, ADAMW);
     } else if in_8_bits.contains(&name) {
         let note = "moments are f32, not 8 bits; deepspeed.bf16.bf16_optimizer_states: true halves them";
-        converter.change(item, settings, note);
+        converter.change(item, [], note);
     } else if name == "paged_adamw" || name == "paged_adamw_32bit" {
         let note = "moments stay on the device; deepspeed.zero_optimization.offload_optimizer offloads them";
-        converter.change(item, settings, note);
+        converter.change(item, [], note);
     } else {
         converter.nothing(item, "AdamW is the only optimizer, and trains instead; check the learning rate");
     }

@@ -26,7 +26,7 @@ pub struct ConversionFinding {
     pub key: String,
     /// Line of the key; `None` if the toolkit's default applies.
     pub line: Option<usize>,
-    /// The value.
+    /// The value; null if the toolkit's default applies.
     pub value: Json,
     /// Keys and values of the recipe.
     pub recipe: Map<String, Json>,
@@ -77,11 +77,14 @@ impl ConversionReport {
 
 fn line(finding: &ConversionFinding) -> String {
     let ConversionFinding { key, line, value, recipe, note, .. } = finding;
-    let at = line.map_or_else(|| "default".to_owned(), |line| format!("line {line}"));
+    let (at, key) = match line {
+        Some(line) => (format!("line {line}"), format!("{key}: {}", short(value))),
+        None => ("default".to_owned(), key.clone()),
+    };
     let targets = recipe.iter().map(|(key, value)| format!("{key}: {}", short(value))).collect::<Vec<_>>().join(", ");
     let arrow = if targets.is_empty() { String::new() } else { format!("  ->  {targets}") };
     let note = if note.is_empty() { String::new() } else { format!("\n            {note}") };
-    format!("  {at:<9} {key}: {}{arrow}{note}\n", short(value))
+    format!("  {at:<9} {key}{arrow}{note}\n")
 }
 
 /// Returns a value in one short line.

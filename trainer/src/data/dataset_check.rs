@@ -147,8 +147,8 @@ impl DatasetCheck<'_> {
         }
         let ends: Vec<String> = self.ends().collect();
         Some(format!(
-            "turns end with a special token that is not the tokenizer's eos_token ({}): add it to the stop \
-             tokens of generation",
+            "turns end with a special token that is not the tokenizer's eos_token ({}): exports list it in \
+             generation_config.json; a program that ignores this file needs it as a stop token",
             ends.join(", ")
         ))
     }

@@ -8,7 +8,7 @@ use candlewick_text::render::{
     render_row,
 };
 use candlewick_text::source::RowSource;
-use candlewick_text::template::ChatTemplate;
+use candlewick_text::template::{BuiltInTemplate, ChatTemplate};
 use candlewick_text::tokenizer::Tokenizer;
 use rayon::prelude::*;
 
@@ -156,10 +156,11 @@ impl<'a> Renderer<'a> {
             return Ok(());
         }
         let problem = format!(
-            "its rows are chats ({}), but {} has no chat template; use a chat version of the model, or put a \
-             chat_template.jinja next to its tokenizer",
+            "its rows are chats ({}), but {} has no chat template; use a chat version of the model, or set \
+             tokenizer.chat_template to a built-in one ({}) or a Jinja file",
             format.name(),
-            self.tokenizer.directory().display()
+            self.tokenizer.directory().display(),
+            BuiltInTemplate::names_for(self.tokenizer)
         );
         Err(DataError::Plan { name: name.to_owned(), problem })
     }

@@ -13,7 +13,8 @@ use candlewick_inference::logits_check::{LogitsDifference, PromptLogits};
 use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder};
 use candlewick_model::{FP8_SCALES, GgufExport, MergeReport, SafetensorsExport};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
-use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer};
+use candlewick_text::render::{GENERATION_CONFIG, generation_config_with_end_of_turn};
+use candlewick_text::tokenizer::{GgufVocabulary, Tokenizer, TokenizerError};
 
 use crate::checkpoint::require_space;
 use crate::exit::ExitCode;
@@ -22,6 +23,8 @@ use crate::failpoint::failpoint;
 pub use card::model_card;
 pub use format::ExportFormat;
 pub use source::ExportSource;
+
+use run_record::RunRecord;
 
 /// Unit of the progress of logits.
 const LAYERS: ProgressUnit = ProgressUnit::Count("layers");
@@ -217,6 +220,10 @@ impl TokenizerFiles {
         files.copy_into(folder.path())?;
         let origin = folders.iter().find(|folder| folder.join("tokenizer.json").is_file());
         let tokenizer = origin.map(|origin| read_copy(folder.path(), origin)).transpose()?;
+        let is_of_chats = source.run.as_ref().is_some_and(RunRecord::trained_on_chats);
+        if let Some(tokenizer) = tokenizer.as_ref().filter(|_| is_of_chats) {
+            add_end_of_turn(tokenizer, folder.path())?;
+        }
         Ok(Self { folder, tokenizer })
     }
 
@@ -233,11 +240,21 @@ impl TokenizerFiles {
     }
 }
 
+/// Adds the end of turn of the chat template to generation_config.json of `folder`.
+fn add_end_of_turn(tokenizer: &Tokenizer, folder: &Path) -> Result<()> {
+    let usable = |error: TokenizerError| anyhow!("failed to {error}");
+    let Some(template) = tokenizer.chat_template(None).map_err(usable)? else { return Ok(()) };
+    let config = generation_config_with_end_of_turn(tokenizer, &template, Some(folder)).map_err(usable)?;
+    let path = folder.join(GENERATION_CONFIG);
+    let written = config.map_or(Ok(()), |text| std::fs::write(&path, text));
+    written.with_context(|| format!("failed to write {}", path.display()))
+}
+
 /// Reads the tokenizer in `copy`. Errors name the folder that the copy was made of.
 fn read_copy(copy: &Path, origin: &Path) -> Result<Tokenizer> {
     let read = Tokenizer::from_directory(copy);
     let read = read.map_err(|error| Tokenizer::from_directory(origin).err().unwrap_or(error))?;
-    Ok(read.with_directory(origin.to_path_buf()))
+    Ok(read.with_eos_ids_from(origin)?.with_directory(origin.to_path_buf()))
 }
 
 /// Returns the total size of a folder's files with this extension, in bytes.

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use candle_core::DType;
 use candlewick_model::{Config, LoraConfig};
-use candlewick_text::files::{
-    MAX_CONFIG_FILE_BYTES, MAX_GENERATED_FILE_BYTES, read_regular_file, read_regular_text_file,
-};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
+use candlewick_text::template::ChatTemplateSource;
+use serde::Deserialize;
 use serde_json::Value;
 
 use crate::exit::ExitCode;
@@ -73,17 +73,18 @@ impl RunRecord {
         }
     }
 
+    /// Returns true if the run trained on chats or completions, not on plain text.
+    pub(super) fn trained_on_chats(&self) -> bool {
+        self.text("/plan/data/kind") == Some("sft")
+    }
+
     /// Returns the recipe's chat template, if it has one.
     pub(super) fn chat_template(&self) -> Result<Option<String>> {
         const KEY: &str = "/plan/tokenizer/chat_template";
-        match (self.text(&format!("{KEY}/inline")), self.text(&format!("{KEY}/file"))) {
-            (Some(text), _) => Ok(Some(text.to_owned())),
-            (None, Some(path)) => {
-                let text = read_regular_text_file(path.as_ref(), MAX_CONFIG_FILE_BYTES);
-                text.map(Some).with_context(|| format!("failed to read the chat template {path}"))
-            }
-            (None, None) => Ok(None),
-        }
+        let source = self.get(KEY).map(|json| ChatTemplateSource::deserialize(json)).transpose();
+        let source = source.map_err(|error| self.unusable(&format!("{KEY}: {error}")))?;
+        let read = |source: ChatTemplateSource| source.read().map_err(|error| anyhow!("failed to {error}"));
+        Ok(source.map(read).transpose()?.map(|(_, text)| text))
     }
 
     /// Returns the error of a record without what an export needs.

@@ -17,7 +17,7 @@ mod setting;
 mod table;
 
 pub use eval::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
-pub use model::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
+pub use model::{CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use precision::{Fp8Plan, Fp8RecipePlan, ScaleRulePlan};

@@ -6,6 +6,7 @@ use candle_core::DType;
 use candlewick_model::{Config, LoraConfig, TiledMlp};
 use candlewick_ops::{AttentionChoice, GroupedGemmImpl};
 use candlewick_parallel::ActivationCheckpointing;
+use candlewick_text::template::ChatTemplateSource;
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::recipe::{ActivationCheckpoint, BaseStorage, FloatDtype, HumanFloat, HumanInt, JsonMap};
@@ -139,16 +140,6 @@ pub struct TokenizerPlan {
     pub chat_template: Option<ChatTemplateSource>,
     /// Extra variables of the chat template.
     pub chat_template_kwargs: JsonMap,
-}
-
-/// The source of a chat template.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ChatTemplateSource {
-    /// A file.
-    File(PathBuf),
-    /// The text in the recipe.
-    Inline(String),
 }
 
 /// Returns the candle dtype.

@@ -129,8 +129,6 @@ pub enum DataType {
     Sft,
     /// Plain text.
     Causal,
-    /// Preferences. Not implemented yet.
-    Dpo,
 }
 
 /// The padding of rows.

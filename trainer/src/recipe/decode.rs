@@ -11,6 +11,7 @@ use serde::de::{
 
 use super::error::Fault;
 use super::keys;
+use super::missing_features::missing_feature_advice;
 use super::node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue, quoted};
 
 /// Decodes the whole tree.
@@ -86,6 +87,9 @@ fn unknown_key(location: Option<RecipeLocation>, parent: &str, key: &str, known:
 }
 
 fn suggest(fault: Fault, word: &str, known: &[&'static str]) -> Fault {
+    if let Some(advice) = missing_feature_advice(word) {
+        return fault.note(advice);
+    }
     match nearest(word, known.iter().copied()) {
         Some(candidate) => fault.note(format!("did you mean `{candidate}`?")),
         None => fault,

@@ -15,7 +15,8 @@ const STEPS: &str = "in steps";
 const QUANTISED: &str =
     "a run with an adapter stores frozen weights in a byte with `fp8`; 4-bit weights are not supported";
 const TRACKERS: &str = "the trackers are tensorboard, wandb and mlflow; metrics.jsonl in output_dir has every step";
-const TEMPLATE: &str = "a Jinja file that replaces the tokenizer's own template";
+const TEMPLATE: &str = "a built-in template by name (chatml, llama3, qwen3, ...) or a Jinja file";
+const GROUPS: &str = "remove the key: rows are not padded to the longest one, so equal lengths save no time";
 const ATTENTION: &str = "fused attention is the default";
 const ALWAYS: &str = "remove the key: this is always on";
 const OF_MODEL: &str = "with a loaded model in model.hf_config_kwargs";
@@ -24,7 +25,6 @@ const ZERO: &str = "the ZeRO stage: 0, 1, 2 or 3";
 const MASKS: &str = "by default the loss covers the assistant's tokens only; `train_on_all` covers all tokens";
 const WEIGHTS: &str = "a relative frequency for each source; `data.stopping_strategy` ends an epoch";
 const MEMORY: &str = "remove the key: each step builds its own batch";
-const PREFERENCES: &str = "preference training is not supported";
 
 /// The keys of other toolkits, each once. A name with a dot is looked up before its last part.
 pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
@@ -56,7 +56,8 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("gradient_accumulation", "gradient_accumulation_steps", ""),
     key("grad_accum", "gradient_accumulation_steps", ""),
     key("auto_find_batch_size", "", "`trainer estimate RECIPE` compares the micro-batch with the memory"),
-    key("group_by_length", "data.order", "`longest_first` starts with the longest rows"),
+    key("group_by_length", "", GROUPS),
+    key("length_column_name", "", GROUPS),
     key("dataloader_drop_last", "data.drop_last", ""),
     key("dataloader_num_workers", "data.dl_num_workers", ""),
     key("dataloader_pin_memory", "", MEMORY),
@@ -130,9 +131,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("quantization", "model.quantize_base", QUANTISED),
     key("quantization_bit", "model.quantize_base", QUANTISED),
     key("quantization_config", "model.quantize_base", QUANTISED),
-    key("bnb_4bit_quant_type", "", QUANTISED),
-    key("bnb_4bit_compute_dtype", "", QUANTISED),
-    key("gptq", "", QUANTISED),
     key("flash_attention", "model.attn_implementation", ATTENTION),
     key("flash_attn", "model.attn_implementation", ATTENTION),
     key("use_flash_attention_2", "model.attn_implementation", ATTENTION),
@@ -149,9 +147,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("enable_liger_kernel", "", "remove the key: fused kernels are always used"),
     key("torch_compile", "", "remove the key: there is nothing to compile"),
     key("compile", "", "remove the key: there is nothing to compile"),
-    key("resize_vocab", "", "embeddings cannot be resized"),
-    key("special_tokens", "", "the tokenizer's special tokens are used"),
-    key("added_tokens", "", "embeddings cannot be resized"),
     // LoRA.
     key(
         "adapter",
@@ -172,10 +167,8 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("lora_target_modules", "model.peft_config.target_modules", ""),
     key("lora_attn_modules", "model.peft_config.target_modules", ""),
     key("lora_target_linear", "model.peft_config.target_modules", "`all-linear`"),
-    key("lora_modules_to_save", "", "training full modules together with an adapter is not supported"),
     key("use_rslora", "model.peft_config.use_rslora", ""),
     key("peft_use_rslora", "model.peft_config.use_rslora", ""),
-    key("peft_use_dora", "", "DoRA is not supported"),
     key("lora_model_dir", "model.adapter_name_or_path", ""),
     key("adapter_name_or_path", "model.adapter_name_or_path", ""),
     // Data.
@@ -245,13 +238,11 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("tokenizer_path", "tokenizer.name_or_path", ""),
     key("tokenizer.path", "tokenizer.name_or_path", ""),
     key("zero_optimization.stage", "deepspeed.zero_optimization.stage", ""),
-    key("unfrozen_parameters", "", "freezing by pattern is not supported; `model.peft_config` trains only an adapter"),
     key(
         "enable_thinking",
         "tokenizer.chat_template_kwargs",
         "`tokenizer.chat_template_kwargs: {enable_thinking: false}`",
     ),
-    key("neftune_noise_alpha", "", "NEFTune is not supported"),
     // Optimizer and schedule.
     key("lr", "optimizer.learning_rate", ""),
     key("learning_rate", "optimizer.learning_rate", ""),
@@ -350,7 +341,6 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("local_rank", "", "the launcher sets it in the environment"),
     key("use_cpu", "device", "`cpu`"),
     key("no_cuda", "device", "`cpu`"),
-    key("rl", "", PREFERENCES),
     key("stage", "type", "`sft` or `causal`"),
     key("pretraining_dataset", "data.sources", "with `type: causal`"),
     key("average_tokens_across_devices", "", ALWAYS),

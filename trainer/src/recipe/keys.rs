@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use super::foreign_keys::{FOREIGN_KEYS, ForeignKey};
 use super::json_schema;
+use super::missing_features::missing_feature_advice;
 
 /// A key of the schema: `data.max_length`, `checkpoint.N.save_total_limit`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,13 +144,13 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
     if let Some(sibling) = sibling {
         return Some(meant(&[sibling]));
     }
-    let near = live().map(|key| (strsim::jaro_winkler(name, key.name()), key)).filter(|(score, _)| *score > 0.93);
-    near.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, key)| meant(&[&key.path]))
+    let near = nearest(name, live().map(SchemaKey::name))?;
+    live().find(|key| key.name() == near).map(|key| meant(&[&key.path]))
 }
 
-/// Returns advice for a key of another toolkit.
+/// Returns advice for a key of another toolkit, or of a feature that is missing.
 pub(crate) fn foreign_key_advice(path: &str) -> Option<String> {
-    let foreign = foreign_key(path)?;
+    let Some(foreign) = foreign_key(path) else { return missing_feature_advice(path) };
     Some(match (foreign.recipe_key, foreign.remark) {
         ("", remark) => remark.to_owned(),
         (key, "") => format!("use `{key}`"),

@@ -11,6 +11,7 @@ use super::decode::decode;
 use super::deprecated::rename_all;
 use super::dialect::{RecipeDialect, detect};
 use super::error::{Fault, RecipeError, RecipeSource};
+use super::missing_features::missing_feature_advice;
 use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
 use super::shipped_data::{CachedFiles, use_cached_files};
 use super::{Recipe, base, overrides, shipped, tilde};
@@ -208,15 +209,16 @@ fn leaves<'a>(node: &'a RecipeNode, location: RecipeLocation, path: &str, keys: 
 
 /// Refuses an unsupported `type` before decoding, which would report its keys as unknown.
 fn check_type(tree: &RecipeNode) -> Result<(), Fault> {
-    const TYPES: [&str; 3] = ["sft", "causal", "dpo"];
+    const TYPES: [&str; 2] = ["sft", "causal"];
     let Some(entry) = tree.get("type") else { return Ok(()) };
     match &entry.node.value {
         RecipeValue::Text(name) if TYPES.contains(&name.as_str()) => Ok(()),
         RecipeValue::Text(name) => {
             let fault = Fault::new(Some(entry.node.place), format!("type: unknown value {}", quoted(name)));
-            let fault = match nearest(name, TYPES) {
-                Some(near) => fault.note(format!("did you mean `{near}`?")),
-                None => fault.note("types registered by Python code of a recipe are not supported"),
+            let fault = match (missing_feature_advice(name), nearest(name, TYPES)) {
+                (Some(advice), _) => fault.note(advice),
+                (None, Some(near)) => fault.note(format!("did you mean `{near}`?")),
+                (None, None) => fault.note("types registered by Python code of a recipe are not supported"),
             };
             Err(fault.note("values: sft, causal"))
         }

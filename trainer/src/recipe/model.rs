@@ -185,8 +185,8 @@ pub struct TokenizerSection {
     pub name_or_path: Option<String>,
     /// The branch, tag or commit of a Hub id. Default `main`.
     pub revision: Option<String>,
-    /// A Jinja chat template: the path of a file, or the template itself (recognized by `{`). Default: the tokenizer's
-    /// own.
+    /// A chat template: a built-in one (`chatml`, `qwen2.5`, `qwen3`, `llama3`, `mistral`, `gemma`, `llama2`, `zephyr`, `vicuna`,
+    /// `alpaca`), the path of a Jinja file, or the template itself (recognized by `{`). Default: the tokenizer's own.
     pub chat_template: Option<String>,
     /// Extra variables of the chat template, such as `enable_thinking: false`. Default: none.
     pub chat_template_kwargs: JsonMap,

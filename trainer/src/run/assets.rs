@@ -3,16 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use candlewick_runtime::run_id::RunId;
-use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_text_file};
 use candlewick_text::hub::{Hub, ModelFiles};
-use candlewick_text::template::{ChatTemplate, Clock};
+use candlewick_text::template::{ChatTemplate, ChatTemplateSource, Clock};
 use candlewick_text::tokenizer::Tokenizer;
 
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{ChatTemplateSource, Plan, TokenizerPlan, WeightInit};
+use crate::plan::{Plan, TokenizerPlan, WeightInit};
 use crate::recipe::missing_path_advice;
 
 /// The model files and the tokenizer of a run.
@@ -42,10 +41,16 @@ impl Assets {
             return Err(anyhow!(problem).context(ExitCode::Data));
         }
         let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelFiles::WithoutWeights)?;
+        let tokenizer = Tokenizer::from_directory(tokenizer_folder)?;
+        let own_template = |source: &ChatTemplateSource| {
+            source.check(&tokenizer)?;
+            source.read()
+        };
+        let template = chat_template.as_ref().map(own_template).transpose();
         Ok(Self {
             model_folder,
-            tokenizer: Arc::new(Tokenizer::from_directory(tokenizer_folder)?),
-            template: chat_template.as_ref().map(own_template).transpose()?,
+            template: template.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Data))?,
+            tokenizer: Arc::new(tokenizer),
             kwargs: chat_template_kwargs.clone(),
             clock: run_id.clock(),
         })
@@ -66,16 +71,5 @@ impl Assets {
             ChatTemplate::with_variable(template, name.as_str(), value.clone())
         };
         Ok(template.map(|template| self.kwargs.iter().fold(template, with).with_clock(self.clock)))
-    }
-}
-
-fn own_template(source: &ChatTemplateSource) -> Result<(String, String)> {
-    match source {
-        ChatTemplateSource::Inline(text) => Ok(("tokenizer.chat_template".to_string(), text.clone())),
-        ChatTemplateSource::File(path) => {
-            let text = read_regular_text_file(path, MAX_CONFIG_FILE_BYTES)
-                .with_context(|| format!("failed to read {}", path.display()))?;
-            Ok((path.display().to_string(), text))
-        }
     }
 }

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
+use candlewick_text::template::ChatTemplateSource;
 
 use super::Assets;
 use super::tasks::{open_tasks_data, select};
 use crate::data::{SourcePlan, SourceUse, hub_repo};
-use crate::plan::{ChatTemplateSource, Plan, RoutingReplayPlan};
+use crate::plan::{Plan, RoutingReplayPlan};
 
 /// Opens the model, the tokenizer, every data set and the tasks as a run does. Returns the local paths among them.
 pub fn open_inputs(plan: &Plan, hub: &Hub) -> Result<Vec<PathBuf>> {

@@ -108,6 +108,22 @@ fn an_unknown_key_exits_with_2_and_a_suggestion() {
         &["error: unknown key `data.max_lenght`", "= did you mean `max_length`?"],
     );
     check(&["explain", "trust_remote_code"], 2, &["error: unknown key", "= remove the key: a model's code is never"]);
+    for (word, part) in [
+        ("dpo", "use `type: sft` here, then TRL"),
+        ("qlora", "`model.quantize_base: fp8`"),
+        ("grpo", "TRL"),
+        ("use_dora", "DoRA: not supported"),
+        ("modules_to_save", "training all weights"),
+        ("neftune", "NEFTune"),
+        ("muon", "AdamW"),
+        ("pissa", "rsLoRA"),
+        ("adamw_8bit", "`offload_optimizer`"),
+        ("mps", "`device: cpu`"),
+        ("add_special_tokens", "`resize_token_embeddings` of transformers"),
+        ("group_by_length", "remove the key"),
+    ] {
+        check(&["explain", word], 2, &["error: unknown key", part]);
+    }
     check(&["explain", "lora_rnk"], 2, &["error: unknown key", "= did you mean `lora_rank` of other toolkits?"]);
 }
 

@@ -159,6 +159,40 @@ fn a_wrong_value_is_an_error_at_its_line_in_the_converted_file() {
 }
 
 #[test]
+fn a_template_by_name_is_the_built_in_one_that_prints_the_same_text() {
+    let llama_factory = |name: &str| format!("stage: sft\nmodel_name_or_path: a/b\ndataset: a/b\ntemplate: {name}\n");
+    let torchtune = |name: &str| {
+        let file = std::fs::read_to_string(folder().join("torchtune_lora.yaml")).unwrap();
+        file.replacen("tokenizer:\n", &format!("tokenizer:\n  prompt_template: {name}\n"), 1)
+    };
+    for (text, want) in [
+        (format!("{AXOLOTL}chat_template: chatml\n"), json!("chatml")),
+        (format!("{AXOLOTL}chat_template: qwen_25\n"), json!("qwen2.5")),
+        (format!("{AXOLOTL}chat_template: jamba\n"), Value::Null),
+        (llama_factory("gemma2"), json!("gemma")),
+        (llama_factory("mistral"), json!("mistral")),
+        (llama_factory("vicuna"), Value::Null),
+        (torchtune("torchtune.data.ChatMLTemplate"), json!("chatml")),
+        (torchtune("torchtune.data.MistralChatTemplate"), Value::Null),
+    ] {
+        let conversion = convert_text(&text, None).unwrap();
+        assert_eq!(recipe(&conversion)["tokenizer"]["chat_template"], want, "{text}");
+        let is_reported = conversion.report.of(FindingKind::Changed).any(|found| found.key.ends_with("template"));
+        assert_eq!(is_reported, want.is_null() || want == "mistral", "{text}");
+    }
+}
+
+/// The default's value in the other toolkit may differ from the recipe's: `train_on_input: true` is `mask_inputs: false`.
+#[test]
+fn the_report_of_a_default_has_the_value_of_the_recipe_alone() {
+    let report = convert_file("torchtune_lora.yaml").report;
+    let defaults: Vec<_> = report.findings.iter().filter(|finding| finding.line.is_none()).collect();
+    assert!(!defaults.is_empty() && defaults.iter().all(|finding| finding.value.is_null()), "{defaults:?}");
+    let text = report.text();
+    assert!(text.contains("  default   clip_grad_norm  ->  gradient_clipping: 0\n"), "{text}");
+}
+
+#[test]
 fn a_file_of_no_known_format_is_refused_unless_the_format_is_given() {
     refused("a: 1\n", 1, &["no known format", "--from"]);
     refused("model: {name_or_path: a}\ndata: {sources: [b]}\n", 1, &["a recipe already"]);

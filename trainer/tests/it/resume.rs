@@ -4,6 +4,8 @@
 use std::os::unix::process::ExitStatusExt;
 
 use candlewick_model::AdapterFolder;
+use candlewick_text::template::BuiltInTemplate;
+use candlewick_text::tokenizer::Tokenizer;
 
 use crate::support::{Run, stderr};
 
@@ -439,6 +441,31 @@ fn the_recipes_chat_template_is_exported_with_the_weights() {
     let key = format!("tokenizer.chat_template={}", run.path().join("own.jinja").display());
     run.train_ok(&[&key, "train_iters=1"]);
     assert_eq!(std::fs::read_to_string(run.export_folder().join("chat_template.jinja")).unwrap(), template);
+}
+
+/// The tokenizer's EOS is another token than the end of turn, as in base models.
+#[test]
+fn a_chat_template_by_name_is_exported_with_its_end_of_turn() {
+    let run = Run::new();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../recipes/quickstart/tokenizer");
+    let folder = run.path().join("base");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::copy(format!("{source}/tokenizer.json"), folder.join("tokenizer.json")).unwrap();
+    run.write("base/tokenizer_config.json", r#"{"eos_token": "<|endoftext|>"}"#);
+    let tokenizer = format!("tokenizer.name_or_path={}", folder.display());
+    let arguments = [tokenizer.as_str(), "tokenizer.chat_template=chatml", "train_iters=1"];
+    run.train_ok(&arguments);
+    let exported = |name: &str| std::fs::read_to_string(run.export_folder().join(name)).unwrap();
+    assert_eq!(exported("chat_template.jinja"), BuiltInTemplate::find("chatml").unwrap().source);
+    let generation: serde_json::Value = serde_json::from_str(&exported("generation_config.json")).unwrap();
+    let tokenizer_of_export = Tokenizer::from_directory(run.export_folder()).unwrap();
+    let id = |token: &str| tokenizer_of_export.token_to_id(token).unwrap();
+    assert_eq!(generation["eos_token_id"], serde_json::json!([id("<|endoftext|>"), id("<|im_end|>")]));
+    let refused = run.train(&[tokenizer.as_str(), "tokenizer.chat_template=llama3"]);
+    assert_eq!(refused.status.code(), Some(3), "{}", stderr(&refused));
+    for part in ["no token <|start_header_id|>", "choose a template that fits this tokenizer (chatml,"] {
+        assert!(stderr(&refused).contains(part), "{}", stderr(&refused));
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ mod serve;
 
 pub use chat::{ChatOptions, chat};
 pub use generate::{GenerateArgs, generate};
-pub use model::{ComputeOptions, DtypeOption, ModelOptions, QuantizationOption, find_folders};
+pub use model::{ComputeOptions, DtypeOption, ModelOptions, QuantizationOption, TemplateOptions, find_folders};
 pub use parallel::ParallelArgs;
 pub use prefetch::{Prefetch, PrefetchOptions};
 pub use sampling::SamplingOptions;

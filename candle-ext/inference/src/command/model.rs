@@ -10,7 +10,7 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoi
 use candlewick_parallel::ParallelGroups;
 use candlewick_text::hub::{Hub, HubError, ModelAndAdapter, ModelFiles};
 use candlewick_text::long_integer;
-use candlewick_text::template::check_variable;
+use candlewick_text::template::{ChatTemplateSource, check_variable};
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value as Json};
 
@@ -107,7 +107,11 @@ impl QuantizationOption {
 
 /// Options of the chat template.
 #[derive(Clone, Debug, Args)]
-pub(super) struct TemplateOptions {
+pub struct TemplateOptions {
+    /// Chat template in place of the model's: a built-in one (chatml, qwen2.5, qwen3, llama3, mistral, gemma, llama2,
+    /// zephyr, vicuna, alpaca), or the path of a Jinja file
+    #[arg(long, value_name = "NAME|FILE", value_parser = ChatTemplateSource::parse)]
+    chat_template: Option<ChatTemplateSource>,
     /// Variables of the chat template, as JSON: '{"enable_thinking": false}'
     #[arg(long, value_name = "JSON", value_parser = parse_variables)]
     chat_template_kwargs: Option<TemplateVariables>,
@@ -124,8 +128,12 @@ fn parse_variables(text: &str) -> Result<TemplateVariables, String> {
 }
 
 impl TemplateOptions {
-    /// Sets the variables of the model's chat template.
-    pub(super) fn apply(&self, lm: Lm) -> Result<Lm> {
+    /// Sets the model's chat template and its variables.
+    pub fn apply(&self, lm: Lm) -> Result<Lm> {
+        let lm = match &self.chat_template {
+            Some(source) => lm.with_chat_template(source).map_err(|error| error.context(ExitCode::Usage))?,
+            None => lm,
+        };
         match &self.chat_template_kwargs {
             Some(TemplateVariables(variables)) => lm.with_template_variables(variables),
             None => Ok(lm),

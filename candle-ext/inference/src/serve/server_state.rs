@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use axum::http::StatusCode;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_text::render::end_of_turn;
 use candlewick_text::template::{ChatTemplate, ToolCallFormat};
 use candlewick_text::tokenizer::Tokenizer;
 use llguidance::api::TopLevelGrammar;
@@ -26,7 +27,7 @@ use super::tool_choice::special_tokens;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
 use crate::constraint::{GrammarCompiler, TokenConstraint};
-use crate::lm::{Lm, end_of_turn};
+use crate::lm::Lm;
 use crate::reasoning::ReasoningFormat;
 
 /// State of the server.

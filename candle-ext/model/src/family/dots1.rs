@@ -6,6 +6,8 @@ use super::{
 };
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "dots.llm1",
+    examples: "dots.llm1",
     model_type: "dots1",
     architecture: "Dots1ForCausalLM",
     hidden_size: 4608,

@@ -5,6 +5,8 @@
 use super::{Bias, FamilySpec, MoeFamily, MoeLayers, QkNorm, SharedExpertFamily, TopKNormalization, dots1, llama};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "GLM-4.5",
+    examples: "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     model_type: "glm4_moe",
     architecture: "Glm4MoeForCausalLM",
     intermediate_size: 10944,

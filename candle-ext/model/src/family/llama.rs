@@ -3,6 +3,8 @@
 use super::{Bias, FamilySpec, QkNorm, Window};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Llama",
+    examples: "Llama 2, Llama 3.1, Llama 3.2 1B and 3B, Llama 3.3, TinyLlama, SmolLM2, Yi",
     model_type: "llama",
     architecture: "LlamaForCausalLM",
     hidden_size: 4096,

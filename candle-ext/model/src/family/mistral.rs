@@ -3,6 +3,8 @@
 use super::{Bias, FamilySpec, Window, llama};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Mistral",
+    examples: "Mistral 7B, Mistral Nemo, Mistral Small 3 (2501)",
     model_type: "mistral",
     architecture: "MistralForCausalLM",
     intermediate_size: 14336,

@@ -3,6 +3,8 @@
 use super::{FamilySpec, HubExpertNames, MoeFamily, MoeLayers, SharedExpertFamily, TopKNormalization, Window, mistral};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Mixtral",
+    examples: "Mixtral 8x7B and 8x22B",
     model_type: "mixtral",
     architecture: "MixtralForCausalLM",
     rms_norm_eps: 1e-5,

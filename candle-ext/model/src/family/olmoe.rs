@@ -3,6 +3,8 @@
 use super::{Bias, FamilySpec, MoeFamily, MoeLayers, QkNorm, SharedExpertFamily, llama, qwen2_moe};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "OLMoE",
+    examples: "OLMoE-1B-7B",
     model_type: "olmoe",
     architecture: "OlmoeForCausalLM",
     hidden_size: 2048,

@@ -3,6 +3,8 @@
 use super::{Bias, FamilySpec, Window, WindowLayers, llama};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Qwen2",
+    examples: "Qwen2, Qwen2.5, Qwen2.5-Coder, QwQ, R1-Distill-Qwen",
     model_type: "qwen2",
     architecture: "Qwen2ForCausalLM",
     intermediate_size: 22016,

@@ -6,6 +6,8 @@ use super::{
 };
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Qwen2-MoE",
+    examples: "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     model_type: "qwen2_moe",
     architecture: "Qwen2MoeForCausalLM",
     hidden_size: 2048,

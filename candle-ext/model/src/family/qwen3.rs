@@ -3,6 +3,8 @@
 use super::{Bias, FamilySpec, QkNorm, qwen2};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Qwen3",
+    examples: "Qwen3 0.6B to 32B",
     model_type: "qwen3",
     architecture: "Qwen3ForCausalLM",
     head_dim: Some(128),

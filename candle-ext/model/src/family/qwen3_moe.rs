@@ -3,6 +3,8 @@
 use super::{FamilySpec, MoeFamily, SharedExpertFamily, Window, WindowLayers, qwen2_moe, qwen3};
 
 pub(super) const SPEC: FamilySpec = FamilySpec {
+    title: "Qwen3-MoE",
+    examples: "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     model_type: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",
     hidden_size: 2048,

@@ -3,7 +3,7 @@
 use candlewick_ops::TopKOrder;
 
 use crate::config::{LAYER_FREQ, ON_INPUT, RopeKind, Yarn};
-use crate::{Config, ExpertWeighting, ModelError};
+use crate::{Config, ExpertWeighting, Family, ModelError};
 
 /// An architecture of llama.cpp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,24 +27,31 @@ impl Architecture {
     /// If llama.cpp would compute another function.
     pub(super) fn of(config: &Config) -> Result<Self, ModelError> {
         let family = config.family();
-        let architecture = match family.model_type() {
-            "llama" | "mistral" | "mixtral" => Self::Llama,
-            "qwen2" => Self::Qwen2,
-            "qwen3" => Self::Qwen3,
-            "qwen2_moe" => Self::Qwen2Moe,
-            "qwen3_moe" => Self::Qwen3Moe,
-            _ => {
-                let problem = format!(
-                    "{} is not exported to GGUF; Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen2-MoE and Qwen3-MoE are. Export \
-                     safetensors, and convert that folder with llama.cpp's convert_hf_to_gguf.py",
-                    family.architecture()
-                );
-                return Err(ModelError::Unsupported(problem));
-            }
+        let Some(architecture) = Self::of_family(family) else {
+            let exported = Family::ALL.iter().filter(|family| Self::of_family(**family).is_some());
+            let problem = format!(
+                "{} is not exported to GGUF; {} are. Export safetensors, and convert that folder with llama.cpp's \
+                 convert_hf_to_gguf.py",
+                family.architecture(),
+                exported.map(|family| family.title()).collect::<Vec<_>>().join(", ")
+            );
+            return Err(ModelError::Unsupported(problem));
         };
         match architecture.difference(config) {
             Some((key, problem)) => Err(ModelError::key(key, format!("llama.cpp {problem}; export safetensors"))),
             None => Ok(architecture),
+        }
+    }
+
+    /// Returns the architecture of a family; `None` if GGUF is not written for it.
+    pub(super) fn of_family(family: Family) -> Option<Self> {
+        match family.model_type() {
+            "llama" | "mistral" | "mixtral" => Some(Self::Llama),
+            "qwen2" => Some(Self::Qwen2),
+            "qwen3" => Some(Self::Qwen3),
+            "qwen2_moe" => Some(Self::Qwen2Moe),
+            "qwen3_moe" => Some(Self::Qwen3Moe),
+            _ => None,
         }
     }
 

@@ -17,7 +17,7 @@ use candle_core::Tensor;
 use candlewick_text::tokenizer::GgufVocabulary;
 
 use crate::checkpoint::with_elements;
-use crate::{MergedModel, ModelError, ParamSpec};
+use crate::{Family, MergedModel, ModelError, ParamSpec};
 use architecture::Architecture;
 use tensor::{GgufTensor, Source};
 use verify::WrittenGguf;
@@ -38,6 +38,11 @@ pub struct GgufExport<'a> {
 }
 
 impl GgufExport<'_> {
+    /// Returns true if models of the family are exported.
+    pub fn has_family(family: Family) -> bool {
+        Architecture::of_family(family).is_some()
+    }
+
     /// Checks that GGUF can express the model.
     ///
     /// # Errors

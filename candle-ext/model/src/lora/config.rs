@@ -81,8 +81,11 @@ const FIXED: &[(&str, &str, &str)] = &[
 ];
 
 const NOT_IMPLEMENTED: &[(&str, &str)] = &[
-    ("modules_to_save", "training whole modules together with an adapter is not implemented"),
-    ("use_dora", "DoRA is not implemented"),
+    (
+        "modules_to_save",
+        "training whole modules together with an adapter is not implemented; train all weights, or more target_modules",
+    ),
+    ("use_dora", "DoRA is not implemented; use LoRA, with use_rslora at high ranks"),
     ("lora_bias", "a bias on B is not implemented"),
     ("fan_in_fan_out", "the linear layers of these models store [outputs, inputs]"),
     ("trainable_token_indices", "training single tokens is not implemented"),

@@ -39,7 +39,10 @@ impl Names {
     pub(super) fn read(keys: Keys, key: &'static str) -> Result<Option<Self>, ModelError> {
         match keys.get(key) {
             None => Ok(None),
-            Some(Value::String(text)) if text.eq_ignore_ascii_case("all-linear") => Ok(Some(Self::AllLinear)),
+            // LLaMA-Factory writes `all`.
+            Some(Value::String(text)) if ["all-linear", "all"].iter().any(|name| text.eq_ignore_ascii_case(name)) => {
+                Ok(Some(Self::AllLinear))
+            }
             Some(Value::String(text)) => {
                 NamePattern::whole(key, text)?;
                 Ok(Some(Self::Regex(text.clone())))

@@ -174,6 +174,7 @@ fn modules(peft_config: Value) -> Vec<(String, usize, f64)> {
 #[test]
 fn names_expressions_and_all_linear_choose_as_peft_does() {
     assert_eq!(modules(json!({"target_modules": "all-linear"})).len(), 14);
+    assert_eq!(modules(json!({"target_modules": "all"})).len(), 14);
     assert_eq!(modules(json!({"target_modules": ["v_proj", "mlp.up_proj"]})).len(), 4);
     assert_eq!(modules(json!({})).len(), 4, "q_proj and v_proj, as PEFT chooses");
     let one = [("model.layers.1.mlp.up_proj".to_string(), 8, 1.0)];

@@ -260,15 +260,9 @@ fn near_column(first_rows: &FirstRows) -> String {
     if let Some(half) = halves.clone().find(|half| first_rows.has(half)) {
         return format!("; {half:?} is there, but not what goes with it");
     }
-    let near = CHAT_COLUMNS
-        .into_iter()
-        .chain(halves)
-        .chain(["text"])
-        .flat_map(|known| first_rows.columns.iter().map(move |own| (known, own)))
-        .map(|(known, own)| (strsim::jaro_winkler(known, &own.to_lowercase()), known, own))
-        .filter(|(score, known, own)| *score > 0.85 && known != own)
-        .max_by(|a, b| a.0.total_cmp(&b.0));
-    near.map_or(String::new(), |(_, known, own)| format!("; {own:?} is near {known:?}"))
+    let mut known = CHAT_COLUMNS.into_iter().chain(halves).chain(["text"]).filter(|known| !first_rows.has(known));
+    let near = known.find_map(|known| Some((known, nearest(known, &first_rows.columns)?)));
+    near.map_or(String::new(), |(known, own)| format!("; {own:?} is near {known:?}"))
 }
 
 fn chat(first_rows: &FirstRows) -> Result<Option<RowFormat>, FormatError> {

@@ -10,6 +10,7 @@ use crate::source::{
     SourceWithFiles, SplitQuery, SplitSlice, data_files, join, near_sibling, open_files, open_local, patterns_of,
     select_split_files, slice,
 };
+use crate::suggestion::nearest;
 
 /// Request for the rows of a data set.
 #[derive(Debug, Clone, PartialEq)]
@@ -175,7 +176,7 @@ fn is_near_data_file(folder: &Path, name: &str) -> bool {
     }
     let Ok(entries) = std::fs::read_dir(folder) else { return false };
     let others = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    others.filter(|other| FileFormat::from_path(other).is_some()).any(|other| strsim::jaro_winkler(&other, name) > 0.9)
+    nearest(name, others.filter(|other| FileFormat::from_path(other).is_some())).is_some()
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ pub enum RenderError {
         template: String,
     },
     /// The tokenizer has no chat template for a chat.
-    #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
+    #[error("render a chat: {} has no chat template; use the model's chat version, or choose a chat template (chatml, llama3, ...)", .0.display())]
     NoTemplate(PathBuf),
     /// A conversation in data that are rendered without a chat template.
     #[error("render a chat without its template: the row has a list of messages; remove `apply_chat_template: false`")]

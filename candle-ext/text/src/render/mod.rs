@@ -1,6 +1,7 @@
 //! Tokenization of conversations, prompts and texts, with a loss mask.
 
 mod chat;
+mod end_of_turn;
 mod error;
 mod options;
 mod sample;
@@ -15,6 +16,7 @@ use chat::{begins_in_prompt, overlapping, refuse_dropped_text};
 use error::no_tokens;
 
 pub use chat::render_chat;
+pub use end_of_turn::{GENERATION_CONFIG, end_of_turn, generation_config_with_end_of_turn};
 pub use error::RenderError;
 pub use options::{
     EmptyAnswerLoss, EmptyThinkLoss, EosLoss, LossMask, PromptForm, RenderOptions, RoleSet, TextSpecialTokens,

@@ -13,6 +13,7 @@
 
 mod adapt;
 pub mod budget;
+mod built_in;
 mod clock;
 mod environment;
 mod examples;
@@ -41,6 +42,7 @@ use budget::RenderFailure;
 use markers::Turn;
 use turns::{MessageText, TurnDelimiters};
 
+pub use built_in::{BuiltInTemplate, ChatTemplateSource};
 pub use clock::Clock;
 pub(crate) use printed::PrintedChat;
 pub use tool_calls::{ToolCallFormat, ToolCallKeys};

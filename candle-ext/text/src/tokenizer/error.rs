@@ -71,6 +71,22 @@ pub enum TokenizerError {
         /// Available names.
         available: String,
     },
+    /// The vocabulary lacks markers of a built-in chat template.
+    #[error(
+        "use the chat template {template} with the tokenizer of {directory}: it has no token {missing}. Such a marker \
+         would become several ordinary tokens, and no token would end a turn. Tokens cannot be added to a model here: \
+         {usable}add the tokens with transformers (add_tokens, then resize_token_embeddings) and train that folder"
+    )]
+    MissingMarkers {
+        /// The folder.
+        directory: PathBuf,
+        /// Name of the template.
+        template: &'static str,
+        /// The missing tokens.
+        missing: String,
+        /// Advice with the built-in templates that fit; may be empty.
+        usable: String,
+    },
     /// The chat template is invalid.
     #[error(transparent)]
     Template(#[from] TemplateError),

@@ -28,7 +28,7 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
 }
 
 /// Reads a file with a JSON object. Returns an empty object if the file does not exist.
-pub(super) fn read_object(path: &Path) -> Result<Map<String, Json>, TokenizerError> {
+pub(crate) fn read_object(path: &Path) -> Result<Map<String, Json>, TokenizerError> {
     let Some(text) = read(path)? else { return Ok(Map::new()) };
     let content = |message| TokenizerError::InvalidFile { path: path.to_owned(), message };
     match serde_json::from_slice(without_bom(text.as_bytes())) {

@@ -29,6 +29,7 @@ use byte_level_bpe::ByteLevelBpe;
 use files::NamedTemplate;
 
 pub use error::TokenizerError;
+pub(crate) use files::read_object as read_json_object;
 pub use gguf::{GgufTokenType, GgufVocabulary};
 pub use special::{PostProcessorTokens, SpecialToken};
 
@@ -166,6 +167,11 @@ impl Tokenizer {
             Some(tool_use) => template.with_tool_use(self.compile(tool_use)?),
             None => template,
         }))
+    }
+
+    /// Returns true if the folder has a chat template of this name.
+    pub fn has_chat_template(&self, name: &str) -> bool {
+        self.templates.iter().any(|template| template.name == name)
     }
 
     /// Sets this tokenizer's special tokens (`bos_token`, ...) as template variables.

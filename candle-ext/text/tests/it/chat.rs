@@ -23,7 +23,7 @@ pub(crate) fn json(path: &str) -> Map<String, Json> {
     serde_json::from_slice(&std::fs::read(fixture(path)).unwrap()).unwrap()
 }
 
-fn conversation(json: &Json) -> Conversation {
+pub(crate) fn conversation(json: &Json) -> Conversation {
     let messages = json["messages"].as_array().unwrap().iter();
     let message = |it: &Json| Message::from_fields(it.as_object().unwrap().clone()).unwrap();
     let tools = json.get("tools").cloned();
@@ -52,7 +52,7 @@ fn patched_template(family: &str, tokenizer: &Tokenizer) -> ChatTemplate {
     at_golden_time(tokenizer.with_special_tokens(template))
 }
 
-fn with_kwargs(template: ChatTemplate, chat: &Json) -> ChatTemplate {
+pub(crate) fn with_kwargs(template: ChatTemplate, chat: &Json) -> ChatTemplate {
     let kwargs = chat.get("kwargs").and_then(Json::as_object).cloned().unwrap_or_default();
     kwargs.into_iter().fold(template, |template, (name, v)| template.with_variable(name, v))
 }

@@ -270,10 +270,12 @@ impl RunArgs {
         if self.prompts.apply_chat_template.is_none() {
             return Ok(None);
         }
-        let template = lm.tokenizer().chat_template(self.prompts.template_name())?;
-        let template = template
-            .ok_or_else(|| anyhow!("failed to apply a chat template: the model has none").context(ExitCode::Usage))?;
-        Ok(Some(ChatTemplateFormatter::new(self.prompts.with_template_args(template)?.with_clock(id.clock()))))
+        let template = self.prompts.template(lm.tokenizer())?;
+        let template = template.ok_or_else(|| {
+            let advice = "name a built-in one, such as --apply-chat-template chatml";
+            anyhow!("failed to apply a chat template: the model has none; {advice}").context(ExitCode::Usage)
+        })?;
+        Ok(Some(ChatTemplateFormatter::new(template.with_clock(id.clock()))))
     }
 
     /// Returns the prompt options of each task.

@@ -192,7 +192,7 @@ fn message_key(source: &mut Source, set: &ForeignItem<'_>, entry: &ForeignItem<'
         },
         "chat_template" => match entry.text() {
             Some("tokenizer_default") => mapped("the tokenizer's own chat template is the default"),
-            _ => changed("the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file"),
+            _ => changed("one template applies to all data: tokenizer.chat_template, or the tokenizer's own"),
         },
         "chat_template_jinja" => nothing("one template applies to all data: tokenizer.chat_template"),
         "conversation" => changed("the tokenizer's own chat template applies"),

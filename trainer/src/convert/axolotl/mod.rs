@@ -8,7 +8,7 @@ mod ranks;
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
-use super::hugging_face::{self, BatchKeys, KERNELS, SYSTEM_MESSAGE, TEMPLATE, TOKEN_RATE};
+use super::hugging_face::{self, BatchKeys, KERNELS, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
 use super::report::FindingKind;
 use super::saving::{self, SaveInterval, SavingDefaults};
@@ -232,13 +232,24 @@ fn curriculum(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
+/// Templates of axolotl that print the text of a built-in one.
+const TEMPLATES: &[(&str, &str)] = &[
+    ("chatml", "chatml"),
+    ("llama3", "llama3"),
+    ("qwen_25", "qwen2.5"),
+    ("qwen3", "qwen3"),
+    ("gemma", "gemma"),
+    ("gemma3", "gemma"),
+    ("mistral_v2v3", "mistral"),
+];
+
 fn chat_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
         Some("tokenizer_default") => converter.built_in(item, "the tokenizer's own chat template is the default"),
         Some("jinja") if converter.get("chat_template_jinja").is_some() => {
             converter.built_in(item, "chat_template_jinja has the template");
         }
-        _ => converter.change(item, [], TEMPLATE),
+        _ => hugging_face::template(converter, item, TEMPLATES),
     }
 }
 

@@ -6,7 +6,7 @@ mod lora;
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
-use super::hugging_face::{self, BatchKeys, KERNELS, PREPARED, SYSTEM_MESSAGE, TEMPLATE, TOKEN_RATE};
+use super::hugging_face::{self, BatchKeys, KERNELS, PREPARED, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
 use super::saving::{self, SaveInterval, SavingDefaults};
 
@@ -233,8 +233,26 @@ fn fp8(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
+/// Templates of LLaMA-Factory that print the text of a built-in one.
+const TEMPLATES: &[(&str, &str)] = &[
+    ("chatml", "chatml"),
+    ("llama3", "llama3"),
+    ("qwen", "qwen2.5"),
+    ("qwen3", "qwen3"),
+    ("gemma", "gemma"),
+    ("gemma2", "gemma"),
+    ("gemma3", "gemma"),
+    ("alpaca", "alpaca"),
+];
+
 fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    converter.change(item, [], TEMPLATE);
+    match item.text() {
+        Some("mistral") => {
+            let note = "the system message is part of the last user message, not of the first";
+            converter.change(item, [("tokenizer.chat_template", "mistral".into())], note);
+        }
+        _ => hugging_face::template(converter, item, TEMPLATES),
+    }
 }
 
 fn packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

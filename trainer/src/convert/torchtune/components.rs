@@ -3,6 +3,7 @@
 use serde_json::{Value as Json, json};
 
 use crate::convert::converter::Converter;
+use crate::convert::hugging_face::ADAMW;
 use crate::convert::item::ForeignItem;
 
 /// Returns the name of a component without its module.
@@ -117,15 +118,14 @@ pub(super) fn checkpointer(converter: &mut Converter<'_>, item: &ForeignItem<'_>
 }
 
 pub(super) fn optimizer(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let adamw = [("optimizer.type", Json::from("adamw"))];
     match name(item) {
-        "AdamW" => converter.map(item, adamw),
-        "Adam" => converter.change(item, adamw, "weight decay is decoupled from the gradient"),
+        "AdamW" => converter.built_in(item, ADAMW),
+        "Adam" => converter.change(item, [], "weight decay is decoupled from the gradient"),
         "AdamW8bit" | "PagedAdamW8bit" => {
             let note = "moments are f32, not 8 bits; deepspeed.bf16.bf16_optimizer_states: true halves them";
-            converter.change(item, adamw, note);
+            converter.change(item, [], note);
         }
-        "PagedAdamW" => converter.change(item, adamw, "moments stay on the device; offload_optimizer offloads them"),
+        "PagedAdamW" => converter.change(item, [], "moments stay on the device; offload_optimizer offloads them"),
         _ => converter.nothing(item, "AdamW is the only optimizer, and trains instead; check the learning rate"),
     }
 }

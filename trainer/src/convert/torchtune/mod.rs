@@ -136,8 +136,7 @@ fn refuse_other_recipes(converter: &mut Converter<'_>) {
 }
 
 fn prompt_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    let note = "the tokenizer's own chat template applies; tokenizer.chat_template names a Jinja file instead";
-    converter.change(item, [], note);
+    hugging_face::template(converter, item, &[("torchtune.data.ChatMLTemplate", "chatml")]);
 }
 
 fn shuffle(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

@@ -82,7 +82,7 @@ pub(super) fn resolve_kind(resolver: &mut Resolver) -> DataKind {
     }
     match kind {
         DataType::Causal => DataKind::Causal,
-        DataType::Sft | DataType::Dpo => DataKind::Sft,
+        DataType::Sft => DataKind::Sft,
     }
 }
 

@@ -1,16 +1,16 @@
 //! The model and its tokenizer.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{AttentionChoice, AttentionImpl, GroupedGemmImpl};
 use candlewick_text::hub::{LocalModel, local_model};
-use candlewick_text::template::check_variable;
+use candlewick_text::template::{ChatTemplateSource, check_variable};
 use serde_json::Value;
 
 use super::resolver::Resolver;
 use super::{TempDir, autocast, deepspeed};
-use crate::plan::{ChatTemplateSource, CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
+use crate::plan::{CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 use crate::recipe::{
     ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, HumanInt,
     ModelType, Origin,
@@ -424,13 +424,11 @@ pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
 fn chat_template(resolver: &mut Resolver) -> Option<ChatTemplateSource> {
     let text = resolver.recipe().tokenizer.chat_template.as_ref()?;
     resolver.pick("tokenizer.chat_template", Some(text), text);
-    if text.contains('{') || text.contains('\n') {
-        return Some(ChatTemplateSource::Inline(text.clone()));
-    }
-    if !Path::new(text).is_file() {
-        let message = format!("tokenizer.chat_template: the file {text} does not exist");
-        let advice = "set the path of a Jinja file, or the template itself (recognized by `{`)";
+    let source = ChatTemplateSource::parse(text);
+    if let Err(problem) = &source {
+        let advice = "set one of these names, the path of a Jinja file, or the template itself (recognized by `{`)";
+        let message = format!("tokenizer.chat_template: {problem}");
         resolver.report_with_advice(&["tokenizer.chat_template"], message, advice);
     }
-    Some(ChatTemplateSource::File(PathBuf::from(text)))
+    source.ok()
 }

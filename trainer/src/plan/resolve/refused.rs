@@ -11,9 +11,6 @@ pub(super) fn refuse_unimplemented_keys(resolver: &mut Resolver) {
 }
 
 fn preferences(resolver: &mut Resolver) {
-    let recipe = resolver.recipe();
-    refuse(resolver, "type", recipe.kind == Some(DataType::Dpo));
-    refuse(resolver, "data.type", recipe.data.kind == Some(DataType::Dpo));
     for key in [
         "ref_model",
         "beta",

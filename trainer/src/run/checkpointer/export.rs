@@ -2,13 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
 use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
+use candlewick_text::render::{GENERATION_CONFIG, generation_config_with_end_of_turn};
 
 use crate::checkpoint::{CheckpointPlan, EXPORT_MARK, ExportMark, LocalDisk, RunState, refuse_unowned};
+use crate::data::DataKind;
 use crate::plan::dtype;
 
 use super::{Checkpointer, SavedCheckpoint};
@@ -59,7 +61,13 @@ impl Checkpointer<'_> {
         let (folders, mark) = (self.folders(), self.mark(state.step));
         let base = self.base.as_ref().map(BaseModelRecord::to_json);
         let scales = self.run.engine.fp8_scales()?.map(|scales| fp8_scales_to_json(&scales, model.config()));
-        let files = [(EXPORT_MARK, Some(&mark)), (BASE_MODEL_RECORD, base.as_ref()), (FP8_SCALES, scales.as_ref())];
+        let generation_config = self.generation_config(&folders)?;
+        let files = [
+            (EXPORT_MARK, Some(&mark)),
+            (BASE_MODEL_RECORD, base.as_ref()),
+            (FP8_SCALES, scales.as_ref()),
+            (GENERATION_CONFIG, generation_config.as_ref()),
+        ];
         let files: Vec<_> = files.into_iter().filter_map(|(name, text)| Some((name, text?.as_str()))).collect();
         let auxiliary_files = self.auxiliary_files(&folders, &files);
         if model.lora().is_some() {
@@ -86,6 +94,17 @@ impl Checkpointer<'_> {
         files: &'b [(&'b str, &'b str)],
     ) -> AuxiliaryFiles<'b> {
         AuxiliaryFiles { folders, chat_template: self.run.assets.own_template(), files }
+    }
+
+    /// Returns the generation_config.json of a model that was trained on chats whose end of turn is not the tokenizer's
+    /// EOS; `None` if the copied file stays as it is.
+    fn generation_config(&self, folders: &[&Path]) -> Result<Option<String>> {
+        let assets = self.run.assets;
+        let template = if self.run.plan.data.kind == DataKind::Sft { assets.template()? } else { None };
+        let Some(template) = template else { return Ok(None) };
+        let folder = folders.iter().copied().find(|folder| folder.join(GENERATION_CONFIG).is_file());
+        let config = generation_config_with_end_of_turn(&assets.tokenizer, &template, folder);
+        config.map_err(|error| anyhow!("failed to {error}"))
     }
 
     fn mark(&self, step: usize) -> String {

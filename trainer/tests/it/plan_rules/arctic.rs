@@ -228,7 +228,11 @@ fn recipes_that_need_python_code_have_one_clear_error() {
     assert!(error.contains("type: unknown value \"swiftkv\""), "{error}");
     assert!(error.contains("types registered by Python code of a recipe are not supported"), "{error}");
     let preferences = on_ranks(1, "type: dpo\nmodel: {name_or_path: a}\ndata: {sources: [a]}").unwrap_err();
-    assert!(preferences.contains("`type: dpo` is not implemented yet"), "{preferences}");
+    assert!(
+        preferences.contains("reinforcement learning and reward models (DPO, KTO, GRPO, PPO): not supported; use"),
+        "{preferences}"
+    );
+    assert!(preferences.contains("type: unknown value \"dpo\""), "{preferences}");
 }
 
 #[test]

@@ -108,8 +108,12 @@ fn iterations_replace_epochs() {
 }
 
 #[test]
-fn a_chat_template_is_a_path_or_a_template() {
-    refused(&["tokenizer.chat_template=missing.jinja"], &["the file missing.jinja does not exist"]);
+fn a_chat_template_is_a_name_a_path_or_a_template() {
+    let names =
+        "neither a built-in template (chatml, qwen2.5, qwen3, llama3, mistral, gemma, llama2, zephyr, vicuna, alpaca)";
+    refused(&["tokenizer.chat_template=missing.jinja"], &["`missing.jinja` is", names, "nor an existing Jinja file"]);
+    refused(&["tokenizer.chat_template=chatlm"], &["did you mean `chatml`?"]);
+    assert!(plan(&["tokenizer.chat_template=chatml"]).tokenizer.chat_template.is_some());
     assert!(plan(&["tokenizer.chat_template='{{ messages }}'"]).tokenizer.chat_template.is_some());
 }
 

@@ -73,7 +73,6 @@ fn refused(arguments: &[&str], want: &[&str]) {
 #[test]
 fn unimplemented_keys_are_refused_by_name() {
     for argument in [
-        "type=dpo",
         "beta=0.1",
         "ref_model={name_or_path: x}",
         "data.max_prompt_length=4K",
@@ -85,6 +84,13 @@ fn unimplemented_keys_are_refused_by_name() {
         let key = argument.split('=').next().unwrap();
         refused(&[argument], &[&format!("argument `{argument}`:"), key, "not implemented yet"]);
     }
+    for argument in
+        ["type=grpo", "type=dpo", "data.type=kto", "use_dora=true", "optimizer.type=adamw_8bit", "qlora=true"]
+    {
+        refused(&[argument], &["not supported; use "]);
+    }
+    refused(&["optimizer.type=muon"], &["unknown value \"muon\"", "values: "]);
+    refused(&["group_by_length=true"], &["remove the key: rows are not padded"]);
     refused(&["deepspeed.train_batch_size=8"], &["unknown key", "`gradient_accumulation_steps`"]);
     refused(&["deepspeed.zero_stage=2"], &["unknown key", "`deepspeed.zero_optimization.stage`"]);
     refused(&["code=mine.py"], &["code: Python code (mine.py) is not supported"]);

@@ -1,0 +1,273 @@
+//! Features of other trainers that this one lacks. Errors, `trainer config explain` and the README read this table.
+
+/// A feature that is missing.
+#[derive(Debug)]
+pub struct MissingFeature {
+    /// The feature, as the subject of a sentence.
+    pub name: &'static str,
+    /// The replacement, in the imperative or as a noun.
+    pub instead: &'static str,
+    /// Keys, values and words that mean it, in lower case with `_`.
+    words: &'static [&'static str],
+}
+
+/// The missing features.
+pub const MISSING_FEATURES: &[MissingFeature] = &[
+    MissingFeature {
+        name: "preference training, reinforcement learning and reward models (DPO, KTO, GRPO, PPO)",
+        instead: "`type: sft` here, then TRL on the exported folder",
+        words: &[
+            "dpo",
+            "ipo",
+            "kto",
+            "orpo",
+            "cpo",
+            "simpo",
+            "grpo",
+            "ppo",
+            "rloo",
+            "rl",
+            "rlhf",
+            "reward",
+            "reward_model",
+            "reward_modeling",
+            "rm",
+            "preference",
+            "prm",
+            "online_dpo",
+            "dpo_beta",
+            "trl",
+        ],
+    },
+    MissingFeature {
+        name: "QLoRA (frozen weights in 4 bits)",
+        instead: "`model.quantize_base: fp8`, which stores the frozen weights of an adapter run in a byte each",
+        words: &[
+            "qlora",
+            "nf4",
+            "fp4",
+            "int4",
+            "int8",
+            "bitsandbytes",
+            "bnb",
+            "bnb_4bit_quant_type",
+            "bnb_4bit_compute_dtype",
+            "bnb_4bit_use_double_quant",
+            "gptq",
+            "awq",
+            "hqq",
+            "aqlm",
+            "double_quantization",
+            "4bit",
+            "8bit",
+        ],
+    },
+    MissingFeature {
+        name: "DoRA",
+        instead: "LoRA, with `use_rslora: true` at high ranks",
+        words: &["dora", "use_dora", "peft_use_dora", "qdora"],
+    },
+    MissingFeature {
+        name: "other adapters and their initializations (PiSSA, LoftQ, IA3, prefix tuning, LoRA+)",
+        instead: "LoRA, or rsLoRA",
+        words: &[
+            "pissa",
+            "pissa_init",
+            "loftq",
+            "loftq_config",
+            "olora",
+            "corda",
+            "eva",
+            "ia3",
+            "prefix_tuning",
+            "prompt_tuning",
+            "p_tuning",
+            "vera",
+            "adalora",
+            "loha",
+            "lokr",
+            "oft",
+            "boft",
+            "loraplus",
+            "loraplus_lr_ratio",
+            "loraplus_lr_embedding",
+            "relora",
+            "lisa",
+            "galore",
+            "use_galore",
+            "badam",
+            "use_badam",
+            "llama_pro",
+            "lora_fa",
+        ],
+    },
+    MissingFeature {
+        name: "whole modules trained next to an adapter (`modules_to_save`)",
+        instead: "training all weights, or LoRA on more `target_modules`",
+        words: &[
+            "modules_to_save",
+            "lora_modules_to_save",
+            "peft_modules_to_save",
+            "additional_target",
+            "trainable_token_indices",
+        ],
+    },
+    MissingFeature {
+        name: "new tokens and resized embeddings",
+        instead: "`add_tokens` and `resize_token_embeddings` of transformers, saved to a folder that you then train, or a chat \
+                  template whose markers the tokenizer has",
+        words: &[
+            "add_special_tokens",
+            "added_tokens",
+            "add_tokens",
+            "new_tokens",
+            "new_special_tokens",
+            "special_tokens",
+            "additional_special_tokens",
+            "resize_vocab",
+            "resize_token_embeddings",
+            "resize_token_embeddings_to_32x",
+            "clone_chat_template",
+            "added_tokens_overrides",
+            "mean_resizing_embeddings",
+        ],
+    },
+    MissingFeature {
+        name: "optimizers besides AdamW (8-bit AdamW, Muon, Adafactor, Lion)",
+        instead: "AdamW, with ZeRO or `offload_optimizer` to save memory",
+        words: &[
+            "adamw_8bit",
+            "adamw_bnb_8bit",
+            "paged_adamw",
+            "paged_adamw_8bit",
+            "paged_adamw_32bit",
+            "ao_adamw_8bit",
+            "ao_adamw_4bit",
+            "ao_adamw_fp8",
+            "adamw_torch_8bit",
+            "adamw_torch_4bit",
+            "adam8bit",
+            "adamw8bit",
+            "muon",
+            "use_muon",
+            "adafactor",
+            "lion",
+            "lion_8bit",
+            "lion_32bit",
+            "sgd",
+            "rmsprop",
+            "adagrad",
+            "sophia",
+            "shampoo",
+            "soap",
+            "apollo",
+            "apollo_adamw",
+            "galore_adamw",
+            "galore_adamw_8bit",
+            "schedule_free_adamw",
+            "schedule_free_radam",
+            "optimi_adamw",
+            "adopt_adamw",
+            "came_pytorch",
+            "lomo",
+            "adalomo",
+            "grokadamw",
+            "lamb",
+            "onebitadam",
+            "adam_mini",
+            "use_adam_mini",
+        ],
+    },
+    MissingFeature {
+        name: "freezing by name",
+        instead: "`model.peft_config`, which trains only an adapter",
+        words: &[
+            "unfrozen_parameters",
+            "freeze",
+            "freeze_trainable_layers",
+            "freeze_trainable_modules",
+            "freeze_extra_modules",
+            "frozen_parameters",
+            "trainable_layers",
+        ],
+    },
+    MissingFeature {
+        name: "NEFTune (noise on embeddings)",
+        instead: "`lora_dropout`, or fewer epochs",
+        words: &["neftune", "neftune_noise_alpha", "noisy_embedding_alpha"],
+    },
+    MissingFeature {
+        name: "knowledge distillation and classification heads",
+        instead: "`type: sft` on answers of the teacher, or on labels as text",
+        words: &[
+            "distillation",
+            "distill",
+            "kd",
+            "kd_alpha",
+            "kd_ce_alpha",
+            "kd_trainer",
+            "gkd",
+            "minillm",
+            "sequence_classification",
+            "classification",
+            "num_labels",
+            "token_classification",
+        ],
+    },
+    MissingFeature {
+        name: "images, audio and video",
+        instead: "the text part of the data",
+        words: &[
+            "vision",
+            "multimodal",
+            "vlm",
+            "image",
+            "images",
+            "image_size",
+            "freeze_vision_tower",
+            "image_max_pixels",
+            "video",
+            "audio",
+            "is_multimodal",
+        ],
+    },
+    MissingFeature {
+        name: "GPUs of Apple, AMD and Intel (mps, ROCm, XPU)",
+        instead: "`device: cpu`, or an NVIDIA GPU",
+        words: &["mps", "metal", "rocm", "hip", "xpu", "npu", "tpu", "xla", "use_ipex", "use_mps_device"],
+    },
+];
+
+/// Returns advice about a key, a value or a word of a missing feature.
+pub(super) fn missing_feature_advice(word: &str) -> Option<String> {
+    let word = word.rsplit('.').next().unwrap_or(word).to_lowercase().replace('-', "_");
+    let feature = MISSING_FEATURES.iter().find(|feature| feature.words.contains(&word.as_str()))?;
+    Some(format!("{}: not supported; use {}", feature.name, feature.instead))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn a_word_means_one_missing_feature() {
+        let words: Vec<&str> = MISSING_FEATURES.iter().flat_map(|feature| feature.words).copied().collect();
+        assert_eq!(words.iter().collect::<BTreeSet<_>>().len(), words.len());
+        assert!(words.iter().all(|word| *word == word.to_lowercase().replace('-', "_")));
+    }
+
+    #[test]
+    fn a_missing_feature_is_found_by_its_words() {
+        for (word, part) in [
+            ("dpo", "TRL"),
+            ("model.peft_config.use_dora", "DoRA: not supported; use LoRA"),
+            ("adamw-8bit", "AdamW"),
+            ("QLoRA", "quantize_base"),
+            ("mps", "NVIDIA"),
+        ] {
+            assert!(missing_feature_advice(word).is_some_and(|advice| advice.contains(part)), "{word}");
+        }
+        assert_eq!(missing_feature_advice("epochs"), None);
+    }
+}
