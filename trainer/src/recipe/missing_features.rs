@@ -239,7 +239,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
 ];
 
 /// Returns advice about a key, a value or a word of a missing feature.
-pub(super) fn missing_feature_advice(word: &str) -> Option<String> {
+pub(crate) fn missing_feature_advice(word: &str) -> Option<String> {
     let word = word.rsplit('.').next().unwrap_or(word).to_lowercase().replace('-', "_");
     let feature = MISSING_FEATURES.iter().find(|feature| feature.words.contains(&word.as_str()))?;
     Some(format!("{}: not supported; use {}", feature.name, feature.instead))
