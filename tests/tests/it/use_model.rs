@@ -174,7 +174,7 @@ fn an_adapter_brings_its_base() {
 fn a_path_without_a_model_is_an_error_before_any_hub_request() {
     let runs = TrainedRuns::shared();
     let at = |model: &str| runs.evaluator(&["generate", "--model", model, "--prompt", "a"], "");
-    runs.refuses(&at("full/checkpoints"), 3, &["it holds sharded checkpoints", "type: huggingface"]);
+    runs.refuses(&at("full/checkpoints"), 3, &["it holds sharded checkpoints", "trainer export"]);
     runs.refuses(&at("full/modle"), 3, &["neither a folder here nor a Hub id", "did you mean full/model?"]);
     runs.refuses(&at("./ful"), 3, &["did you mean ./full?"]);
     runs.refuses(&at("owner/nope"), 3, &["it is no folder here", "failed to reach http://127.0.0.1:9"]);

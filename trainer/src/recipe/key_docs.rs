@@ -284,7 +284,8 @@ mod tests {
         check("eval_on_start", "true or false", Some("false"));
         check("type", "name", Some("`sft`"));
         check("report_to", "name or list of names", Some("`none`"));
-        check("checkpoint.N.output_dir", "text", Some("required"));
+        let folders = "the folder `checkpoints` of the run's `output_dir`, or `model` with type `huggingface`";
+        check("checkpoint.N.output_dir", "text", Some(folders));
         check("optimizer", "section", None);
         check("deepspeed", "map", None);
     }

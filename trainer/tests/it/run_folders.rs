@@ -175,6 +175,30 @@ mod stopped {
     }
 
     #[test]
+    fn a_run_whose_export_fails_continues_from_its_last_step() {
+        let run = Run::new();
+        let folder = run.path().join("hf");
+        let export =
+            format!("checkpoint={{type: huggingface, output_dir: {}, save_end_of_training: true}}", folder.display());
+        let mut started = run.start_training(&[&export, "train_iters=300"]);
+        started.wait_for("Train iter: 2/");
+        run.write_foreign("hf/global_step_300/thesis.txt");
+        let (code, log) = started.finish();
+        assert_eq!(code, Some(6), "{log}");
+        for text in [
+            "a folder that this run did not write",
+            "run/stop_checkpoint/epoch_15_global_step_300, and the same command",
+        ] {
+            assert!(log.contains(text), "{text:?} is not in:\n{log}");
+        }
+        fs::remove_dir_all(folder.join("global_step_300")).unwrap();
+        run.train_ok(&[&export, "train_iters=300"]);
+        run.assert_resumed();
+        assert!(folder.join("global_step_300/model.safetensors").is_file());
+        assert!(!run.path().join("run/stop_checkpoint").exists());
+    }
+
+    #[test]
     fn a_stopped_run_continues_with_an_entry_that_resumes() {
         let run = run_below_output_dir();
         stop(&run, &WITHOUT_CHECKPOINT);
@@ -211,7 +235,7 @@ mod stopped {
     }
 
     #[test]
-    fn a_run_that_saves_nothing_says_so_when_it_is_stopped() {
+    fn a_stopped_run_that_saves_nothing_logs_it() {
         let run = Run::new();
         let mut command = run.command("train", &["checkpoint=none"]);
         let output = command.env("CANDLEWICK_TEST_TERMINATE_AT", "step_computed:3").output().unwrap();

@@ -95,7 +95,7 @@ impl Checkpointer<'_> {
         Ok(resumed)
     }
 
-    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or if the recipe asks for an older one.
+    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or if the recipe names an older one.
     /// The recipe of a stopped run must also have the same settings, unless it names the checkpoint.
     fn check_origin(&self, entry: &CheckpointPlan) -> Result<()> {
         let plan = self.run.plan;

@@ -159,6 +159,22 @@ impl Session<'_> {
         Ok(n_checkpoints)
     }
 
+    /// Saves a checkpoint to resume from after a failed export, if no entry of the plan does. Returns the error with its folder.
+    fn save_after(&mut self, error: anyhow::Error) -> anyhow::Error {
+        let stop = self.run.plan.stop_checkpoint.as_ref().filter(|_| self.checkpointer.writes_stop_checkpoint());
+        let Some(stop) = stop else { return error };
+        if let Err(second) = self.save_one(stop) {
+            tracing::warn!("{}", crate::exit::report(&second).trim_end());
+            return error;
+        }
+        let Cursor { epoch, step, .. } = *self.stream.cursor();
+        let dir = stop.dir(Tag { step, epoch });
+        error.context(format!(
+            "failed to export the model; a checkpoint is saved in {}, and the same command continues from it",
+            dir.display()
+        ))
+    }
+
     /// Saves a checkpoint, unless it exists.
     fn save_one(&mut self, checkpoint: &CheckpointPlan) -> Result<()> {
         self.drain(0)?;
@@ -167,9 +183,11 @@ impl Session<'_> {
         let before = self.progress.before + self.started.elapsed();
         let progress = Progress { before, ..self.progress.clone() };
         let started = Instant::now();
-        if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) =
-            self.checkpointer.save(checkpoint, &self.stream, progress)?
-        {
+        let outcome = match self.checkpointer.save(checkpoint, &self.stream, progress) {
+            Err(error) if checkpoint.format == CheckpointFormat::HuggingFace => return Err(self.save_after(error)),
+            outcome => outcome?,
+        };
+        if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) = outcome {
             let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
             let save_time = Some(started.elapsed().as_secs_f64());
             self.log_saved(&CheckpointRecord { epoch, iter, saved, save_time }, &removed);
