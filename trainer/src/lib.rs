@@ -19,7 +19,7 @@ pub mod run_history;
 pub mod run_report;
 pub mod schedule;
 pub mod signals;
-pub mod step_share;
+pub mod step_fraction;
 pub mod verify_parallel;
 pub mod verify_resume;
 pub mod watch;

@@ -152,7 +152,7 @@ fn checkpoint_in(output_dir: PathBuf) -> CheckpointPlan {
         auto_resume: true,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
-        save_share: None,
+        save_fraction: None,
         save_end_of_training: true,
         save_total_limit: Some(1),
         save_retain_interval: None,

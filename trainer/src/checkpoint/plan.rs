@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::FloatDtype;
-use crate::step_share::{RunLength, StepShare};
+use crate::step_fraction::{RunLength, StepFraction};
 
 /// A resolved entry of a recipe's `checkpoint` list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,9 +22,9 @@ pub struct CheckpointPlan {
     pub save_every_n_steps: usize,
     /// Save every this many epochs; 0 disables it.
     pub save_every_n_epochs: usize,
-    /// The interval as a share of the run or of an epoch, which becomes steps when the data are counted.
+    /// The interval as a fraction of the run or of an epoch, which becomes steps when the data are counted.
     #[serde(default)]
-    pub save_share: Option<StepShare>,
+    pub save_fraction: Option<StepFraction>,
     /// Save after the last step.
     pub save_end_of_training: bool,
     /// Keep only this many of the newest checkpoints; `None` keeps all.
@@ -82,21 +82,21 @@ impl CheckpointPlan {
             save_every_n_epochs: 0,
             save_end_of_training: false,
             save_total_limit: Some(1),
-            save_share: None,
+            save_fraction: None,
             save_retain_interval: None,
             async_save: false,
             dtype: None,
         }
     }
 
-    /// Replaces a share by its steps.
+    /// Replaces a fraction by its steps.
     pub fn count_steps(&mut self, run: RunLength) {
-        self.save_every_n_steps = self.save_share.take().map_or(self.save_every_n_steps, |share| share.steps(run));
+        self.save_every_n_steps = self.save_fraction.take().map_or(self.save_every_n_steps, |fraction| fraction.steps(run));
     }
 
     /// Returns true if checkpoints are due before the end of the run.
     pub fn has_interval(&self) -> bool {
-        self.save_every_n_steps > 0 || self.save_every_n_epochs > 0 || self.save_share.is_some()
+        self.save_every_n_steps > 0 || self.save_every_n_epochs > 0 || self.save_fraction.is_some()
     }
 
     /// Returns true if a checkpoint is due after this step.
@@ -142,9 +142,9 @@ impl fmt::Display for CheckpointPlan {
         write!(f, "{format} in {}", self.output_dir.display())?;
         let every = [(self.save_every_n_steps, "steps"), (self.save_every_n_epochs, "epochs")];
         every.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", every {n} {unit}"))?;
-        if let Some(share) = self.save_share {
-            let every = if let StepShare::OfRun(_) = share { "every " } else { "" };
-            write!(f, ", {every}{share}")?;
+        if let Some(fraction) = self.save_fraction {
+            let every = if let StepFraction::OfRun(_) = fraction { "every " } else { "" };
+            write!(f, ", {every}{fraction}")?;
         }
         let flags = [
             (self.save_end_of_training, ", at the end"),
@@ -217,7 +217,7 @@ mod tests {
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
-        save_share: None,
+        save_fraction: None,
         save_end_of_training: false,
         save_total_limit: None,
         save_retain_interval: None,

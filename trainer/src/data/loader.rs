@@ -13,7 +13,7 @@ use super::plan::{DataPlan, Horizon, Mixture, Packing, PackingStrategy, SourcePl
 use super::rows::{EpochRows, PackingStats, epoch_rows, eval_rows, n_steps, tokens_of_steps};
 use super::token_count::TokenCount;
 use super::token_stats::TrainedCounts;
-use crate::step_share::rounded_up;
+use crate::step_fraction::rounded_up;
 
 const MIXTURE: &str = "the mixture of sources";
 const PACKING: &str = "packing";

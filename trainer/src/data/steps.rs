@@ -15,7 +15,7 @@ use super::prepare::PreparedData;
 use super::rows::tokens_of_steps;
 use super::stream::{ReaderShard, StreamedData};
 use super::stream_loader::{PartExchange, StreamLoader};
-use crate::step_share::RunLength;
+use crate::step_fraction::RunLength;
 
 /// The steps of a run. Its cursor is the position after the last returned step, whatever is prefetched.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::checkpoint::Moment;
 use crate::recipe::JsonMap;
-use crate::step_share::{RunLength, StepShare};
+use crate::step_fraction::{RunLength, StepFraction};
 
 /// The metric name of the evaluation loss.
 pub const EVAL_LOSS: &str = "loss/eval";
@@ -16,8 +16,8 @@ pub const EVAL_LOSS: &str = "loss/eval";
 pub struct EvalPlan {
     /// Steps between evaluations; `None` evaluates after each epoch. The last step is always evaluated.
     pub interval: Option<usize>,
-    /// The interval as a share. [`Plan::with_counted_steps`](super::Plan::with_counted_steps) replaces it by `interval`.
-    pub share: Option<StepShare>,
+    /// The interval as a fraction. [`Plan::with_counted_steps`](super::Plan::with_counted_steps) replaces it by `interval`.
+    pub fraction: Option<StepFraction>,
     /// True if a fresh run is evaluated before its first step.
     pub on_start: bool,
 }
@@ -84,15 +84,15 @@ pub struct EarlyStoppingPlan {
 }
 
 impl EvalPlan {
-    /// Replaces a share by its steps.
+    /// Replaces a fraction by its steps.
     pub(super) fn count_steps(&mut self, run: RunLength) {
-        self.interval = self.share.take().map_or(self.interval, |share| Some(share.steps(run)));
+        self.interval = self.fraction.take().map_or(self.interval, |fraction| Some(fraction.steps(run)));
     }
 
     /// Counts the evaluations of a run, whose first epochs have `epoch_steps` steps.
     pub(super) fn n_evaluations(&self, RunLength { total_steps, epoch_steps }: RunLength) -> usize {
         let interval = self.interval.unwrap_or(epoch_steps);
-        let n_before_end = if interval == 0 { 0 } else { total_steps.saturating_sub(1) / interval };
+        let n_before_end = total_steps.saturating_sub(1).checked_div(interval).unwrap_or(0);
         usize::from(self.on_start) + n_before_end + usize::from(total_steps > 0)
     }
 

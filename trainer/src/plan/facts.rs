@@ -7,7 +7,7 @@ use crate::data::{DataPlan, EpochSize, Horizon, Packing, TrainSteps};
 use crate::estimate::{DeviceKind, Setup, active_parameter_count, parameter_counts};
 use crate::metrics::grouped;
 use crate::schedule::FEW_STEPS;
-use crate::step_share::RunLength;
+use crate::step_fraction::RunLength;
 
 impl Plan {
     /// Returns the facts that are known before the data are read: a name and a text each.
@@ -101,16 +101,16 @@ impl Plan {
         lines
     }
 
-    /// Returns true if an interval is a share of the run or of an epoch.
-    pub fn has_shares(&self) -> bool {
+    /// Returns true if an interval is a fraction of the run or of an epoch.
+    pub fn has_fractions(&self) -> bool {
         let evaluations = self.eval.iter().chain(self.tasks.iter().map(|tasks| &tasks.when));
         evaluations
-            .map(|when| when.share)
-            .chain(self.checkpoints.iter().map(|plan| plan.save_share))
+            .map(|when| when.fraction)
+            .chain(self.checkpoints.iter().map(|plan| plan.save_fraction))
             .any(|it| it.is_some())
     }
 
-    /// Returns the plan with steps in place of shares.
+    /// Returns the plan with steps in place of fractions.
     #[must_use]
     pub fn with_counted_steps(&self, run: RunLength) -> Self {
         let mut plan = self.clone();

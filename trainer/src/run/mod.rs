@@ -236,9 +236,9 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
     train_and_finish(run, run_json)
 }
 
-/// Counts the steps of intervals that are a share of the run or of an epoch.
+/// Counts the steps of intervals that are a fraction of the run or of an epoch.
 fn with_counted_steps(plan: &Plan, prepared: &PreparedData) -> Result<Plan> {
-    let run = if plan.has_shares() { Some(prepared.run_length(&plan.data)?) } else { None };
+    let run = if plan.has_fractions() { Some(prepared.run_length(&plan.data)?) } else { None };
     Ok(run.map_or_else(|| plan.clone(), |run| plan.with_counted_steps(run)))
 }
 

@@ -66,7 +66,7 @@ fn plan(dir: &TempDir, save_total_limit: Option<usize>) -> CheckpointPlan {
         dtype: None,
         save_every_n_steps: 1,
         save_every_n_epochs: 0,
-        save_share: None,
+        save_fraction: None,
         save_end_of_training: false,
         save_total_limit,
         save_retain_interval: None,

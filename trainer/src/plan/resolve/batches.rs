@@ -307,7 +307,7 @@ fn epochs(resolver: &mut Resolver) -> Horizon {
     }
     if epochs == 0.0 {
         resolver.report(&[KEY], "epochs: 0 without train_iters trains nothing");
-    } else if epochs < 0.0 || epochs > 1e9 {
+    } else if !(0.0..=1e9).contains(&epochs) {
         resolver.report(&[KEY], format!("epochs: expected a number above 0 and at most 1e9, found {epochs}"));
     }
     Horizon::Epochs(epochs)

@@ -3,12 +3,12 @@
 use std::path::{Component, Path, PathBuf};
 
 use super::autocast;
-use super::intervals::steps_or_share;
+use super::intervals::steps_or_fraction;
 use super::output::run_folder;
 use super::resolver::Resolver;
 use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
 use crate::recipe::{CheckpointSection, CheckpointType, FloatDtype, Origin};
-use crate::step_share::StepShare;
+use crate::step_fraction::StepFraction;
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     check_save_name(resolver);
@@ -100,7 +100,7 @@ fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
         auto_resume: false,
         save_every_n_steps: 0,
         save_every_n_epochs: 0,
-        save_share: None,
+        save_fraction: None,
         save_end_of_training: true,
         save_total_limit: None,
         save_retain_interval: None,
@@ -205,14 +205,14 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
         CheckpointFormat::Sharded => (output_dir, None),
         CheckpointFormat::HuggingFace => (named(resolver, output_dir), export_dtype(resolver, checkpoint.dtype)),
     };
-    let (save_every_n_steps, save_share) = save_interval(resolver, path, checkpoint);
+    let (save_every_n_steps, save_fraction) = save_interval(resolver, path, checkpoint);
     let plan = CheckpointPlan {
         format,
         output_dir,
         auto_resume: checkpoint.auto_resume == Some(true),
         save_every_n_steps,
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
-        save_share,
+        save_fraction,
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
         save_total_limit: checkpoint.save_total_limit.map(|n| n.0),
         save_retain_interval: checkpoint.save_retain_interval.map(|n| n.0),
@@ -232,17 +232,17 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
     plan
 }
 
-/// Returns the interval in steps, 0 if there is none, or as a share.
-fn save_interval(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection) -> (usize, Option<StepShare>) {
+/// Returns the interval in steps, 0 if there is none, or as a fraction.
+fn save_interval(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection) -> (usize, Option<StepFraction>) {
     let [steps_key, per_epoch_key] = ["save_every_n_steps", "saves_per_epoch"].map(|key| format!("{path}.{key}"));
-    let (steps, share) = steps_or_share(resolver, &steps_key, checkpoint.save_every_n_steps);
-    let Some(per_epoch) = checkpoint.saves_per_epoch.filter(|n| n.0 > 0) else { return (steps, share) };
-    let others = [steps > 0 || share.is_some(), checkpoint.save_every_n_epochs.is_some_and(|n| n.0 > 0)];
+    let (steps, fraction) = steps_or_fraction(resolver, &steps_key, checkpoint.save_every_n_steps);
+    let Some(per_epoch) = checkpoint.saves_per_epoch.filter(|n| n.0 > 0) else { return (steps, fraction) };
+    let others = [steps > 0 || fraction.is_some(), checkpoint.save_every_n_epochs.is_some_and(|n| n.0 > 0)];
     if others.contains(&true) {
         let message = format!("{per_epoch_key} excludes save_every_n_steps and save_every_n_epochs");
         resolver.report_with_advice(&[&per_epoch_key], message, "keep one of them");
     }
-    (0, Some(StepShare::PerEpoch(per_epoch.0)))
+    (0, Some(StepFraction::PerEpoch(per_epoch.0)))
 }
 
 /// Checks `save_retain_interval`, which keeps some checkpoints that `save_total_limit` would delete.

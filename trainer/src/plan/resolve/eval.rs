@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use super::intervals::steps_or_share;
+use super::intervals::steps_or_fraction;
 use super::resolver::Resolver;
 use crate::data::DataPlan;
 use crate::plan::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
 use crate::recipe::{EarlyStoppingMode, HumanFloat, HumanInt, Origin};
-use crate::step_share::StepShare;
+use crate::step_fraction::StepFraction;
 
 const INTERVAL: &str = "eval_interval";
 const PER_EPOCH: &str = "evals_per_epoch";
@@ -18,7 +18,7 @@ pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Opt
     let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
     let when = when(resolver, INTERVAL, None);
-    if (when.interval.is_some() || when.share.is_some()) && !has_data && !has_tasks {
+    if (when.interval.is_some() || when.fraction.is_some()) && !has_data && !has_tasks {
         let advice = "set data.eval_sources, data.train_eval_split or eval.tasks";
         resolver.note(format!("{INTERVAL} has no effect without evaluation data; {advice}"));
     }
@@ -30,24 +30,25 @@ pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Opt
     has_data.then_some(EvalPlan { on_start, ..when })
 }
 
-/// Returns the steps between evaluations or their share. Without both (or with 0 in the recipe), evaluations follow each epoch.
+/// Returns the steps between evaluations, or the interval as a fraction. Without both (or with 0 in the recipe), evaluations
+/// follow each epoch.
 fn when(resolver: &mut Resolver, key: &str, given: Option<HumanFloat>) -> EvalPlan {
     let recipe = resolver.recipe();
-    let (interval, share) = steps_or_share(resolver, key, given.or(recipe.eval_interval));
+    let (interval, fraction) = steps_or_fraction(resolver, key, given.or(recipe.eval_interval));
     let of_epoch = recipe.evals_per_epoch.filter(|n| n.0 > 0 && given.is_none());
     if of_epoch.is_some() && recipe.eval_interval.is_some_and(|interval| interval.0 > 0.0) {
         resolver.report_with_advice(&[PER_EPOCH], format!("{PER_EPOCH} excludes {INTERVAL}"), "keep one of them");
     }
-    let share = share.or(of_epoch.map(|n| StepShare::PerEpoch(n.0)));
+    let fraction = fraction.or(of_epoch.map(|n| StepFraction::PerEpoch(n.0)));
     let interval = Some(interval).filter(|steps| *steps > 0);
     let has_key = given.or(recipe.eval_interval).is_some() || of_epoch.is_some();
     let origin = if has_key { resolver.loaded.origin(&[key, INTERVAL, PER_EPOCH]) } else { Origin::Default };
-    match (interval, share) {
+    match (interval, fraction) {
         (Some(steps), _) => _ = resolver.record(key, steps, origin),
-        (None, Some(share)) => _ = resolver.record(key, share.to_string(), origin),
+        (None, Some(fraction)) => _ = resolver.record(key, fraction.to_string(), origin),
         (None, None) => _ = resolver.record(key, "each epoch", origin),
     }
-    EvalPlan { interval, share, on_start: recipe.eval_on_start == Some(true) }
+    EvalPlan { interval, fraction, on_start: recipe.eval_on_start == Some(true) }
 }
 
 pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {

@@ -32,7 +32,7 @@ struct RateDefaults {
 impl RateDefaults {
     /// ArcticTraining's, which suit training from scratch.
     const ARCTIC_TRAINING: Self = Self { learning_rate: 5e-4, weight_decay: 0.1 };
-    /// Those of TRL's SFTTrainer. torchtune's full fine-tuning has the same rate.
+    /// The values of TRL's SFTTrainer. torchtune's full fine-tuning has the same rate.
     const PRETRAINED: Self = Self { learning_rate: 2e-5, weight_decay: 0.0 };
     /// Ten times the rate of full fine-tuning, as TRL advises, and the rate of the QLoRA paper.
     const ADAPTER: Self = Self { learning_rate: 2e-4, weight_decay: 0.0 };

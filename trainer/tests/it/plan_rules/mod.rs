@@ -18,7 +18,7 @@ use trainer::metrics::Console;
 use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, TrackingEnv, WeightInit, WorldInfo};
 use trainer::recipe::{FloatDtype, Loaded, RecipeError};
 use trainer::schedule::{Floor, PhaseLength, Shape};
-use trainer::step_share::RunLength;
+use trainer::step_fraction::RunLength;
 
 fn known() -> Environment {
     let config = json!({
@@ -176,15 +176,15 @@ fn tasks_have_the_interval_of_evaluation() {
 }
 
 #[test]
-fn intervals_below_one_and_per_epoch_are_shares_that_become_steps() {
+fn intervals_below_one_and_per_epoch_become_steps() {
     let run = RunLength { total_steps: 30, epoch_steps: 10 };
     let counted = |arguments: &[&str]| {
         let held_out = "data.train_eval_split=[90%, 10%]";
         let tasks = "eval={tasks: [arc_easy]}";
         let plan = plan(&[&[held_out, tasks, "checkpoint=[{output_dir: a}]"], arguments].concat());
-        assert_eq!(plan.has_shares(), arguments.iter().any(|it| it.contains("per_epoch") || it.contains("=0.")));
+        assert_eq!(plan.has_fractions(), arguments.iter().any(|it| it.contains("per_epoch") || it.contains("=0.")));
         let counted = plan.with_counted_steps(run);
-        assert!(!counted.has_shares());
+        assert!(!counted.has_fractions());
         [
             counted.eval.unwrap().interval,
             counted.tasks.unwrap().when.interval,

@@ -1,4 +1,4 @@
-//! Intervals as a share of the run or of an epoch, which become steps when the data are counted.
+//! Intervals as a fraction of the run or of an epoch, which become steps when the data are counted.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// An interval between evaluations or checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum StepShare {
+pub enum StepFraction {
     /// This fraction of all steps, above 0 and below 1: `eval_steps` of transformers.
     OfRun(f64),
     /// An epoch divided by this number: `evals_per_epoch` of axolotl.
@@ -23,7 +23,7 @@ pub struct RunLength {
     pub epoch_steps: usize,
 }
 
-impl StepShare {
+impl StepFraction {
     /// Returns the steps of the interval, rounded up as in transformers; at least 1.
     pub fn steps(self, run: RunLength) -> usize {
         match self {
@@ -33,7 +33,7 @@ impl StepShare {
     }
 }
 
-impl fmt::Display for StepShare {
+impl fmt::Display for StepFraction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::OfRun(fraction) => write!(f, "{fraction} of the run"),
@@ -42,7 +42,7 @@ impl fmt::Display for StepShare {
     }
 }
 
-/// Rounds up a product of steps. An excess of less than a millionth is an error of rounding: 1.1 - 1 times 10 exceeds 1.
+/// Rounds up a fraction of steps. An excess of less than a millionth is an error of rounding: 1.1 - 1 times 10 exceeds 1.
 pub(crate) fn rounded_up(steps: f64) -> usize {
     (steps - 1e-6).ceil() as usize
 }
@@ -54,15 +54,15 @@ mod tests {
     #[test]
     fn a_share_is_rounded_up_to_a_full_step() {
         let run = RunLength { total_steps: 30, epoch_steps: 10 };
-        for (share, want) in [
-            (StepShare::OfRun(0.25), 8),
-            (StepShare::OfRun(0.1), 3),
-            (StepShare::OfRun(1e-9), 1),
-            (StepShare::PerEpoch(1), 10),
-            (StepShare::PerEpoch(4), 3),
-            (StepShare::PerEpoch(99), 1),
+        for (fraction, want) in [
+            (StepFraction::OfRun(0.25), 8),
+            (StepFraction::OfRun(0.1), 3),
+            (StepFraction::OfRun(1e-9), 1),
+            (StepFraction::PerEpoch(1), 10),
+            (StepFraction::PerEpoch(4), 3),
+            (StepFraction::PerEpoch(99), 1),
         ] {
-            assert_eq!(share.steps(run), want, "{share}");
+            assert_eq!(fraction.steps(run), want, "{fraction}");
         }
         assert_eq!([1.1f64.fract() * 10.0, 2.5, 3.0].map(rounded_up), [1, 3, 3]);
     }
