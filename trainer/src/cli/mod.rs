@@ -1,10 +1,13 @@
 //! The command line of the `trainer` program.
 
+mod cache;
 mod chat;
 mod check;
+mod clean;
 mod completion;
 mod config;
 mod convert;
+mod disk_usage;
 mod doctor;
 mod estimate;
 mod export;
@@ -118,6 +121,12 @@ enum Command {
     /// Write an HTML page of one or more runs: curves, results, settings, token statistics
     #[command(after_long_help = report::EXAMPLES)]
     Report(report::ReportArgs),
+    /// List and remove results of a run's folder that later ones replaced: models, checkpoints, metrics of earlier runs
+    #[command(after_long_help = clean::EXAMPLES)]
+    Clean(clean::CleanArgs),
+    /// List and remove entries of the token cache and of other caches
+    #[command(subcommand, after_long_help = cache::EXAMPLES)]
+    Cache(cache::CacheCommand),
     /// Compute loss and gradient of a batch that the loss watchdog or on_nonfinite kept, and print its worst rows
     #[command(after_long_help = replay::EXAMPLES)]
     Replay(replay::ReplayArgs),
@@ -264,6 +273,8 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::VerifyResume(args) => verify_resume::run(args, cli.verbosity, &ui),
         Command::Watch(args) => watch::run(args, &ui),
         Command::Report(args) => report::run(args, &ui),
+        Command::Clean(args) => clean::run(args, &ui),
+        Command::Cache(command) => cache::run(command, &ui),
         Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start_on_first_rank(cli.verbosity)?;
@@ -317,7 +328,7 @@ mod tests {
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, replay::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES, prefetch::EXAMPLES];
         let runs =
-            [watch::EXAMPLES, report::EXAMPLES, verify_resume::EXAMPLES].join("\n");
+            [watch::EXAMPLES, report::EXAMPLES, verify_resume::EXAMPLES, clean::EXAMPLES, cache::EXAMPLES].join("\n");
         let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), runs, config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
