@@ -19,7 +19,7 @@ mod unsupported_lm_eval_args;
 use std::io::{self, IsTerminal};
 
 use anyhow::{Context, Result};
-use candlewick_command_line::{ManArgs, Shell, completions};
+use candlewick_command_line::{ManArgs, Shell, complete, completions};
 use candlewick_text::hub::{Hub, HubSettings};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -131,6 +131,7 @@ pub fn command() -> clap::Command {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
+    complete(Cli::command);
     let arguments = match model_args::expand_model_args(std::env::args_os()) {
         Ok(arguments) => arguments,
         Err(problem) => {
@@ -194,7 +195,10 @@ fn run(command: &Command) -> Result<ExitCode> {
         Command::Show(args) => show::run(args, &hub),
         Command::Serve(args) => serve(&args.model, &args.options, &hub),
         Command::Compare(args) => compare::run(args),
-        Command::Completions { shell } => print_line(completions(Cli::command(), *shell).trim_end()),
+        Command::Completions { shell } => {
+            let program = std::env::args_os().next().unwrap_or_default();
+            print_line(completions(&Cli::command(), *shell, program.as_ref()).trim())
+        }
         Command::Man(args) => print_line(&args.run(Cli::command()).context("failed to write the man pages")?),
         Command::Run(args) => return run::run(args, &args.hub(hub)?),
         Command::Prefetch(args) => prefetch::run(args),

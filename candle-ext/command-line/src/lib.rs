@@ -1,19 +1,14 @@
 //! Documents of a program's command line, made from its clap command: shell completions, man pages and a Markdown
 //! reference. The three programs share this crate; it uses no other crate of the workspace.
 
+mod completion;
 mod man;
 mod reference;
 
-use clap::Command;
-
 pub use clap_complete::Shell;
+pub use clap_complete::engine::{
+    ArgValueCandidates, ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter,
+};
+pub use completion::{complete, completions};
 pub use man::{ManArgs, ManPageError};
 pub use reference::reference;
-
-/// Returns the shell completion script of a program.
-pub fn completions(mut command: Command, shell: Shell) -> String {
-    let name = command.get_name().to_owned();
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut command, name, &mut script);
-    String::from_utf8_lossy(&script).into_owned()
-}

@@ -84,9 +84,9 @@ impl ChatSession {
         self.reply(&text, on_reply).map(Some)
     }
 
-    /// Clears the history except the system message.
-    pub fn reset(&mut self) {
-        self.messages.clear();
+    /// Clears the history except the system message, and returns the number of its messages.
+    pub fn reset(&mut self) -> usize {
+        std::mem::take(&mut self.messages).len()
     }
 
     /// Generates the reply to the user's next message. On an error the message is removed from the history.

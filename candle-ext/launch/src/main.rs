@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candlewick_comm::rank_env::{RankEnv, Variables};
-use candlewick_command_line::completions;
+use candlewick_command_line::{complete, completions};
 use candlewick_launch::agent;
 use candlewick_launch::cli::{Cli, DocumentCommand};
 use candlewick_launch::console::{self, log};
@@ -18,6 +18,7 @@ use candlewick_launch::{child, dry_run};
 use clap::{CommandFactory, Parser};
 
 fn main() -> ExitCode {
+    complete(Cli::command);
     let arguments: Vec<OsString> = env::args_os().skip(1).collect();
     match child::run(&arguments) {
         Some(code) => code,
@@ -60,7 +61,9 @@ fn launch(cli: &Cli, node_resources: NodeResources) -> i32 {
 
 fn print_document(command: &DocumentCommand) -> i32 {
     let text = match command {
-        DocumentCommand::Completions { shell } => Ok(completions(Cli::command(), *shell)),
+        DocumentCommand::Completions { shell } => {
+            Ok(completions(&Cli::command(), *shell, env::args_os().next().unwrap_or_default().as_ref()))
+        }
         DocumentCommand::Man(args) => args.run(Cli::command()),
     };
     match text {

@@ -125,9 +125,18 @@ fn is_on(name: &str, value: Option<&OsStr>) -> Result<bool> {
 
 /// Returns the cache folder: `$XDG_CACHE_HOME/candlewick`, or `~/.cache/candlewick`.
 pub fn cache_folder() -> PathBuf {
+    user_folder("XDG_CACHE_HOME", ".cache").unwrap_or_else(std::env::temp_dir).join("candlewick")
+}
+
+/// Returns the folder of histories: `$XDG_STATE_HOME/candlewick`, or `~/.local/state/candlewick`; `None` without a home.
+pub fn state_folder() -> Option<PathBuf> {
+    user_folder("XDG_STATE_HOME", ".local/state").map(|folder| folder.join("candlewick"))
+}
+
+/// Returns the folder of a variable, or a folder in the home folder.
+fn user_folder(variable: &str, in_home: &str) -> Option<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
-    cache.unwrap_or_else(std::env::temp_dir).join("candlewick")
+    folder(variable).or_else(|| Some(folder("HOME")?.join(in_home)))
 }
 
 /// Returns the number of threads of one of `n` processes, of which this one has `available` cores.

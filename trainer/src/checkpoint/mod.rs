@@ -32,6 +32,7 @@ mod scores;
 mod shard;
 mod state;
 mod storage;
+mod superseded;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
@@ -59,4 +60,5 @@ pub(crate) use shard::VALUES_PER_BLOCK;
 pub(crate) use state::FP8_STATE;
 pub use state::{RunState, StateError, TensorChunk, TensorMeta, TrainState};
 pub(crate) use storage::LocalDisk;
+pub use superseded::{earlier_runs, has_checkpoints, older_checkpoints, remove_checkpoint};
 pub use weights::CheckpointWeights;

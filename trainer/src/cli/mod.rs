@@ -1,9 +1,13 @@
 //! The command line of the `trainer` program.
 
+mod cache;
 mod chat;
 mod check;
+mod clean;
+mod completion;
 mod config;
 mod convert;
+mod disk_usage;
 mod doctor;
 mod estimate;
 mod export;
@@ -30,12 +34,12 @@ mod watch;
 use std::sync::LazyLock;
 
 use anyhow::Context;
-use candlewick_command_line::{ManArgs, Shell, completions};
+use candlewick_command_line::{ManArgs, Shell, complete, completions};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::backtrace;
 use candlewick_runtime::progress::set_progress_display;
 use candlewick_runtime::terminal::print_note;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::exit::{ExitCode, classify, report};
@@ -117,6 +121,12 @@ enum Command {
     /// Write an HTML page of one or more runs: curves, results, settings, token statistics
     #[command(after_long_help = report::EXAMPLES)]
     Report(report::ReportArgs),
+    /// List and remove results of a run's folder that later ones replaced: models, checkpoints, metrics of earlier runs
+    #[command(after_long_help = clean::EXAMPLES)]
+    Clean(clean::CleanArgs),
+    /// List and remove entries of the token cache and of other caches
+    #[command(subcommand, after_long_help = cache::EXAMPLES)]
+    Cache(cache::CacheCommand),
     /// Compute loss and gradient of a batch that the loss watchdog or on_nonfinite kept, and print its worst rows
     #[command(after_long_help = replay::EXAMPLES)]
     Replay(replay::ReplayArgs),
@@ -180,6 +190,7 @@ pub fn command() -> clap::Command {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
+    complete(Cli::command);
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return report_usage_error(error),
@@ -202,11 +213,20 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Prints clap's error. If the unknown option is a recipe key, adds a tip with the `KEY=VALUE` form.
+/// Prints clap's error. Adds a tip if the recipe is missing, or if the unknown option is a recipe key.
 fn report_usage_error(mut error: clap::Error) -> ExitCode {
     let takes_overrides = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
     let option = error.get(ContextKind::InvalidArg).filter(|_| takes_overrides);
-    if let Some(tip) = option.and_then(|option| key_tip(&option.to_string())) {
+    let lacks_recipe =
+        error.get(ContextKind::InvalidArg).is_some_and(|missing| missing.to_string().contains("<RECIPE>"));
+    let tip = match (error.kind(), option) {
+        (ErrorKind::MissingRequiredArgument, _) if lacks_recipe => {
+            Some("`trainer recipes ls` lists the recipes inside the program, such as quickstart".to_owned())
+        }
+        (_, Some(option)) => key_tip(&option.to_string()),
+        _ => None,
+    };
+    if let Some(tip) = tip {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
     // clap reports --help and --version as errors that go to stdout. A closed pipe is no failure.
@@ -253,6 +273,8 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::VerifyResume(args) => verify_resume::run(args, cli.verbosity, &ui),
         Command::Watch(args) => watch::run(args, &ui),
         Command::Report(args) => report::run(args, &ui),
+        Command::Clean(args) => clean::run(args, &ui),
+        Command::Cache(command) => cache::run(command, &ui),
         Command::Replay(args) => replay::run(args, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start_on_first_rank(cli.verbosity)?;
@@ -282,7 +304,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Recipes(command) => recipes::run(command, &ui),
         Command::Config { command } => config::run(command, cli.verbosity, &ui),
         Command::Schema => ui.print(&format!("{:#}", crate::recipe::json_schema())),
-        Command::Completions { shell } => ui.print(completions(Cli::command(), *shell).trim_end()),
+        Command::Completions { shell } => {
+            let program = std::env::args_os().next().unwrap_or_default();
+            ui.print(completions(&Cli::command(), *shell, program.as_ref()).trim())
+        }
         Command::Man(args) => ui.print(&args.run(Cli::command()).context("failed to write the man pages")?),
         Command::Version => ui.print(&format!("trainer {}", *VERSION)),
     }
@@ -302,7 +327,8 @@ mod tests {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, replay::EXAMPLES];
         let folders = [MERGE_EXAMPLES, export::EXAMPLES, upcycle::EXAMPLES, recipes::EXAMPLES, prefetch::EXAMPLES];
-        let runs = [watch::EXAMPLES, report::EXAMPLES, verify_resume::EXAMPLES].join("\n");
+        let runs =
+            [watch::EXAMPLES, report::EXAMPLES, verify_resume::EXAMPLES, clean::EXAMPLES, cache::EXAMPLES].join("\n");
         let config = config::EXAMPLES.join("\n") + "\n" + convert::EXAMPLES;
         let examples = [examples.join("\n"), others.join("\n"), folders.join("\n"), runs, config].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::rank_env::{Launcher, RankEnv};
+use candlewick_command_line::ArgValueCompleter;
 use candlewick_runtime::progress::{ProgressDisplay, show_downloads};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_text::files::is_present;
 use candlewick_text::hub::{Hub, HubError, HubSettings, LockContext};
 use clap::{Args, ValueEnum};
 
+use super::completion::{overrides, recipes_and_files};
 use crate::estimate::parse_bytes;
 use crate::exit::ExitCode;
 use crate::metrics::Console;
@@ -19,10 +21,10 @@ use crate::recipe::{Loaded, shipped};
 #[derive(Debug, Args)]
 pub(super) struct RecipeArgs {
     /// Path to the recipe, a YAML file; or the name of a shipped recipe
-    #[arg(value_name = "RECIPE")]
+    #[arg(value_name = "RECIPE", add = ArgValueCompleter::new(recipes_and_files))]
     pub(super) path: PathBuf,
     /// Overrides of recipe keys: `optimizer.lr=1e-4`, `data.sources.0.split=train`. Values are YAML
-    #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
+    #[arg(value_name = "KEY=VALUE", value_parser = key_value, add = ArgValueCompleter::new(overrides))]
     pub(super) overrides: Vec<String>,
 }
 

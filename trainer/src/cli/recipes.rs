@@ -4,10 +4,12 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_command_line::ArgValueCompleter;
 use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, is_present, read_regular_file, write_atomically};
 use clap::{Args, Subcommand};
 
 use super::Ui;
+use super::completion::recipe_names;
 use crate::exit::ExitCode;
 use crate::recipe::shipped::{SHIPPED, ShippedRecipe, find, nearest_name};
 use crate::recipe::shipped_data::files_of;
@@ -19,6 +21,7 @@ pub(super) enum RecipesCommand {
     /// Print a recipe
     Show {
         /// Name of the recipe
+        #[arg(add = ArgValueCompleter::new(recipe_names))]
         name: String,
     },
     /// Copy a recipe, the recipes that it includes, and the data inside the program that it reads
@@ -28,6 +31,7 @@ pub(super) enum RecipesCommand {
 #[derive(Debug, Args)]
 pub(super) struct CopyArgs {
     /// Name of the recipe
+    #[arg(add = ArgValueCompleter::new(recipe_names))]
     name: String,
     /// File or folder [default: NAME.yaml in the current folder]. The data get the paths that the recipe names
     dest: Option<PathBuf>,

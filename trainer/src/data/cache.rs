@@ -7,14 +7,14 @@
 //! leave no partial entry. A run that is stopped by a signal leaves the finished samples under the name of the entry with a
 //! dot and `.partial`, and the next run continues them.
 
-use std::fs::{DirBuilder, File, Permissions};
+use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, read_regular_file, read_regular_text_file};
+use candlewick_text::files::{MAX_CONFIG_FILE_BYTES, open_regular_file, read_regular_file, read_regular_text_file};
 
 use super::DataError;
 use super::cache_key::CacheKey;
@@ -25,6 +25,9 @@ const KEY_FILE: &str = "key.json";
 const CHECKSUM_FILE: &str = "checksum";
 const UNFINISHED: &str = ".incomplete";
 const PARTIAL: &str = ".partial";
+
+/// The time after which an unfinished entry without a write belongs to a killed run.
+const DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// A folder of token stores.
 pub(crate) struct TokenCache {
@@ -195,9 +198,61 @@ pub fn default_cache_dir() -> PathBuf {
 fn open(path: &Path) -> io::Result<TokenStore> {
     let store = TokenStore::open(path)?;
     match read_regular_text_file(&path.join(CHECKSUM_FILE), MAX_CONFIG_FILE_BYTES)? == store.checksum() {
-        true => Ok(store),
+        true => Ok(store.with_lock(shared_lock(path))),
         false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum does not match")),
     }
+}
+
+/// Locks an entry against its removal. Some network file systems do not support locks.
+fn shared_lock(path: &Path) -> Option<File> {
+    let file = open_regular_file(&path.join(CHECKSUM_FILE)).ok()?;
+    file.try_lock_shared().ok().map(|()| file)
+}
+
+/// The use of a cache entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CacheEntryState {
+    InUse,
+    Unused,
+}
+
+/// Returns the source of an entry in a folder of tokens; `None` for files that the cache did not write.
+pub(crate) fn describe_cache_entry(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_string_lossy().into_owned();
+    let has_suffix = |suffix: &str| name.starts_with('.') && name.ends_with(suffix) && path.is_dir();
+    if has_suffix(PARTIAL) {
+        return Some("tokens of a stopped run".into());
+    }
+    if has_suffix(UNFINISHED) {
+        return Some("not finished".into());
+    }
+    if name.starts_with("snowflake-") && name.ends_with(".jsonl") {
+        return Some("rows of a Snowflake query".into());
+    }
+    let bytes = read_regular_file(&path.join(KEY_FILE), MAX_CONFIG_FILE_BYTES).ok()?;
+    serde_json::from_slice(&bytes).ok().map(|key: CacheKey| key.name)
+}
+
+/// Removes a file or folder of a cache, unless a run uses it.
+pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryState> {
+    if !path.is_dir() {
+        return std::fs::remove_file(path).map(|()| CacheEntryState::Unused);
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if name.ends_with(UNFINISHED) && last_written(path).is_some_and(|since| since < DAY) {
+        return Ok(CacheEntryState::InUse);
+    }
+    if let Ok(file) = open_regular_file(&path.join(CHECKSUM_FILE))
+        && let Err(TryLockError::WouldBlock) = file.try_lock()
+    {
+        return Ok(CacheEntryState::InUse);
+    }
+    // Rename first: a reader never finds a part of an entry.
+    let removed = path.with_file_name(format!(".{}{UNFINISHED}", name.trim_start_matches('.')));
+    if removed != path {
+        std::fs::rename(path, &removed)?;
+    }
+    std::fs::remove_dir_all(removed).map(|()| CacheEntryState::Unused)
 }
 
 /// Refuses an entry that another user owns, unless it is root.
@@ -217,7 +272,6 @@ fn refuse_other_owner(path: &Path) -> io::Result<()> {
 /// Removes the partial entries of killed runs, those without a write for a day, and of stopped runs, those without a write
 /// for 30 days.
 fn remove_abandoned(folder: &Path) {
-    const DAY: Duration = Duration::from_secs(24 * 3600);
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let kept = [(UNFINISHED, DAY), (PARTIAL, 30 * DAY)];
@@ -344,6 +398,24 @@ mod tests {
         let error = cache.write(&key("a"), |_, failed| Err(failed(full()))).unwrap_err();
         assert!(error.to_string().contains("data.cache_dir"), "{error}");
         assert_eq!(names(folder.path()), Vec::<String>::new());
+    }
+
+    #[test]
+    fn an_entry_in_use_is_not_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = TokenCache::open(folder.path()).unwrap();
+        let store = write(&cache, &key("a"), &[1, 2]).unwrap();
+        let path = cache.path(&key("a"));
+        assert_eq!(describe_cache_entry(&path), Some("data/train.jsonl".into()));
+        assert_eq!(remove_cache_entry(&path).unwrap(), CacheEntryState::InUse);
+        assert_eq!(why(&cache, &key("a")), "hit");
+        drop(store);
+        std::fs::create_dir(folder.path().join(".b.incomplete")).unwrap();
+        assert_eq!(remove_cache_entry(&folder.path().join(".b.incomplete")).unwrap(), CacheEntryState::InUse);
+        assert_eq!(remove_cache_entry(&path).unwrap(), CacheEntryState::Unused);
+        assert_eq!(names(folder.path()), [".b.incomplete"]);
+        std::fs::write(folder.path().join("notes.txt"), "mine").unwrap();
+        assert_eq!(describe_cache_entry(&folder.path().join("notes.txt")), None);
     }
 
     #[test]

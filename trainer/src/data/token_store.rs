@@ -34,6 +34,8 @@ pub(crate) struct TokenStore {
     targets: StoreBytes,
     index: StoreBytes,
     n_samples: usize,
+    /// A file with a shared lock: the store is in use.
+    _lock: Option<File>,
 }
 
 /// The bytes of a store's part.
@@ -68,7 +70,7 @@ impl TokenStore {
         }
         let n_samples = writer.index.len() / INDEX_ENTRY;
         let [ids, targets, index] = writer.into_parts().map_err(corrupt)?.map(StoreBytes::InMemory);
-        Ok(Self { ids, targets, index, n_samples })
+        Ok(Self { ids, targets, index, n_samples, _lock: None })
     }
 
     /// Maps the store of a folder. Fails with `InvalidData` if it is corrupt.
@@ -79,9 +81,15 @@ impl TokenStore {
             targets: map(&folder.join(TARGETS))?,
             n_samples: index.len() / INDEX_ENTRY,
             index,
+            _lock: None,
         };
         store.check()?;
         Ok(store)
+    }
+
+    /// Holds a file's lock until the store is dropped.
+    pub(crate) fn with_lock(self, lock: Option<File>) -> Self {
+        Self { _lock: lock, ..self }
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -59,10 +59,11 @@ impl Loaded {
         let text = base::read_text(path).map_err(|message| {
             let source = RecipeSource { path: path.to_owned(), ..RecipeSource::default() };
             let fault = Fault::new(None, message);
-            let near = path.to_str().filter(|_| !is_file).and_then(shipped::nearest_name);
+            let near = path.to_str().and_then(shipped::nearest_name);
             let fault = match near {
+                _ if is_file => fault,
                 Some(near) => fault.note(format!("did you mean the shipped recipe `{near}`?")),
-                None => fault,
+                None => fault.note("`trainer recipes ls` lists the recipes inside the program"),
             };
             RecipeError::new(Arc::new(source), vec![fault])
         })?;

@@ -1,6 +1,6 @@
 //! File locks of a run's folders. Two runs in one folder would mix their checkpoints and metrics.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -13,7 +13,7 @@ use crate::checkpoint::CheckpointError;
 use crate::plan::Plan;
 
 /// File locks, held until they are dropped or the process ends. A drop removes the new folders in which nothing was written.
-pub(super) struct Locks {
+pub(crate) struct Locks {
     folders: Vec<LockedFolder>,
 }
 
@@ -41,8 +41,20 @@ fn lock_folders(folders: &[&Path]) -> Result<Locks> {
     let folders: BTreeMap<PathBuf, bool> = found.collect::<Result<_>>()?;
     let mut locks = Locks { folders: Vec::new() };
     for (path, is_new) in folders {
-        let _file = lock_folder(path.clone())?;
+        let _file = lock_folder(path.clone(), "start")?;
         locks.folders.push(LockedFolder { path, is_new, _file });
+    }
+    Ok(locks)
+}
+
+/// Locks those of the folders that a run has locked before. Fails if a run is writing to one.
+pub(crate) fn lock_existing(folders: &[PathBuf]) -> Result<Locks> {
+    let mut locks = Locks { folders: Vec::new() };
+    let existing = folders.iter().filter(|folder| folder.join(NAME).exists());
+    let existing: BTreeSet<PathBuf> = existing.filter_map(|folder| folder.canonicalize().ok()).collect();
+    for path in existing {
+        let _file = lock_folder(path.clone(), "clean")?;
+        locks.folders.push(LockedFolder { path, is_new: false, _file });
     }
     Ok(locks)
 }
@@ -65,7 +77,7 @@ fn created(folder: &Path) -> Result<PathBuf> {
     created.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
 }
 
-fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
+fn lock_folder(folder: PathBuf, command: &str) -> Result<Option<File>> {
     let path = folder.join(NAME);
     let open = || File::options().create(true).write(true).truncate(false).open(&path);
     let failed = |source: io::Error| CheckpointError::Io { action: "lock", path: path.clone(), source };
@@ -75,11 +87,11 @@ fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
     }
     let file = open().map_err(failed)?;
     match file.try_lock() {
-        Ok(()) if is_removed(&file, &path) => lock_folder(created(&folder)?),
+        Ok(()) if is_removed(&file, &path) => lock_folder(created(&folder)?, command),
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => {
             let error = anyhow::anyhow!(
-                "failed to start: another run is writing to {}. Wait for it, or set another output_dir (checkpoint.N.output_dir for a checkpoint folder)",
+                "failed to {command}: another run is writing to {}. Wait for it, or set another output_dir (checkpoint.N.output_dir for a checkpoint folder)",
                 folder.display()
             );
             bail!(error.context(crate::exit::ExitCode::Checkpoint))
@@ -108,14 +120,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = created(&dir.path().join("runs/a")).unwrap();
         assert_eq!(created(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
-        let first = lock_folder(folder.clone()).unwrap();
+        let first = lock_folder(folder.clone(), "start").unwrap();
         assert!(first.is_some());
-        let error = lock_folder(folder.clone()).unwrap_err();
+        let error = lock_folder(folder.clone(), "start").unwrap_err();
         let text = format!("{error:#}");
         assert!(text.contains("another run is writing to") && text.contains("runs/a"), "{text}");
         assert_eq!(crate::exit::classify(&error), crate::exit::ExitCode::Checkpoint);
         drop(first);
-        assert!(lock_folder(folder).unwrap().is_some());
+        assert!(lock_folder(folder, "start").unwrap().is_some());
     }
 
     #[test]
@@ -127,7 +139,7 @@ mod tests {
         };
         fs::create_dir(dir.path().join("own")).unwrap();
         let locks = locked(&["run", "run/checkpoints", "run/model", "own"]);
-        let file = File::open(dir.path().join("run/model/.lock")).unwrap();
+        let file = File::options().read(true).open(dir.path().join("run/model/.lock")).unwrap();
         fs::write(dir.path().join("run/checkpoints/latest"), "x").unwrap();
         drop(locks);
         assert!(dir.path().join("run/checkpoints/latest").exists() && !dir.path().join("run/model").exists());

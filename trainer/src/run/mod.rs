@@ -59,6 +59,7 @@ pub use connect::connect;
 pub use initial_weights::check_weights;
 pub use inputs::open_inputs;
 pub use kept_batch::{KeptBatch, KeptMicroBatch};
+pub(crate) use lock::lock_existing;
 pub use nonfinite::NonFinite;
 pub use replay::{ReplayReport, ReplayTotals, ReplayWeights, ReplayedSequence, replay};
 pub use small_data::count_steps;

@@ -177,11 +177,44 @@ fn an_estimate_advises_tiled_mlps_for_dense_models_and_experts() {
 }
 
 #[test]
-fn completions_name_the_subcommands() {
+fn a_missing_recipe_is_an_error_with_the_command_that_lists_them() {
     let folder = Folder::new();
-    for shell in ["bash", "zsh", "fish"] {
-        folder.check(&["completions", shell], 0, "preprocess");
-    }
+    folder.check(&["train", "nosuch.yaml"], 2, "`trainer recipes ls` lists the recipes");
+    folder.check(&["train"], 2, "`trainer recipes ls` lists the recipes");
+    folder.check(&["train", "quickstrat"], 2, "did you mean the shipped recipe `quickstart`?");
+}
+
+/// Completes the last of `words` as bash does, which splits words at `=`. The words are separated by spaces.
+#[track_caller]
+fn completed(words: &str) -> Vec<String> {
+    let program = env!("CARGO_BIN_EXE_trainer");
+    let script = format!(
+        "source <({program} completions bash)\nCOMP_WORDS=(trainer {words})\nCOMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))\n\
+         last=${{COMP_WORDS[COMP_CWORD]}}\n_clap_complete_trainer trainer \"${{last#=}}\" x\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+    );
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("mine.yaml"), "").unwrap();
+    std::fs::write(folder.path().join("other.txt"), "").unwrap();
+    let output = Command::new("bash").args(["--norc", "-c", &script]).current_dir(folder.path()).output().unwrap();
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    lines.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
+}
+
+#[test]
+fn bash_completes_commands_recipes_keys_and_values() {
+    let check = |words: &str, want: &[&str]| assert_eq!(completed(words), want, "{words}");
+    check("prep", &["preprocess"]);
+    check("train quick", &["quickstart"]);
+    check("recipes cp quick", &["quickstart"]);
+    check("train m", &["mixtral-8x7b-sft", "mixtral-8x7b-lora", "mine.yaml"]);
+    check("train o", &[]);
+    check("train r.yaml optimizer.betas", &["optimizer.betas="]);
+    check("train r.yaml checkpoint.0.save_every_n_st", &["checkpoint.0.save_every_n_steps="]);
+    check("train r.yaml data.pack_samples = ", &["true", "false"]);
+    check("train r.yaml seed = 3 data.pack_samples = f", &["false"]);
+    check("train r.yaml model.dtype = bf", &["bf16"]);
+    check("config explain data.pack_samp", &["data.pack_samples"]);
 }
 
 #[test]

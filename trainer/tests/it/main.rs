@@ -4,6 +4,7 @@
 mod bad_input;
 mod bf16_training;
 mod callbacks;
+mod clean;
 mod cli;
 mod config;
 mod convert;

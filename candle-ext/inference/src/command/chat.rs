@@ -1,7 +1,8 @@
 //! The command `chat`: a conversation on stdin and stdout.
 
-use std::io::{self, BufRead, IsTerminal, Stdout};
+use std::io::Stdout;
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,9 +13,11 @@ use candlewick_comm::rank_env::RankEnv;
 use candlewick_text::hub::{Hub, ModelAndAdapter};
 use candlewick_text::template::Clock;
 use clap::Args;
+use clap::builder::FalseyValueParser;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
+use super::chat_input::ChatInput;
 use super::model::{ComputeOptions, QuantizationOption, TemplateOptions};
 use super::parallel::{ParallelArgs, check_single_replica};
 use super::reply_printer::{ReplyPrinter, ThinkingStyle};
@@ -24,9 +27,10 @@ use crate::generate::FinishReason;
 use crate::lm::Lm;
 use crate::ranks::{EvalRanks, run_on_ranks};
 use crate::reasoning::ReplyText;
+use candlewick_runtime::cores::state_folder;
 use candlewick_runtime::exit::{ExitCode, classify};
 use candlewick_runtime::run_id::RunId;
-use candlewick_runtime::terminal::{print_note, print_prompt};
+use candlewick_runtime::terminal::print_note;
 
 /// Options of `chat`.
 #[derive(Debug, Args)]
@@ -41,6 +45,9 @@ pub struct ChatOptions {
     /// Do not print the model's thinking
     #[arg(long, alias = "hidethinking")]
     hide_thinking: bool,
+    /// Do not read or write the history of typed lines, $XDG_STATE_HOME/candlewick/chat_history
+    #[arg(long, env = "CANDLEWICK_NO_HISTORY", value_parser = FalseyValueParser::new())]
+    no_history: bool,
     #[command(flatten)]
     template: TemplateOptions,
     #[command(flatten)]
@@ -57,7 +64,10 @@ const HELP: &str = "\
 /system TEXT   set the system message; without TEXT remove it
 /adapter NAME  use another adapter on the same base model; without NAME none
 /quit          end, as Ctrl-D does
-Ctrl-C ends an answer; with several ranks it ends the chat. A line that begins with a blank is sent as it is.";
+/help          print this list
+\"\"\"            begins and ends a message of several lines; so does a paste
+Tab completes a command; the arrow keys edit a line and find earlier ones. Ctrl-C clears a line, or ends an answer; with several
+ranks it ends the chat. A line that begins with a blank is sent as it is.";
 
 /// Runs a chat with `model`, a path or Hub id: reads lines from stdin and streams replies to stdout.
 ///
@@ -70,7 +80,12 @@ pub fn chat(model: &str, options: &ChatOptions, env: &RankEnv, hub: &Hub) -> Res
         let lm = loader.load(options.compute.adapter.as_deref())?;
         let session = ranks.process.all_ok(options.session(lm))?;
         let printer = ReplyPrinter::of_stdout(options.thinking_style());
-        Chat { session, loader, printer, interrupt: Interrupt::watch(ranks.process.size())? }.run()
+        let input = match ranks.process.is_first() {
+            true => ChatInput::open(options.history(), ranks.process.size()),
+            false => Ok(ChatInput::Pipe),
+        };
+        let input = ranks.process.all_ok(input)?;
+        Chat { session, loader, printer, input, interrupt: Interrupt::watch(ranks.process.size())? }.run()
     })
 }
 
@@ -80,6 +95,11 @@ impl ChatOptions {
             true => ThinkingStyle::Hidden,
             false => ThinkingStyle::of_stdout(),
         }
+    }
+
+    /// Returns the file of the typed lines.
+    fn history(&self) -> Option<PathBuf> {
+        (!self.no_history).then(state_folder)?.map(|folder| folder.join("chat_history"))
     }
 
     fn session(&self, lm: Lm) -> Result<ChatSession> {
@@ -134,16 +154,17 @@ struct Chat<'c> {
     session: ChatSession,
     loader: ChatModelLoader<'c>,
     printer: ReplyPrinter<Stdout>,
+    /// The input of rank 0. The others read none.
+    input: ChatInput,
     interrupt: Interrupt,
 }
 
 impl Chat<'_> {
     fn run(&mut self) -> Result<()> {
-        let is_terminal = io::stdin().is_terminal();
-        if is_terminal {
+        if self.input.is_terminal() {
             self.note(&format!("{HELP}\n"));
         }
-        while let Some(line) = self.next_line(is_terminal)? {
+        while let Some(line) = self.next_line()? {
             match line.strip_prefix('/') {
                 Some(command) => {
                     if self.command(command)?.is_break() {
@@ -158,15 +179,9 @@ impl Chat<'_> {
     }
 
     /// Reads a line on rank 0, and returns it on all ranks; `None` at the end of the input.
-    fn next_line(&self, is_terminal: bool) -> Result<Option<String>> {
-        let read = || {
-            if is_terminal {
-                print_prompt();
-            }
-            let line = io::stdin().lock().lines().next().transpose();
-            let line = line.context("failed to read a line from stdin").context(ExitCode::Data)?;
-            Ok(serde_json::to_vec(&line)?)
-        };
+    fn next_line(&mut self) -> Result<Option<String>> {
+        let input = &mut self.input;
+        let read = || Ok(serde_json::to_vec(&input.next()?)?);
         Ok(serde_json::from_slice(&self.loader.ranks.process.broadcast_from_first(read)?)?)
     }
 
@@ -192,13 +207,21 @@ impl Chat<'_> {
                 Some(_) => session.reply(rest, on_reply).map(Some),
                 None => Ok(None),
             })?,
-            "undo" => {
-                if self.session.undo().is_none() {
-                    self.note(NO_TURN);
-                }
+            "undo" => match self.session.undo() {
+                Some(message) => self.note(&format!("removed: {}", shortened(&message))),
+                None => self.note(NO_TURN),
+            },
+            "reset" => {
+                let n_removed = self.session.reset();
+                self.note(&format!("removed messages: {n_removed}"));
             }
-            "reset" => self.session.reset(),
-            "system" => self.session.set_system(rest),
+            "system" => {
+                self.session.set_system(rest);
+                self.note(&match rest.is_empty() {
+                    true => "removed the system message".to_owned(),
+                    false => format!("system message: {}", shortened(rest)),
+                });
+            }
             "adapter" => self.switch_adapter(Some(rest).filter(|name| !name.is_empty()))?,
             "help" => self.note(HELP),
             _ => self.note(&format!(
@@ -213,7 +236,10 @@ impl Chat<'_> {
     fn switch_adapter(&mut self, adapter: Option<&str>) -> Result<()> {
         let loaded = self.loader.load(adapter);
         match loaded.and_then(|lm| self.session.set_model(lm)) {
-            Ok(()) => Ok(()),
+            Ok(()) => {
+                self.note(&adapter.map_or("without an adapter".to_owned(), |name| format!("adapter: {name}")));
+                Ok(())
+            }
             Err(error) if RankFailure::find_in(&*error).is_some() => Err(error),
             Err(error) => {
                 // Another rank may have the cause.
@@ -252,6 +278,16 @@ impl Chat<'_> {
             Err(error) => return Err(error),
         }
         Ok(())
+    }
+}
+
+/// Returns the beginning of a text, in one line.
+fn shortened(text: &str) -> String {
+    const MAX_CHARS: usize = 60;
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    match line.char_indices().nth(MAX_CHARS) {
+        Some((end, _)) => format!("{}...", &line[..end]),
+        None => line,
     }
 }
 

@@ -1,6 +1,7 @@
 //! The commands `chat`, `generate`, `prefetch` and `serve`: options, model loading and loops, shared by all programs.
 
 mod chat;
+mod chat_input;
 mod generate;
 mod model;
 mod parallel;

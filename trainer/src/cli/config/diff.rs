@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_command_line::ArgValueCompleter;
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::settings::{ResolvedSettings, WordedSetting};
 use crate::cli::Ui;
+use crate::cli::completion::{overrides, recipes_and_files};
 use crate::cli::options::{OutputFormat, Verbosity, key_value};
 use crate::exit::ExitCode;
 use crate::plan::value_in_words;
@@ -15,13 +17,13 @@ use crate::plan::value_in_words;
 #[derive(Debug, Args)]
 pub(in crate::cli) struct DiffArgs {
     /// Recipe, or output folder of a run
-    #[arg(value_name = "A")]
+    #[arg(value_name = "A", add = ArgValueCompleter::new(recipes_and_files))]
     first: PathBuf,
     /// Recipe, or output folder of a run
-    #[arg(value_name = "B")]
+    #[arg(value_name = "B", add = ArgValueCompleter::new(recipes_and_files))]
     second: PathBuf,
     /// Overrides of keys of the recipe B
-    #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
+    #[arg(value_name = "KEY=VALUE", value_parser = key_value, add = ArgValueCompleter::new(overrides))]
     overrides: Vec<String>,
     /// Output format
     #[arg(long, value_enum, default_value_t = OutputFormat::Text)]

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_command_line::ArgValueCompleter;
 use candlewick_text::printable::shortened;
 use clap::Args;
 
@@ -11,6 +12,7 @@ use super::explain_json::as_json;
 use super::explained_key::{ExplainedKey, keys_below, settings_of_key, settings_of_section};
 use super::settings::{ResolvedSettings, WordedSetting};
 use crate::cli::Ui;
+use crate::cli::completion::{key_names, overrides, recipes_and_files};
 use crate::cli::options::{Verbosity, key_value};
 use crate::exit::ExitCode;
 use crate::plan::value_in_words;
@@ -19,12 +21,13 @@ use crate::recipe::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
 #[derive(Debug, Args)]
 pub(in crate::cli) struct ExplainArgs {
     /// Key or section: `data.max_length`, `checkpoint.0.save_total_limit`, `optimizer`, or a key of another toolkit
+    #[arg(add = ArgValueCompleter::new(key_names))]
     key: String,
     /// Path to a recipe, whose value of the key is printed
-    #[arg(value_name = "RECIPE")]
+    #[arg(value_name = "RECIPE", add = ArgValueCompleter::new(recipes_and_files))]
     recipe: Option<PathBuf>,
     /// Overrides of recipe keys
-    #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
+    #[arg(value_name = "KEY=VALUE", value_parser = key_value, add = ArgValueCompleter::new(overrides))]
     overrides: Vec<String>,
     /// Print JSON
     #[arg(long)]
