@@ -21,7 +21,7 @@ pub struct TokenConstraint {
     n_vocab: usize,
 }
 
-/// Limits on time and memory of a grammar. A state of the lexer takes up to 2 kB; a unit of fuel takes up to 70 ns.
+/// Limits on time and memory of a grammar. A state of the lexer has at most 2 kB, and a unit of fuel is at most 70 ns.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 20_000,
