@@ -140,7 +140,11 @@ impl Export<'_> {
             let auxiliary_files = AuxiliaryFiles { folders: &copied, chat_template: None, files: &scales };
             let Self { dtype, shard_bytes, expert_tensors, .. } = *self;
             let export = SafetensorsExport { auxiliary_files, dtype, shard_bytes, expert_tensors };
-            let merge = export.write(model, folder, &progress("write safetensors", ProgressUnit::Count("tensors")))?;
+            let merge = export.write(
+                model,
+                folder,
+                &progress("write and compare safetensors", ProgressUnit::Count("tensors")),
+            )?;
             let n_bytes = size_of(folder, "safetensors")?;
             return Ok(FormatReport { format, path: folder.to_path_buf(), n_bytes, merge: Some(merge), check: None });
         };
@@ -149,7 +153,7 @@ impl Export<'_> {
         GgufExport { name: &name, vocabulary, file_type }.write(
             model,
             &path,
-            &progress(&format!("write {format}"), ProgressUnit::Bytes),
+            &progress(&format!("write and compare {format}"), ProgressUnit::Bytes),
         )?;
         let n_bytes = std::fs::metadata(&path).with_context(|| format!("failed to read {}", path.display()))?.len();
         Ok(FormatReport { format, path, n_bytes, merge: None, check: None })

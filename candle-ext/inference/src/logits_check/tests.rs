@@ -195,7 +195,7 @@ fn another_layout_of_blocks_has_other_logits() {
     // The scale after the elements, as the format does not have it.
     file.edit_tensor("blk.0.ffn_down.weight", |bytes| bytes.chunks_mut(34).for_each(|block| block.rotate_left(2)));
     let damaged = file.relative().unwrap();
-    assert!(!(damaged < 0.2), "{damaged:.2e}");
+    assert!(damaged.is_nan() || damaged > 0.2, "{damaged:.2e}");
 }
 
 #[track_caller]
