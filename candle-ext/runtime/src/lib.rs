@@ -15,3 +15,4 @@ pub mod rank_env;
 pub mod run_id;
 pub mod stop_signals;
 pub mod terminal;
+pub mod timestamp;

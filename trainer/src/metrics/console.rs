@@ -112,7 +112,7 @@ pub fn tasks_line(record: &TasksRecord, total_steps: usize) -> String {
     let shown = values.iter().take(MOST);
     fields.extend(shown.map(|(name, value)| format!("{}: {value:.4}", name.strip_prefix("eval/").unwrap_or(name))));
     fields.extend((values.len() > MOST).then(|| format!("and {} more", values.len() - MOST)));
-    fields.push(format!("eval time: {}", duration(record.eval_time)));
+    fields.push(format!("eval time: {}", duration(record.tasks_time)));
     fields.push(format!("epoch: {}", record.epoch));
     fields.join(" | ")
 }
@@ -182,7 +182,7 @@ mod tests {
         let many = (0..9).map(|i| format!("c{i}/acc"));
         let scores =
             |names: &mut dyn Iterator<Item = String>| names.map(|name| (format!("eval/{name}"), 0.5)).collect();
-        let few = TasksRecord { epoch: 1, iter: 4, scores: scores(&mut names.into_iter()), eval_time: 75.0 };
+        let few = TasksRecord { epoch: 1, iter: 4, scores: scores(&mut names.into_iter()), tasks_time: 75.0 };
         insta::assert_snapshot!(tasks_line(&few, 10), @"Eval iter: 4/10 40% | a/acc: 0.5000 | b/match,strict: 0.5000 | eval time: 0:01:15 | epoch: 1");
         let many = TasksRecord { scores: scores(&mut many.into_iter()), ..few };
         assert!(tasks_line(&many, 10).contains(" | c7/acc: 0.5000 | and 1 more | "));

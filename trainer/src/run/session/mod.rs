@@ -80,6 +80,9 @@ impl<'a> Session<'a> {
         let routing = routing::open(&run, &stream)?;
 
         let start = state.map_or(RunStart::Fresh, |state| RunStart::Resumed(state.step));
+        if start == RunStart::Fresh {
+            run_json.set_aside_unfinished(&plan.log)?;
+        }
         let gpu_id = match run.engine.device().location() {
             DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
             _ => None,
