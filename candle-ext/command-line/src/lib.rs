@@ -1,12 +1,15 @@
 //! Documents of a program's command line, made from its clap command: shell completions, man pages and a Markdown
-//! reference. The three programs share this crate; it uses no other crate of the workspace.
+//! reference. It also colours the labels of messages. The three programs share this crate; it uses no other crate of the
+//! workspace.
 
+mod label;
 mod man;
 mod reference;
 
 use clap::Command;
 
 pub use clap_complete::Shell;
+pub use label::{stderr_has_colors, with_label_color};
 pub use man::{ManArgs, ManPageError};
 pub use reference::reference;
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use candlewick_text::quantity::every_n;
 
 use crate::recipe::FloatDtype;
 
@@ -109,8 +110,8 @@ impl fmt::Display for CheckpointPlan {
             CheckpointFormat::HuggingFace => "huggingface",
         };
         write!(f, "{format} in {}", self.output_dir.display())?;
-        let every = [(self.save_every_n_steps, "steps"), (self.save_every_n_epochs, "epochs")];
-        every.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", every {n} {unit}"))?;
+        let intervals = [(self.save_every_n_steps, "step"), (self.save_every_n_epochs, "epoch")];
+        intervals.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", {}", every_n(*n, unit)))?;
         let flags = [
             (self.save_end_of_training, ", at the end"),
             (self.auto_resume, ", auto_resume"),

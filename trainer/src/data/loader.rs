@@ -274,7 +274,7 @@ pub(crate) fn check_unchanged(
         .iter()
         .filter_map(|(name, value)| match then.get(name) {
             Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, sources)),
-            Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
+            Some(old) if old != value => Some(format!("{name} was {}, now {}", in_words(old), in_words(value))),
             // Checkpoints of earlier versions have no mixture.
             None if name == MIXTURE && !then.is_empty() && value != Mixture::DEFAULT => {
                 Some(format!("{name} was {}, now {value}", Mixture::DEFAULT))
@@ -283,6 +283,21 @@ pub(crate) fn check_unchanged(
         })
         .collect();
     if changed.is_empty() { Ok(()) } else { Err(DataError::Changed { changed: changed.join("; ") }) }
+}
+
+/// Returns a stored setting with the recipe's word for it. Cursors have the names of the program's types.
+fn in_words(value: &str) -> String {
+    match value {
+        "Fit" => "on".to_owned(),
+        _ if !value.chars().all(char::is_alphabetic) => value.to_owned(),
+        _ => {
+            let letter = |(idx, c): (usize, char)| {
+                let boundary = (idx > 0 && c.is_uppercase()).then_some('_');
+                boundary.into_iter().chain(c.to_lowercase()).collect::<String>()
+            };
+            value.chars().enumerate().map(letter).collect()
+        }
+    }
 }
 
 /// Names the sources whose rows changed. `then` and `now` have a key for each source.

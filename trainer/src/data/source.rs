@@ -10,6 +10,7 @@ use candlewick_text::snowflake::{SnowflakeQuery, SnowflakeSettings, write_rows};
 use candlewick_text::source::{
     NullFieldRemoval, ReadOptions, RowSource, SampleBy, SplitSlice, WithoutNullFields, open_files,
 };
+use candlewick_text::quantity::{counted, grouped};
 
 use super::DataError;
 use super::cache::{CacheLookup, PartialStore, TokenCache};
@@ -153,10 +154,11 @@ impl SourceLoader<'_> {
             self.renderer.render(&chosen, &progress, self.is_stopped, push)
         })?;
         if n_before > 0 {
-            notes.push(format!("{name}: continued after {n_before} rows that a stopped run has tokenized"));
+            notes.push(format!("{name}: continued after {}, which a stopped run has tokenized", counted(n_before, "row")));
         }
         let n_tokens = store.n_tokens();
-        notes.push(format!("{name}: {n_tokens} tokens cached in {} ({why})", path.display()));
+        let tokens = counted(n_tokens, "token");
+        notes.push(format!("{name}: {why}; tokenized, and cached {tokens} in {}", path.display()));
         Ok(store)
     }
 
@@ -222,7 +224,8 @@ pub(crate) fn describe_removed_nulls(source: &dyn RowSource) -> Option<String> {
 }
 
 fn describe_count(chosen: usize, all: usize) -> String {
-    if chosen == all { format!("{all} rows") } else { format!("{chosen} of {all} rows") }
+    let all_rows = counted(all, "row");
+    if chosen == all { all_rows } else { format!("{} of {all_rows}", grouped(chosen as u64)) }
 }
 
 fn request(plan: &SourcePlan, kind: DataKind, split: SourceUse) -> Result<DatasetRequest, DataError> {

@@ -22,12 +22,12 @@ mod trackers;
 mod tracking_plan;
 mod wall_clock;
 
-pub use console::{Terminal, eval_line, step_line, tasks_line};
+pub use console::{Terminal, tasks_line};
 pub use description::RunDescription;
 pub use earlier_files::KEPT_BATCHES;
 pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, recomputed_flops};
-pub use format::{clock, duration, grouped, quantity};
+pub use format::{clock, duration, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
 pub use host::{HostInfo, Versions};
 pub use memory::Memory;

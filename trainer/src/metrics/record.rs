@@ -209,6 +209,9 @@ pub struct CheckpointRecord {
     /// Seconds until the checkpoint was on disk. `None` if the process was killed before it recorded them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub save_time: Option<f64>,
+    /// The time in UTC, of a record that was read from a file.
+    #[serde(default, skip_serializing)]
+    pub time: Option<String>,
 }
 
 /// A run that resumes from a checkpoint.
@@ -222,6 +225,9 @@ pub struct ResumeRecord {
     pub resumed_from: PathBuf,
     /// Seconds to verify and load the checkpoint.
     pub resume_time: f64,
+    /// The time in UTC, of a record that was read from a file.
+    #[serde(default, skip_serializing)]
+    pub time: Option<String>,
 }
 
 /// Returns a record for the tests of this module.
@@ -283,9 +289,9 @@ mod tests {
 
     #[test]
     fn the_json_of_checkpoints_and_resumes_has_these_fields() {
-        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: Some(0.5) };
+        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: Some(0.5), time: None };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"saved":"out/global_step_4","save_time":0.5}"#);
-        let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5 };
+        let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5, time: None };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"resumed_from":"out/global_step_4","resume_time":0.5}"#);
     }
 

@@ -2,17 +2,16 @@
 
 use std::io;
 use std::path::{Path, PathBuf, absolute};
-use std::time::Instant;
 
 use candlewick_runtime::exit::ExitCode;
 use serde::Serialize;
 
-use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
+use super::console::{Terminal, tasks_line};
 use super::description::RunDescription;
 use super::earlier_files;
 use super::format::duration;
 use super::jsonl::{records_until, saved_checkpoints};
-use super::plan::{Console, LogPlan};
+use super::plan::LogPlan;
 use super::record::{
     CheckpointRecord, EvalRecord, Fp8Record, LossSpikeRecord, ResumeRecord, SamplesRecord, StepRecord, TasksRecord,
 };
@@ -32,8 +31,6 @@ pub struct Reporter {
     /// The evaluations and samples of the step at which the run resumed: an interrupted evaluation starts again.
     evaluated: Vec<MetricsRecord>,
     failure: Option<TrackerFailure>,
-    /// The start of the first step, and the number of steps before it.
-    started: (Instant, usize),
 }
 
 /// The error that closed a tracker.
@@ -66,7 +63,6 @@ impl Reporter {
             had_records,
             evaluated,
             failure: None,
-            started: (Instant::now(), done),
         };
         reporter.for_each_tracker(|tracker| tracker.describe(start, run));
         Ok(reporter)
@@ -80,20 +76,9 @@ impl Reporter {
             self.record(RecordKind::Step, record);
         }
         if is_recorded || is_due(loss_log_interval, record.iter) {
-            let line = match self.plan.console {
-                Console::Lines => detailed_step_line(record, self.total_steps),
-                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.eta_seconds(record.iter)),
-            };
-            self.terminal.line(&line);
+            self.terminal.step_line(record);
         }
         self.terminal.advance_to(record.iter, record.loss);
-    }
-
-    /// Estimates the seconds of the steps after `iter` from the mean step time.
-    fn eta_seconds(&self, iter: usize) -> f64 {
-        let (started, done) = self.started;
-        let pace = started.elapsed().as_secs_f64() / iter.saturating_sub(done).max(1) as f64;
-        pace * self.total_steps.saturating_sub(iter) as f64
     }
 
     /// Reports an evaluation.
@@ -101,7 +86,7 @@ impl Reporter {
         self.n_evals += 1;
         if is_due(self.plan.eval_log_iter_interval, self.n_evals) {
             self.record(RecordKind::Evaluation, record);
-            self.terminal.line(&eval_line(record, self.total_steps));
+            self.terminal.eval_line(record);
         }
     }
 

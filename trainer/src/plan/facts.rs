@@ -1,20 +1,19 @@
 //! Derived numbers of a plan, for the user: parameters, global batch and steps.
 
 use candlewick_comm::mesh::Degrees;
+use candlewick_text::quantity::{counted, grouped};
 
 use super::Plan;
 use crate::data::{EpochSize, Horizon, TrainSteps};
 use crate::estimate::{DeviceKind, Setup, active_parameter_count, parameter_counts};
-use crate::metrics::grouped;
 
 impl Plan {
     /// Returns the facts that are known before the data are read: a name and a text each.
     pub fn facts(&self) -> Vec<(&'static str, String)> {
         let (steps, per_epoch) = match self.data.horizon {
             Horizon::Steps(steps) => (grouped(steps), ""),
-            Horizon::Tokens(tokens) => (format!("{} tokens", grouped(tokens)), UNKNOWN),
-            Horizon::Epochs(1) => ("1 epoch".to_owned(), UNKNOWN),
-            Horizon::Epochs(epochs) => (format!("{} epochs", grouped(epochs)), UNKNOWN),
+            Horizon::Tokens(tokens) => (counted(tokens, "token"), UNKNOWN),
+            Horizon::Epochs(epochs) => (counted(epochs, "epoch"), UNKNOWN),
         };
         let parameters = self.parameters().map(|parameters| ("parameters", parameters));
         parameters.into_iter().chain([("global batch", self.global_batch()), ("steps", steps + per_epoch)]).collect()
@@ -69,29 +68,29 @@ impl Plan {
         let rows = data.rows_per_step();
         let tokens = match data.max_length {
             0 => String::new(),
-            length => format!(", at most {} tokens", grouped(rows * length)),
+            length => format!(", at most {}", counted(rows * length, "token")),
         };
-        format!("{} rows a step{tokens} ({})", grouped(rows), factors.join(" x "))
+        format!("{} a step{tokens} ({})", counted(rows, "row"), factors.join(" x "))
     }
 
     /// Describes the steps of a run whose data are counted. A second line reports a step with fewer rows than planned.
     pub fn steps(&self, stream: &TrainSteps) -> Vec<String> {
         let total = stream.total_steps();
         let Some(EpochSize { rows, steps: in_epoch }) = stream.epoch_size() else {
-            let (total, rows) = (grouped(total), grouped(stream.n_streamed_rows().unwrap_or_default()));
-            return vec![format!("{total} steps; {rows} rows are read and tokenized while training")];
+            let (total, rows) = (counted(total, "step"), grouped(stream.n_streamed_rows().unwrap_or_default()));
+            return vec![format!("{total}; {rows} rows are read and tokenized while training")];
         };
         let epochs = total as f64 / in_epoch as f64;
         let mut lines = vec![format!(
-            "{} steps, {epochs:.2} epochs: {} rows an epoch, {} rows a step, {} steps an epoch",
-            grouped(total),
-            grouped(rows),
-            grouped(self.data.rows_per_step().min(rows)),
-            grouped(in_epoch),
+            "{}, {epochs:.2} epochs: {} an epoch, {} a step, {} an epoch",
+            counted(total, "step"),
+            counted(rows, "row"),
+            counted(self.data.rows_per_step().min(rows), "row"),
+            counted(in_epoch, "step"),
         )];
         if self.data.rows_per_step() > rows {
             let wanted = grouped(self.data.rows_per_step());
-            lines.push(format!("a step has {} rows instead of {wanted}: the data have no more", grouped(rows)));
+            lines.push(format!("a step has {} instead of {wanted}: the data have no more", counted(rows, "row")));
         }
         lines
     }

@@ -7,13 +7,14 @@ use candlewick_html::{Page, script_json};
 use minijinja::context;
 use minijinja::value::Serde;
 use serde::Serialize;
+use candlewick_text::quantity::grouped;
 
 use super::curves::{MOST_POINTS, ReportCurves};
 use super::reported_run::{ReportedRun, RunsReport};
 use super::tables::{
     RunEvent, RunHead, TokenRow, differences, environment, events, results, token_statistics, trained,
 };
-use crate::metrics::{ExpertLoad, LayerLoad, grouped};
+use crate::metrics::{ExpertLoad, LayerLoad};
 use crate::plan::value_in_words;
 use crate::run_history::SavedRun;
 
