@@ -16,10 +16,8 @@ mod show;
 mod tasks;
 mod unsupported_lm_eval_args;
 
-use std::io::{self, IsTerminal};
-
 use anyhow::{Context, Result};
-use candlewick_command_line::{ManArgs, Shell, complete, completions};
+use candlewick_command_line::{ManArgs, Shell, complete, completions, stderr_has_colors};
 use candlewick_text::hub::{Hub, HubSettings};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -29,7 +27,8 @@ use candlewick_inference::command::{ChatOptions, GenerateArgs, ServeOptions, cha
 use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
-use candlewick_runtime::progress::show_downloads;
+use candlewick_runtime::log_lines::LogLines;
+use candlewick_runtime::progress::{AboveBars, show_downloads};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::terminal::{print_line, print_note};
 
@@ -148,11 +147,10 @@ pub fn main() -> ExitCode {
         _ => tracing::Level::WARN,
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level.to_string()));
-    let is_terminal = io::stderr().is_terminal();
     tracing_subscriber::fmt()
-        .with_writer(io::stderr)
-        .with_ansi(is_terminal)
-        .without_time()
+        .with_writer(|| AboveBars)
+        .with_ansi(stderr_has_colors())
+        .event_format(LogLines)
         .with_env_filter(filter)
         .init();
     error_file::record_panics();

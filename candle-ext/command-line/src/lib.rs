@@ -1,7 +1,9 @@
 //! Documents of a program's command line, made from its clap command: shell completions, man pages and a Markdown
-//! reference. The three programs share this crate; it uses no other crate of the workspace.
+//! reference. It also colours the labels of messages. The three programs share this crate; it uses no other crate of the
+//! workspace.
 
 mod completion;
+mod label;
 mod man;
 mod reference;
 
@@ -10,5 +12,6 @@ pub use clap_complete::engine::{
     ArgValueCandidates, ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter,
 };
 pub use completion::{complete, completions};
+pub use label::{stderr_has_colors, with_label_color};
 pub use man::{ManArgs, ManPageError};
 pub use reference::reference;

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candlewick_comm::rank_env::{RankEnv, Variables};
-use candlewick_command_line::{complete, completions};
+use candlewick_command_line::{complete, completions, with_label_color};
 use candlewick_launch::agent;
 use candlewick_launch::cli::{Cli, DocumentCommand};
 use candlewick_launch::console::{self, log};
@@ -86,7 +86,7 @@ fn show_world(variables: &Variables) -> i32 {
 }
 
 fn failed(error: &dyn std::error::Error, code: i32) -> i32 {
-    console::write(StdStream::Err, format!("error: failed to {error}\n").as_bytes());
+    console::write(StdStream::Err, format!("{} failed to {error}\n", with_label_color("error:")).as_bytes());
     code
 }
 

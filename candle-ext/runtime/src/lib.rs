@@ -1,5 +1,5 @@
 //! Process-level code of the programs: exit codes, error messages, torchelastic's error file, the allocator, threads per rank, the
-//! launch environment, stop signals and progress lines.
+//! launch environment, stop signals, log lines and progress.
 //!
 //! Only this library crate reads environment variables.
 
@@ -7,6 +7,7 @@ pub mod allocator;
 pub mod cores;
 pub mod error_file;
 pub mod exit;
+pub mod log_lines;
 pub mod peer_error;
 pub mod process_group;
 pub mod process_memory;
@@ -16,3 +17,4 @@ pub mod run_id;
 pub mod stack;
 pub mod stop_signals;
 pub mod terminal;
+pub mod timestamp;

@@ -7,9 +7,13 @@ use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
 
 use anyhow::{Context, Result};
+use candlewick_command_line::with_label_color;
 use candlewick_text::printable::{mask_passwords, printable};
+use jiff::Timestamp;
+use terminal_size::{Width, terminal_size_of};
 
 use crate::progress::AboveBars;
+use crate::timestamp::utc_timestamp;
 
 /// Prints a result to stdout, and a line break. Escapes control characters; JSON stays JSON. A closed pipe is not an error.
 pub fn print_line(text: &str) -> Result<()> {
@@ -21,10 +25,70 @@ pub fn print_generated(text: &str) -> Result<()> {
     write_line(&GeneratedTextStyle::of_stdout().apply(text))
 }
 
-/// Prints a note to stderr, above progress bars. Escapes control characters and masks passwords in URLs. A closed pipe
-/// is not an error.
+/// Prints a note to stderr, above progress bars. Escapes control characters, masks passwords in URLs, and colours the label of
+/// an error or a warning. A closed pipe is not an error.
 pub fn print_note(text: &str) {
-    let _ = AboveBars.write_all(format!("{}\n", mask_passwords(&printable(text))).as_bytes());
+    let _ = AboveBars.write_all(format!("{}\n", with_label_color(&safe(text))).as_bytes());
+}
+
+/// Prints a line of a program's log to stderr like [`print_note`]. It fits the width of a terminal. In a file or a pipe, it
+/// begins with the time.
+pub fn print_log(text: &str) {
+    match stderr_width() {
+        Some(width) => print_note(&wrap(text, width)),
+        None => {
+            let time = utc_timestamp(Timestamp::now());
+            let _ = AboveBars.write_all(format!("{time} {}\n", with_label_color(&safe(text))).as_bytes());
+        }
+    }
+}
+
+/// Columns of a terminal whose width is unknown.
+pub const DEFAULT_WIDTH: usize = 80;
+
+/// Returns the columns of stderr, if it is a terminal.
+pub fn stderr_width() -> Option<usize> {
+    let stderr = io::stderr();
+    stderr.is_terminal().then(|| match terminal_size_of(stderr) {
+        Some((Width(columns), _)) if columns > 0 => usize::from(columns),
+        _ => DEFAULT_WIDTH,
+    })
+}
+
+/// Breaks lines of more than `width` characters between fields, which ` | ` separates, or between words. A longer word, such as a
+/// path, stays whole.
+pub fn wrap(text: &str, width: usize) -> String {
+    let lines: Vec<String> = text.split('\n').map(|line| wrap_line(line, width)).collect();
+    lines.join("\n")
+}
+
+fn wrap_line(line: &str, width: usize) -> String {
+    if line.chars().count() <= width {
+        return line.to_owned();
+    }
+    let separator = if line.contains(FIELD_SEPARATOR) { FIELD_SEPARATOR } else { " " };
+    let (mut wrapped, mut columns) = (String::new(), 0);
+    for (idx, part) in line.split(separator).enumerate() {
+        let n = part.chars().count();
+        if idx == 0 {
+            columns = n;
+        } else if columns + separator.len() + n <= width {
+            wrapped += separator;
+            columns += separator.len() + n;
+        } else {
+            wrapped += "\n  ";
+            columns = 2 + n;
+        }
+        wrapped += part;
+    }
+    wrapped
+}
+
+/// Separator of the fields of a log line.
+pub const FIELD_SEPARATOR: &str = " | ";
+
+fn safe(text: &str) -> String {
+    mask_passwords(&printable(text)).into_owned()
 }
 
 /// Prints the prompt of a line that the user types to stderr.
@@ -61,5 +125,28 @@ fn write_line(text: &str) -> Result<()> {
     match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         written => written.context("failed to write to stdout"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, width: usize, want: &str) {
+        let wrapped = wrap(text, width);
+        assert_eq!(wrapped, want);
+        assert_eq!(wrap(&wrapped, width), want, "it is wrapped twice");
+    }
+
+    #[test]
+    fn lines_break_between_words_or_fields() {
+        check("short", 5, "short");
+        check("a line of words", 10, "a line of\n  words");
+        check("loss: 1.5 | lr: 1e-3 | time: 3 s", 24, "loss: 1.5 | lr: 1e-3\n  time: 3 s");
+        check("one\ntwo three", 8, "one\ntwo\n  three");
+        check("saved /a/very/long/path in 3 s", 10, "saved\n  /a/very/long/path\n  in 3 s");
+        check("  = indented words", 12, "  = indented\n  words");
+        check("", 10, "");
     }
 }

@@ -7,6 +7,7 @@ pub mod format;
 pub mod hub;
 pub mod long_integer;
 pub mod printable;
+pub mod quantity;
 pub mod render;
 mod response_body;
 pub mod sample_warning;

@@ -1,7 +1,7 @@
 //! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
 use candlewick_model::{Family, GgufExport};
-use suite::{read, tracked_files};
+use suite::{read, root, tracked_files};
 use trainer::estimate::Category;
 use trainer::recipe::{MISSING_FEATURES, MissingFeature};
 
@@ -149,5 +149,20 @@ fn every_hop_of_a_training_step_names_a_function_in_its_file() {
         let declares = |rest: &str| rest.starts_with(['(', '<']);
         let is_defined = code.split(&format!("fn {function}")).skip(1).any(declares);
         assert!(is_defined, "{file} defines no function {function}");
+    }
+}
+
+/// scripts/make-pictures writes the pictures of the README.
+#[test]
+fn the_pictures_of_the_readme_are_there_and_a_script_makes_them() {
+    let (readme, script) = (read("README.md"), read("scripts/make-pictures"));
+    let pictures: Vec<&str> = readme.split("](docs/").skip(1).filter_map(|rest| rest.split(')').next()).collect();
+    let pictures = pictures.iter().filter(|name| name.ends_with(".svg") || name.ends_with(".png"));
+    let found: Vec<_> =
+        pictures.map(|name| (name, root().join("docs").join(name).metadata().map(|file| file.len()))).collect();
+    assert_eq!(found.len(), 2, "{found:?}");
+    for (name, len) in found {
+        assert!(len.is_ok_and(|len| (1_000..300_000).contains(&len)), "docs/{name} is missing or large");
+        assert!(script.contains(*name), "scripts/make-pictures does not write docs/{name}");
     }
 }

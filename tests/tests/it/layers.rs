@@ -18,7 +18,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("candlewick-text", &[]),
     ("candlewick-model", &["candlewick-ops", "candlewick-text"]),
     ("candlewick-parallel", &["candlewick-comm", "candlewick-model"]),
-    ("candlewick-runtime", &["candlewick-comm", "candlewick-model", "candlewick-text"]),
+    ("candlewick-runtime", &["candlewick-comm", "candlewick-command-line", "candlewick-model", "candlewick-text"]),
     ("candlewick-inference", &["candlewick-parallel", "candlewick-runtime"]),
     ("evaluator", &["candlewick-inference", "candlewick-command-line", "candlewick-html"]),
     ("trainer", &["evaluator"]),

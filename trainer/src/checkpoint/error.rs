@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use candlewick_text::quantity::decimal_bytes;
+
 use super::state::StateError;
 
 /// The reason why a checkpoint cannot be written, found or loaded.
@@ -31,7 +33,7 @@ pub enum CheckpointError {
     /// The disk has too little space for the checkpoints of this run.
     #[error(
         "fit the checkpoints of this run on the disk of {}: they need {} and {} is free. Set a smaller save_total_limit, \
-         save less often, or choose another output_dir", output_dir.display(), gigabytes(*needed), gigabytes(*free)
+         save less often, or choose another output_dir", output_dir.display(), decimal_bytes(*needed), decimal_bytes(*free)
     )]
     NotEnoughSpace {
         /// The configured folder.
@@ -44,7 +46,7 @@ pub enum CheckpointError {
     /// The disk has too little space for one model.
     #[error(
         "fit the model on the disk of {}: it needs {} and {} is free. Choose another output folder, or a smaller dtype",
-        output_dir.display(), gigabytes(*needed), gigabytes(*free)
+        output_dir.display(), decimal_bytes(*needed), decimal_bytes(*free)
     )]
     NoSpaceForModel {
         /// The output folder.
@@ -224,8 +226,4 @@ impl CheckpointError {
             other => other.in_save(dir),
         }
     }
-}
-
-fn gigabytes(bytes: u64) -> String {
-    format!("{:.2} GB", bytes as f64 / 1e9)
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use candlewick_text::quantity::every_n;
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::FloatDtype;
@@ -91,7 +92,8 @@ impl CheckpointPlan {
 
     /// Replaces a fraction by its steps.
     pub fn count_steps(&mut self, run: RunLength) {
-        self.save_every_n_steps = self.save_fraction.take().map_or(self.save_every_n_steps, |fraction| fraction.steps(run));
+        self.save_every_n_steps =
+            self.save_fraction.take().map_or(self.save_every_n_steps, |fraction| fraction.steps(run));
     }
 
     /// Returns true if checkpoints are due before the end of the run.
@@ -140,8 +142,8 @@ impl fmt::Display for CheckpointPlan {
             CheckpointFormat::HuggingFace => "huggingface",
         };
         write!(f, "{format} in {}", self.output_dir.display())?;
-        let every = [(self.save_every_n_steps, "steps"), (self.save_every_n_epochs, "epochs")];
-        every.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", every {n} {unit}"))?;
+        let intervals = [(self.save_every_n_steps, "step"), (self.save_every_n_epochs, "epoch")];
+        intervals.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", {}", every_n(*n, unit)))?;
         if let Some(fraction) = self.save_fraction {
             let every = if let StepFraction::OfRun(_) = fraction { "every " } else { "" };
             write!(f, ", {every}{fraction}")?;

@@ -1,10 +1,11 @@
 //! Logging to stderr and to the recipe's log file, and the profiler's tracing layer.
 
 use std::fs::{self, File};
-use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
+use candlewick_command_line::stderr_has_colors;
+use candlewick_runtime::log_lines::LogLines;
 use candlewick_runtime::progress::AboveBars;
 use candlewick_runtime::rank_env::rank_env;
 use tracing_subscriber::layer::SubscriberExt;
@@ -34,8 +35,8 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, layers: Vec<BoxedLa
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)
-            .with_ansi(std::io::stderr().is_terminal())
-            .without_time()
+            .with_ansi(stderr_has_colors())
+            .event_format(LogLines)
             .with_filter(filter())
     });
     let file = match &plan.file {

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use anyhow::{Context, Result, anyhow};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_parallel::PipelineSchedule;
+use candlewick_text::quantity::counted;
 use clap::Args;
 
 use super::Ui;
@@ -34,7 +35,7 @@ pub(super) fn run(args: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exit
     let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
     let mesh =
         Mesh::new(plan.ranks.degrees(), args.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
-    let mut text = format!("{} ranks: {}\n{mesh}", args.ranks, plan.ranks.degrees());
+    let mut text = format!("{}: {}\n{mesh}", counted(args.ranks, "rank"), plan.ranks.degrees());
     text += &experts(&plan);
     if plan.pipeline.stages > 1 {
         text += &stages(&plan)?;

@@ -55,13 +55,13 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     let layers = profile.as_mut().map(Profile::layer).into_iter().chain(instruments.layers());
     logging::start(verbosity, &plan.logger, layers.collect())?;
     for note in plan.notes.iter().filter(|_| env.rank == 0) {
-        ui.note(&format!("note: {note}"));
+        ui.log(&format!("note: {note}"));
     }
     let (world, device) = connect(&plan, &env)?;
     check_memory(&plan, &env, ui)?;
     let hub = recipe_hub(&plan.recipe)?;
     if let Some((lock, context)) = hub.lock().filter(|_| env.rank == 0) {
-        ui.note(&describe_lock(lock, context));
+        ui.log(&describe_lock(lock, context));
     }
     let measured = MeasuredDevice { device: &device, instruments: &instruments };
     let trained = crate::run::train_measured(&plan, &hub, &world, &measured);
@@ -72,10 +72,10 @@ pub(super) fn run(args: &TrainArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
     }
     let code = trained?;
     for line in written?.iter().filter(|_| env.rank == 0) {
-        ui.note(line);
+        ui.log(line);
     }
     if let Some(profile) = profile {
-        ui.note(&profile.finish()?);
+        ui.log(&profile.finish()?);
     }
     Ok(code)
 }
@@ -105,7 +105,7 @@ fn check_memory(plan: &Plan, env: &RankEnv, ui: &Ui) -> Result<()> {
     }
     for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| env.rank == 0) {
         let rows = plan.data.max_length;
-        ui.note(&format!(
+        ui.log(&format!(
             "note: sequences of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
         ));
     }

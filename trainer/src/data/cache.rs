@@ -171,7 +171,7 @@ impl TokenCache {
             .min_by_key(Vec::len);
         match nearest {
             Some(changed) => format!("changed since they were cached: {}", changed.join(", ")),
-            None => "not cached yet".into(),
+            None => "not in the cache".into(),
         }
     }
 
@@ -344,7 +344,7 @@ mod tests {
     fn a_miss_names_the_changed_parts_of_the_key() {
         let folder = tempfile::tempdir().unwrap();
         let cache = TokenCache::open(folder.path()).unwrap();
-        assert_eq!(why(&cache, &key("a")), "not cached yet");
+        assert_eq!(why(&cache, &key("a")), "not in the cache");
         write(&cache, &key("a"), &[1, 2]).unwrap();
         assert_eq!(why(&cache, &key("a")), "hit");
         assert_eq!(why(&cache, &key("b")), "changed since they were cached: the tokenizer");
@@ -465,7 +465,7 @@ mod tests {
             let error = fill(&cache, end, FillStatus::Stopped).unwrap_err();
             assert!(matches!(error, DataError::Stopped { .. }), "{error}");
             assert!(error.to_string().contains(&format!("{end} samples of data/train.jsonl")), "{error}");
-            assert_eq!(why(&cache, &key("a")), "not cached yet");
+            assert_eq!(why(&cache, &key("a")), "not in the cache");
         }
         assert_eq!(fill(&cache, 8, FillStatus::Complete).unwrap(), 5);
         let checksum = |cache: &TokenCache| TokenStore::open(&cache.path(&key("a"))).unwrap().checksum();

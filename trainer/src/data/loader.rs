@@ -315,7 +315,7 @@ pub(crate) fn check_unchanged(
             Some(old) if old != value && name == PACKING => {
                 Some(format!("data.{} before, data.{} now", packing_keys(old), packing_keys(value)))
             }
-            Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
+            Some(old) if old != value => Some(format!("{name} was {}, now {}", in_words(old), in_words(value))),
             // Checkpoints of earlier versions have no mixture.
             None if name == MIXTURE && !then.is_empty() && value != Mixture::DEFAULT => {
                 Some(format!("{name} was {}, now {value}", Mixture::DEFAULT))
@@ -345,6 +345,20 @@ fn changed_rows(old: &str, plan: &DataPlan) -> String {
     }
     let most = (1..data_ranks).rev().find(|n| rows.is_multiple_of(*n)).unwrap_or(1);
     format!("{changed}; {rows} cannot be divided by {data_ranks}: use {most} data ranks with {}", settings(rows / most))
+}
+
+/// Returns a stored setting with the recipe's word for it. Cursors have the names of the program's types.
+fn in_words(value: &str) -> String {
+    match value {
+        _ if !value.chars().all(char::is_alphabetic) => value.to_owned(),
+        _ => {
+            let letter = |(idx, c): (usize, char)| {
+                let boundary = (idx > 0 && c.is_uppercase()).then_some('_');
+                boundary.into_iter().chain(c.to_lowercase()).collect::<String>()
+            };
+            value.chars().enumerate().map(letter).collect()
+        }
+    }
 }
 
 /// Names the sources whose rows changed. `then` and `now` have a key for each source.

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use candlewick_text::quantity::counted;
 use rand_chacha::rand_core::RngCore;
 use serde::{Deserialize, Serialize};
 
@@ -212,7 +213,12 @@ impl fmt::Display for Mixture {
 impl fmt::Display for SourceCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { name, read, epochs, .. } = self;
-        write!(f, "{name}: {} sequences, {} tokens, {epochs:.2} times the source", read.samples, read.tokens)
+        write!(
+            f,
+            "{name}: {}, {}, {epochs:.2} times the source",
+            counted(read.samples, "sequence"),
+            counted(read.tokens, "token")
+        )
     }
 }
 

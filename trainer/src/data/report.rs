@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use candlewick_text::quantity::{counted, grouped};
 use serde::Serialize;
 
 use super::batch::padded_length;
@@ -9,7 +10,6 @@ use super::dataset::Dataset;
 use super::mixture::{SourceCounts, count_epoch};
 use super::plan::{DataPlan, Packing};
 use super::rows::{EpochRows, PackingStats, epoch_rows};
-use super::token_stats::grouped;
 
 /// The most bins of a histogram.
 const BINS: usize = 12;
@@ -125,10 +125,10 @@ impl LengthHistogram {
 impl fmt::Display for LengthHistogram {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { sequences, min, median, mean, p95, max, bins } = self;
-        write!(f, "lengths of {sequences} sequences: ")?;
+        write!(f, "lengths of {}: ", counted(*sequences, "sequence"))?;
         writeln!(f, "min {min}, median {median}, mean {mean:.1}, 95 % up to {p95}, max {max} tokens")?;
         let most = bins.iter().map(|bin| bin.sequences).max().unwrap_or(0).max(1);
-        for LengthBin { from, to, sequences } in bins {
+        for LengthBin { from, to, sequences } in bins.iter().skip_while(|bin| bin.sequences == 0) {
             // A bin with few sequences has a bar, too.
             let bar = "█".repeat((sequences * BAR).div_ceil(most));
             let line = format!("{:>15} {:>9} {bar}", format!("{from}-{to}"), grouped(*sequences as u64));
@@ -144,7 +144,8 @@ impl fmt::Display for DataReport {
         write!(f, "{lengths}")?;
         writeln!(f, "targets: {:.1} % of the tokens", 100.0 * target_share)?;
         if let Some(fill) = packing_fill {
-            writeln!(f, "packing: {} rows are {:.1} % full", packing.rows, 100.0 * fill)?;
+            let (rows, verb) = (counted(packing.rows, "row"), if packing.rows == 1 { "is" } else { "are" });
+            writeln!(f, "packing: {rows} {verb} {:.1} % full", 100.0 * fill)?;
         }
         if *padding > 0 {
             let share = 100.0 * *padding as f64 / (packing.tokens + padding) as f64;

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use candlewick_text::quantity::{counted, grouped};
 use serde::{Deserialize, Serialize};
 
 use super::dataset::Dataset;
@@ -178,6 +179,7 @@ impl fmt::Display for PackingStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, sequences, tokens, capacity } = self;
         let percent = 100.0 * self.fraction_filled();
-        write!(f, "{sequences} sequences in {rows} rows, {tokens} of {capacity} tokens ({percent:.1} % full)")
+        let (sequences, rows) = (counted(*sequences, "sequence"), counted(*rows, "row"));
+        write!(f, "{sequences} in {rows}, {} of {} tokens ({percent:.1} % full)", grouped(*tokens), grouped(*capacity))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::format::{FormatRequest, RowFormat};
 use candlewick_text::hub::{DatasetRequest, Hub, RepoId};
+use candlewick_text::quantity::{counted, grouped};
 use candlewick_text::render::{RenderOptions, Sample};
 use candlewick_text::snowflake::{SnowflakeQuery, SnowflakeSettings, write_rows};
 use candlewick_text::source::{
@@ -163,10 +164,14 @@ impl SourceLoader<'_> {
             self.renderer.render(&chosen, &progress, self.is_stopped, push)
         })?;
         if n_before > 0 {
-            notes.push(format!("{name}: continued after {n_before} rows that a stopped run has tokenized"));
+            notes.push(format!(
+                "{name}: continued after {}, which a stopped run has tokenized",
+                counted(n_before, "row")
+            ));
         }
         let n_tokens = store.n_tokens();
-        notes.push(format!("{name}: {n_tokens} tokens cached in {} ({why})", path.display()));
+        let tokens = counted(n_tokens, "token");
+        notes.push(format!("{name}: {why}; tokenized, and cached {tokens} in {}", path.display()));
         Ok(store)
     }
 
@@ -232,7 +237,8 @@ pub(crate) fn describe_removed_nulls(source: &dyn RowSource) -> Option<String> {
 }
 
 fn describe_count(chosen: usize, all: usize) -> String {
-    if chosen == all { format!("{all} rows") } else { format!("{chosen} of {all} rows") }
+    let all_rows = counted(all, "row");
+    if chosen == all { all_rows } else { format!("{} of {all_rows}", grouped(chosen as u64)) }
 }
 
 fn request(plan: &SourcePlan, kind: DataKind, split: SourceUse) -> Result<DatasetRequest, DataError> {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use candlewick_text::quantity::grouped;
 use candlewick_text::sample_warning::{SampleWarning, SampleWarnings};
 use serde::{Deserialize, Serialize};
 
@@ -183,15 +184,10 @@ fn line(f: &mut fmt::Formatter<'_>, name: &str, what: &str, count: TokenCount) -
     if count == TokenCount::default() {
         return Ok(());
     }
-    let (samples, tokens) = (grouped(count.samples), grouped(count.tokens));
+    // Tokens are masked within samples: a count of 0 samples would say that nothing is masked.
+    let samples = if count.samples == 0 { String::new() } else { grouped(count.samples) };
+    let tokens = grouped(count.tokens);
     writeln!(f, "{:<24}{samples:>12}{tokens:>16}", format!("{name} {what}"))
-}
-
-pub(crate) fn grouped(n: u64) -> String {
-    let digits = n.to_string();
-    let groups: Vec<&str> =
-        digits.as_bytes().rchunks(3).rev().filter_map(|group| std::str::from_utf8(group).ok()).collect();
-    groups.join(",")
 }
 
 #[cfg(test)]
@@ -220,7 +216,7 @@ mod tests {
         train dropped                      3           4,500
         train kept                     7,470       1,230,000
         train supervised               7,470         800,000
-        train masked                       0         430,000
+        train masked                                 430,000
         train empty answers                3             900
         steps supervised                                  99
         steps padded                                   1,024

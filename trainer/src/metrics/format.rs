@@ -28,19 +28,6 @@ pub fn quantity(value: f64) -> String {
     format!("{scaled:.digits$}{}", UNITS[unit])
 }
 
-/// Formats a count with separators: `1,234,567`.
-pub fn grouped(n: usize) -> String {
-    let digits = n.to_string();
-    let mut text = String::with_capacity(digits.len() * 4 / 3);
-    for (idx, digit) in digits.chars().enumerate() {
-        if idx > 0 && (digits.len() - idx).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
 /// Formats a learning rate with a two-digit exponent: `1.000E-05`.
 pub(super) fn exponent(value: f64) -> String {
     let text = format!("{value:.3E}");
@@ -54,20 +41,9 @@ pub(super) fn tflops(value: f64) -> String {
     if value < 1.0 { format!("{value:.3}") } else { format!("{value:.1}") }
 }
 
-/// Formats bytes in units of 10^9.
-pub(super) fn gigabytes(bytes: u64) -> String {
-    format!("{:.2} GB", bytes as f64 / 1e9)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn counts_have_separators() {
-        let cases = [(0, "0"), (999, "999"), (1000, "1,000"), (134_515_008, "134,515,008")];
-        cases.iter().for_each(|(n, want)| assert_eq!(grouped(*n), *want));
-    }
 
     #[test]
     fn durations() {
@@ -102,13 +78,12 @@ mod tests {
     }
 
     #[test]
-    fn learning_rates_tflops_and_gigabytes() {
+    fn learning_rates_and_tflops() {
         assert_eq!(exponent(1e-5), "1.000E-05");
         assert_eq!(exponent(0.0), "0.000E+00");
         assert_eq!(exponent(1.5e-100), "1.500E-100");
         assert_eq!(exponent(f64::NAN), "NaN");
         assert_eq!(tflops(0.0519), "0.052");
         assert_eq!(tflops(512.04), "512.0");
-        assert_eq!(gigabytes(2_104_000_000), "2.10 GB");
     }
 }

@@ -1,8 +1,8 @@
 //! metrics.jsonl: one JSON object per line.
 //!
-//! A run that starts at step 0 creates a new file. An existing file is renamed to `<name>.1.jsonl`, `.2`, and so on. A
-//! run that resumes after step N appends to the file, after it removes the lines of later steps and an incomplete last
-//! line. So a file holds each step of a run once, in order.
+//! A run that starts at step 0 creates a new file; [`super::earlier_files`] renames an existing one. A run that resumes after
+//! step N appends to the file, after it removes the lines of later steps and an incomplete last line. So a file holds each
+//! step of a run once, in order.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
@@ -65,7 +65,7 @@ impl MetricsFile {
             _ if !path.exists() => {}
             // A pipe or a device is opened as it is. The open of a pipe would wait for its reader.
             _ if !path.is_file() => require_reader(path)?,
-            RunStart::Fresh => fs::rename(path, unused_name(path))?,
+            RunStart::Fresh => {}
             RunStart::Resumed(step) => cut_after(path, step)?,
         }
         let file = OpenOptions::new().create(true).append(true).open(path)?;
@@ -114,12 +114,7 @@ fn require_reader(path: &Path) -> io::Result<()> {
 /// Returns the records of a metrics file up to a step; none if there is no such file.
 pub(super) fn records_until(path: &Path, last_step: usize) -> Vec<MetricsRecord> {
     let text = read_regular_file(path, MAX_GENERATED_FILE_BYTES).unwrap_or_default();
-    let lines = text.split(|byte| *byte == b'\n');
-    let records = lines.filter_map(|line| {
-        let fields: Value = serde_json::from_slice(line).ok()?;
-        fields.get("iter")?;
-        MetricsRecord::of(RecordKind::Other, &fields).ok()
-    });
+    let records = text.split(|byte| *byte == b'\n').filter_map(MetricsRecord::parse);
     records.filter(|record| record.step <= last_step).collect()
 }
 
@@ -130,16 +125,6 @@ pub(super) fn saved_checkpoints(path: &Path) -> Vec<PathBuf> {
     let lines = text.split(|byte| *byte == b'\n').filter(|line| line.windows(8).any(|part| part == b"\"saved\":"));
     let record = |line| serde_json::from_slice::<CheckpointRecord>(line).ok();
     lines.filter_map(record).map(|record| record.saved).collect()
-}
-
-/// Returns the first unused name of `<name>.1.<ending>`, `.2`, and so on.
-pub(super) fn unused_name(path: &Path) -> PathBuf {
-    let extension = path.extension().map_or(String::new(), |e| format!(".{}", e.to_string_lossy()));
-    let stem = path.file_stem().map_or(String::new(), |stem| stem.to_string_lossy().into_owned());
-    (1..)
-        .map(|n| path.with_file_name(format!("{stem}.{n}{extension}")))
-        .find(|candidate| !candidate.exists())
-        .expect("some number is unused")
 }
 
 /// Rewrites the file without lines after `step` and without malformed lines.
@@ -204,18 +189,6 @@ mod tests {
         fs::write(&path, b"{\"iter\":1}\n{\"iter\":2}\n\xff\xfe\n{\"iter\":3}").unwrap();
         record(&path, RunStart::Resumed(3), [4]);
         check(&path, &[1, 2, 4]);
-    }
-
-    #[test]
-    fn a_fresh_run_renames_the_earlier_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("metrics.jsonl");
-        for n in 1..=3 {
-            record(&path, RunStart::Fresh, [n]);
-        }
-        check(&path, &[3]);
-        check(&dir.path().join("metrics.1.jsonl"), &[1]);
-        check(&dir.path().join("metrics.2.jsonl"), &[2]);
     }
 
     #[test]

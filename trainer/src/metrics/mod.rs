@@ -4,6 +4,7 @@
 
 mod console;
 mod description;
+mod earlier_files;
 mod experts;
 mod flops;
 mod format;
@@ -21,11 +22,12 @@ mod trackers;
 mod tracking_plan;
 mod wall_clock;
 
-pub use console::{Terminal, eval_line, step_line, tasks_line};
+pub use console::{Terminal, tasks_line};
 pub use description::RunDescription;
+pub use earlier_files::KEPT_BATCHES;
 pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, recomputed_flops};
-pub use format::{clock, duration, grouped, quantity};
+pub use format::{clock, duration, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
 pub use host::{HostInfo, Versions};
 pub use memory::Memory;
@@ -37,6 +39,6 @@ pub use record::{
 };
 pub use reporter::{Reporter, TrackerFailure};
 pub use run_json::{RunExit, RunJson, RunReport};
-pub use tracker::RunStart;
+pub use tracker::{RunStart, name_as_evaluation};
 pub use tracking_plan::{Credentials, MlflowPlan, Secret, TrackingPlan, WandbMode, WandbPlan};
 pub use wall_clock::WallClockTimes;

@@ -77,14 +77,16 @@ pub struct StepRecord {
 /// An evaluation on the eval data.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EvalRecord {
-    /// Epochs done.
-    pub epoch: usize,
     /// Optimizer steps done.
     pub iter: usize,
+    /// Epochs done. A step counts those before it.
+    #[serde(rename = "epoch/eval", alias = "epoch")]
+    pub epoch: usize,
     /// Mean loss over all target tokens.
     #[serde(rename = "loss/eval")]
     pub loss: f64,
     /// The number of target tokens.
+    #[serde(rename = "n_targets/eval", alias = "n_targets")]
     pub n_targets: u64,
     /// Seconds of the evaluation.
     pub eval_time: f64,
@@ -133,15 +135,16 @@ impl Fp8Record {
 /// The scores of the tasks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TasksRecord {
-    /// Epochs done.
-    pub epoch: usize,
     /// Optimizer steps done.
     pub iter: usize,
+    /// Epochs done. A step counts those before it.
+    #[serde(rename = "epoch/tasks")]
+    pub epoch: usize,
     /// The value of each metric and its standard error, as `eval/TASK/METRIC`.
     #[serde(flatten)]
     pub scores: BTreeMap<String, f64>,
-    /// Seconds of the evaluation.
-    pub eval_time: f64,
+    /// Seconds of all tasks.
+    pub tasks_time: f64,
 }
 
 /// A loss spike that the loss watchdog found.
@@ -206,6 +209,9 @@ pub struct CheckpointRecord {
     /// Seconds until the checkpoint was on disk. `None` if the process was killed before it recorded them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub save_time: Option<f64>,
+    /// The time in UTC, of a record that was read from a file.
+    #[serde(default, skip_serializing)]
+    pub time: Option<String>,
 }
 
 /// A run that resumes from a checkpoint.
@@ -219,6 +225,9 @@ pub struct ResumeRecord {
     pub resumed_from: PathBuf,
     /// Seconds to verify and load the checkpoint.
     pub resume_time: f64,
+    /// The time in UTC, of a record that was read from a file.
+    #[serde(default, skip_serializing)]
+    pub time: Option<String>,
 }
 
 /// Returns a record for the tests of this module.
@@ -268,21 +277,23 @@ mod tests {
     #[test]
     fn the_json_of_an_evaluation_has_these_fields() {
         let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12, eval_time: 0.5 };
-        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"loss/eval":2.5,"n_targets":12,"eval_time":0.5}"#);
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"iter":4,"epoch/eval":1,"loss/eval":2.5,"n_targets/eval":12,"eval_time":0.5}"#);
     }
 
     #[test]
     fn the_json_of_tasks_has_a_field_for_each_metric() {
         let scores = [("eval/b/acc", 0.5), ("eval/a/acc", 0.25)].map(|(name, value)| (name.to_owned(), value));
-        let record = TasksRecord { epoch: 1, iter: 4, scores: scores.into(), eval_time: 0.5 };
-        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"eval/a/acc":0.25,"eval/b/acc":0.5,"eval_time":0.5}"#);
+        let record = TasksRecord { epoch: 1, iter: 4, scores: scores.into(), tasks_time: 0.5 };
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"iter":4,"epoch/tasks":1,"eval/a/acc":0.25,"eval/b/acc":0.5,"tasks_time":0.5}"#);
     }
 
     #[test]
     fn the_json_of_checkpoints_and_resumes_has_these_fields() {
-        let record = CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: Some(0.5) };
+        let record =
+            CheckpointRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: Some(0.5), time: None };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"saved":"out/global_step_4","save_time":0.5}"#);
-        let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5 };
+        let record =
+            ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5, time: None };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"resumed_from":"out/global_step_4","resume_time":0.5}"#);
     }
 

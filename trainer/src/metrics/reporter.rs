@@ -2,16 +2,16 @@
 
 use std::io;
 use std::path::{Path, PathBuf, absolute};
-use std::time::Instant;
 
 use candlewick_runtime::exit::ExitCode;
 use serde::Serialize;
 
-use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
+use super::console::{Terminal, tasks_line};
 use super::description::RunDescription;
+use super::earlier_files;
 use super::format::duration;
-use super::jsonl::saved_checkpoints;
-use super::plan::{Console, LogPlan};
+use super::jsonl::{records_until, saved_checkpoints};
+use super::plan::LogPlan;
 use super::record::{
     CheckpointRecord, EvalRecord, Fp8Record, LossSpikeRecord, ResumeRecord, SamplesRecord, StepRecord, TasksRecord,
 };
@@ -28,9 +28,9 @@ pub struct Reporter {
     n_evals: usize,
     /// True if the metrics file had records before this start.
     had_records: bool,
+    /// The evaluations and samples of the step at which the run resumed: an interrupted evaluation starts again.
+    evaluated: Vec<MetricsRecord>,
     failure: Option<TrackerFailure>,
-    /// The start of the first step, and the number of steps before it.
-    started: (Instant, usize),
 }
 
 /// The error that closed a tracker.
@@ -43,13 +43,17 @@ pub struct TrackerFailure {
 }
 
 impl Reporter {
-    /// Opens the trackers and the terminal for the run `run`.
+    /// Opens the trackers and the terminal for the run `run`. A fresh run renames the files of the earlier one.
     pub fn open(plan: &LogPlan, start: RunStart, run: &RunDescription) -> io::Result<Self> {
         let (done, total_steps) = (start.step(), run.total_steps);
         let terminal = Terminal::new(plan.console, done, total_steps);
+        if start == RunStart::Fresh {
+            earlier_files::set_aside(plan)?;
+        }
         let trackers = trackers::open(plan, start, &terminal)?;
         let metrics_file = plan.metrics_path.as_deref().filter(|path| path.is_file());
         let had_records = metrics_file.and_then(|path| path.metadata().ok()).is_some_and(|found| found.len() > 0);
+        let evaluated = evaluations_at(plan, start);
         let mut reporter = Self {
             plan: plan.clone(),
             total_steps,
@@ -57,8 +61,8 @@ impl Reporter {
             terminal,
             n_evals: 0,
             had_records,
+            evaluated,
             failure: None,
-            started: (Instant::now(), done),
         };
         reporter.for_each_tracker(|tracker| tracker.describe(start, run));
         Ok(reporter)
@@ -72,28 +76,17 @@ impl Reporter {
             self.record(RecordKind::Step, record);
         }
         if is_recorded || is_due(loss_log_interval, record.iter) {
-            let line = match self.plan.console {
-                Console::Lines => detailed_step_line(record, self.total_steps),
-                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.eta_seconds(record.iter)),
-            };
-            self.terminal.line(&line);
+            self.terminal.step_line(record);
         }
         self.terminal.advance_to(record.iter, record.loss);
-    }
-
-    /// Estimates the seconds of the steps after `iter` from the mean step time.
-    fn eta_seconds(&self, iter: usize) -> f64 {
-        let (started, done) = self.started;
-        let pace = started.elapsed().as_secs_f64() / iter.saturating_sub(done).max(1) as f64;
-        pace * self.total_steps.saturating_sub(iter) as f64
     }
 
     /// Reports an evaluation.
     pub fn log_eval(&mut self, record: &EvalRecord) {
         self.n_evals += 1;
         if is_due(self.plan.eval_log_iter_interval, self.n_evals) {
-            self.record(RecordKind::Other, record);
-            self.terminal.line(&eval_line(record, self.total_steps));
+            self.record(RecordKind::Evaluation, record);
+            self.terminal.eval_line(record);
         }
     }
 
@@ -114,7 +107,7 @@ impl Reporter {
 
     /// Reports the scores of tasks.
     pub fn log_tasks(&mut self, record: &TasksRecord) {
-        self.record(RecordKind::Other, record);
+        self.record(RecordKind::Evaluation, record);
         self.terminal.line(&tasks_line(record, self.total_steps));
     }
 
@@ -161,6 +154,9 @@ impl Reporter {
 
     fn record(&mut self, kind: RecordKind, record: &impl Serialize) {
         let record = MetricsRecord::of(kind, record);
+        if record.as_ref().is_ok_and(|record| self.evaluated.iter().any(|earlier| earlier.is_repeated_by(record))) {
+            return;
+        }
         let log = |tracker: &mut dyn Tracker| match &record {
             Ok(record) => tracker.log(record),
             Err(error) => Err(io::Error::other(error.to_string())),
@@ -184,6 +180,15 @@ impl Drop for Reporter {
     fn drop(&mut self) {
         self.terminal.finish();
     }
+}
+
+/// Returns the recorded evaluations and samples of the step at which a run resumes.
+fn evaluations_at(plan: &LogPlan, start: RunStart) -> Vec<MetricsRecord> {
+    let RunStart::Resumed(step) = start else { return Vec::new() };
+    let paths = [&plan.metrics_path, &plan.samples_path].into_iter().flatten();
+    let records = paths.flat_map(|path| records_until(path, step));
+    let is_repeated = |kind| matches!(kind, RecordKind::Evaluation | RecordKind::Samples);
+    records.filter(|record| record.step == step && is_repeated(record.kind)).collect()
 }
 
 fn is_due(interval: usize, count: usize) -> bool {
@@ -261,6 +266,26 @@ mod tests {
             reporter.log_eval(&EvalRecord { iter: 2, ..EvalRecord::default() });
             assert_eq!(reporter.lacks_checkpoint(&here), want, "{records}");
         }
+    }
+
+    #[test]
+    fn a_fresh_run_renames_all_files_of_the_earlier_one_to_one_number() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let plan = LogPlan { output_dir: Some(dir.path().to_owned()), ..plan(&path("metrics.jsonl"), [1, 1]) };
+        // The first run has no samples, the second one has all files, the third one has none but metrics.
+        for names in [&["metrics.jsonl"][..], &["metrics.jsonl", "samples.jsonl", "tensorboard/x", "kept_batches/x"]] {
+            for name in names {
+                std::fs::create_dir_all(path(name).parent().unwrap()).unwrap();
+                std::fs::write(path(name), "").unwrap();
+            }
+            Reporter::open(&plan, RunStart::Fresh, &RunDescription::default()).unwrap();
+        }
+        let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        let earlier = ["kept_batches.2", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "samples.2.jsonl"];
+        assert_eq!(names, [&earlier[..], &["tensorboard.2"]].concat());
     }
 
     #[test]

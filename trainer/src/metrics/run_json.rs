@@ -13,8 +13,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::description::RunDescription;
+use super::earlier_files::{earlier_run_json, exist, unused_name};
 use super::host::{HostInfo, Versions};
-use super::jsonl::unused_name;
 use super::plan::LogPlan;
 
 /// Writes and updates run.json.
@@ -22,6 +22,8 @@ use super::plan::LogPlan;
 pub struct RunJson {
     path: Option<PathBuf>,
     report: RunReport,
+    /// The report of an earlier run that did not finish.
+    unfinished: Option<Value>,
     started: Instant,
     /// True if the last write failed.
     is_failing: bool,
@@ -78,7 +80,7 @@ pub struct RunExit {
 }
 
 impl RunJson {
-    /// Creates run.json in `plan.output_dir`; writes nothing if that is `None`. Renames the file of a finished run to
+    /// Creates run.json in `log.output_dir`; writes nothing if that is `None`. Renames the file of a finished run to
     /// `run.1.json`, `.2`, and so on.
     pub fn start(log: &LogPlan, plan: Value) -> io::Result<Self> {
         let now = utc(SystemTime::now());
@@ -105,12 +107,26 @@ impl RunJson {
             skipped_steps: 0,
             metrics: Value::Null,
         };
-        if let Some(path) = path.as_deref().filter(|_| previous["exit"]["code"] == 0) {
-            fs::rename(path, unused_name(path))?;
+        let is_finished = previous["exit"]["code"] == 0;
+        if let Some(path) = path.as_deref().filter(|_| is_finished) {
+            let earlier = Some(earlier_run_json(log, path)).filter(|earlier| !earlier.exists());
+            fs::rename(path, earlier.unwrap_or_else(|| unused_name(path)))?;
         }
-        let mut run_json = Self { path, report, started: Instant::now(), is_failing: false };
+        let unfinished = (!is_finished && previous.is_object()).then_some(previous);
+        let mut run_json = Self { path, report, unfinished, started: Instant::now(), is_failing: false };
         run_json.update(|_| ())?;
         Ok(run_json)
+    }
+
+    /// Keeps the report of an unfinished run next to its other files, which [`super::Reporter::open`] renames.
+    pub fn set_aside_unfinished(&mut self, log: &LogPlan) -> io::Result<()> {
+        let Some((path, report)) = self.path.as_deref().zip(self.unfinished.take()) else { return Ok(()) };
+        let earlier = earlier_run_json(log, path);
+        if !exist(log) || earlier.exists() {
+            return Ok(());
+        }
+        let report = serde_json::to_vec_pretty(&report)?;
+        write_atomically(&earlier, |file| file.write_all(&report))
     }
 
     /// Returns the id of the run; at the start, that of an unfinished run in the folder.

@@ -1,10 +1,13 @@
 //! The interface of trackers, and the records that they receive.
 
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::io;
 use std::path::PathBuf;
 
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::timestamp::utc_timestamp;
+use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -57,10 +60,26 @@ pub(super) enum RecordKind {
     Step,
     /// A checkpoint on disk.
     Checkpoint,
+    /// An evaluation: the eval loss, or the scores of tasks.
+    Evaluation,
     /// Sample generations, which are texts.
     Samples,
-    /// Anything else: an evaluation, statistics of FP8, a resume.
+    /// Anything else: statistics of FP8, a loss spike, a resume.
     Other,
+}
+
+impl RecordKind {
+    /// Returns the kind of a record with these fields.
+    fn of_fields(fields: &Map<String, Value>) -> Self {
+        let has = |name: &str| fields.contains_key(name);
+        match () {
+            () if has("saved") => Self::Checkpoint,
+            () if has("samples") => Self::Samples,
+            () if has("loss") => Self::Step,
+            () if fields.keys().any(|name| name == "loss/eval" || name.starts_with("eval/")) => Self::Evaluation,
+            () => Self::Other,
+        }
+    }
 }
 
 /// A record as trackers receive it.
@@ -70,19 +89,43 @@ pub(super) struct MetricsRecord {
     pub(super) kind: RecordKind,
     /// Optimizer steps done.
     pub(super) step: usize,
-    /// The fields of the record's JSON, `iter` included, in order.
+    /// The time of the event.
+    pub(super) time: Timestamp,
+    /// The fields of the record's JSON, `time` and `iter` included, in order.
     pub(super) fields: Map<String, Value>,
 }
 
+/// The field with the time of a record, in UTC.
+const TIME: &str = "time";
+
 impl MetricsRecord {
-    /// Returns a record with the fields of `record`, a struct with an `iter`.
+    /// Returns a record of this moment with the fields of `record`, a struct with an `iter`.
     pub(super) fn of(kind: RecordKind, record: &impl Serialize) -> io::Result<Self> {
-        let fields = match serde_json::to_value(record)? {
-            Value::Object(fields) => fields,
-            other => Map::from_iter([("value".to_owned(), other)]),
-        };
+        let time = Timestamp::now();
+        let mut fields = Map::from_iter([(TIME.to_owned(), utc_timestamp(time).into())]);
+        match serde_json::to_value(record)? {
+            Value::Object(own) => fields.extend(own),
+            other => drop(fields.insert("value".to_owned(), other)),
+        }
         let step = fields.get("iter").and_then(Value::as_u64).unwrap_or_default();
-        Ok(Self { kind, step: step as usize, fields })
+        Ok(Self { kind, step: step as usize, time, fields })
+    }
+
+    /// Parses a line of a metrics file; `None` if it is no record. A record without a time has the current one.
+    pub(super) fn parse(line: &[u8]) -> Option<Self> {
+        let mut fields: Map<String, Value> = serde_json::from_slice(line).ok()?;
+        let step = fields.get("iter")?.as_u64()? as usize;
+        name_as_evaluation(&mut fields);
+        let time = fields.get(TIME).and_then(|time| time.as_str()?.parse().ok()).unwrap_or_else(Timestamp::now);
+        Some(Self { kind: RecordKind::of_fields(&fields), step, time, fields })
+    }
+
+    /// Returns true if the records have equal fields, without times and durations.
+    pub(super) fn is_repeated_by(&self, other: &Self) -> bool {
+        let is_result = |name: &&String| !name.ends_with(TIME);
+        let fields = |record: &Self| record.fields.keys().filter(is_result).cloned().collect::<BTreeSet<_>>();
+        let names = fields(self);
+        names == fields(other) && names.iter().all(|name| self.fields[name] == other.fields[name])
     }
 
     /// Returns the texts of sample generations, by name: `samples/0`, `samples/1`, ...
@@ -97,15 +140,33 @@ impl MetricsRecord {
         samples.enumerate().map(of_sample).collect()
     }
 
-    /// Returns the numbers of the record except `iter`, by name. The parts of a nested name are joined by `/`. Sample
-    /// generations have none.
+    /// Returns the numbers of the record except its position, by name. The parts of a nested name are joined by `/`. Sample
+    /// generations have none. The epoch is a metric of steps alone: other records count the epochs after the step.
     pub(super) fn scalars(&self) -> Vec<(String, f64)> {
         if self.kind == RecordKind::Samples {
             return Vec::new();
         }
-        let fields = self.fields.iter().filter(|(name, _)| *name != "iter");
+        let is_position = |name: &str| name == "iter" || name == "epoch" && self.kind != RecordKind::Step;
+        let fields = self.fields.iter().filter(|(name, _)| !is_position(name));
         let leaves = fields.flat_map(|(name, value)| leaves(name, value));
         leaves.filter_map(|(name, value)| Some((name, value.as_f64()?))).collect()
+    }
+}
+
+/// Renames the fields of an evaluation that has the names of earlier versions, which were those of a step.
+pub fn name_as_evaluation(fields: &mut Map<String, Value>) {
+    const FORMER: [(&str, &str, &str); 4] = [
+        ("loss/eval", "epoch", "epoch/eval"),
+        ("loss/eval", "n_targets", "n_targets/eval"),
+        ("eval/", "epoch", "epoch/tasks"),
+        ("eval/", "eval_time", "tasks_time"),
+    ];
+    for (of, former, current) in FORMER {
+        if fields.keys().any(|name| name.starts_with(of))
+            && let Some(value) = fields.shift_remove(former)
+        {
+            fields.insert(current.to_owned(), value);
+        }
     }
 }
 
@@ -126,6 +187,27 @@ mod tests {
     fn scalars_are_the_numbers_of_a_record() {
         check(json!({"iter": 7, "loss": 0.5, "saved": "out/x", "mfu": null}), &[("loss", 0.5)]);
         assert_eq!(MetricsRecord::of(RecordKind::Step, &json!({"iter": 7})).unwrap().step, 7);
+    }
+
+    #[test]
+    fn a_record_has_the_time_of_its_event_which_is_no_metric() {
+        let record = MetricsRecord::of(RecordKind::Step, &json!({"iter": 7, "loss": 0.5})).unwrap();
+        let line = serde_json::to_string(&record.fields).unwrap();
+        assert!(line.starts_with("{\"time\":\"20"), "{line}");
+        let parsed = MetricsRecord::parse(line.as_bytes()).unwrap();
+        assert_eq!((parsed.kind, parsed.step, parsed.scalars().len()), (RecordKind::Step, 7, 1));
+        assert_eq!(parsed.time.as_millisecond(), record.time.as_millisecond());
+        assert_eq!(MetricsRecord::parse(br#"{"loss": 0.5}"#), None);
+    }
+
+    #[test]
+    fn a_record_is_repeated_by_one_with_equal_results() {
+        let record = |value: Value| MetricsRecord::of(RecordKind::Evaluation, &value).unwrap();
+        let first = record(json!({"iter": 7, "loss/eval": 0.5, "eval_time": 1.0}));
+        assert!(first.is_repeated_by(&record(json!({"iter": 7, "loss/eval": 0.5, "eval_time": 2.0}))));
+        for other in [json!({"iter": 8, "loss/eval": 0.5}), json!({"iter": 7, "loss/eval": 0.6}), json!({"iter": 7})] {
+            assert!(!first.is_repeated_by(&record(other)));
+        }
     }
 
     #[test]

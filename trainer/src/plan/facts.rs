@@ -1,11 +1,11 @@
 //! Derived numbers of a plan, for the user: parameters, global batch and steps.
 
 use candlewick_comm::mesh::Degrees;
+use candlewick_text::quantity::{counted, grouped};
 
 use super::{EVAL_LOSS, Plan};
 use crate::data::{DataPlan, EpochSize, Horizon, Packing, TrainSteps};
 use crate::estimate::{DeviceKind, Setup, active_parameter_count, parameter_counts};
-use crate::metrics::grouped;
 use crate::schedule::FEW_STEPS;
 use crate::step_fraction::RunLength;
 
@@ -14,7 +14,7 @@ impl Plan {
     pub fn facts(&self) -> Vec<(&'static str, String)> {
         let (steps, per_epoch) = match self.data.horizon {
             Horizon::Steps(steps) => (grouped(steps), ""),
-            Horizon::Tokens(tokens) => (format!("{} tokens", grouped(tokens)), UNKNOWN),
+            Horizon::Tokens(tokens) => (counted(tokens, "token"), UNKNOWN),
             Horizon::Epochs(1.0) => ("1 epoch".to_owned(), UNKNOWN),
             Horizon::Epochs(epochs) => (format!("{epochs} epochs"), UNKNOWN),
         };
@@ -71,30 +71,30 @@ impl Plan {
         let rows = data.rows_per_step();
         let tokens = match data.max_length {
             0 => String::new(),
-            length => format!(", at most {} tokens", grouped(rows * length)),
+            length => format!(", at most {}", counted(rows * length, "token")),
         };
-        format!("{} rows a step{tokens} ({})", grouped(rows), factors.join(" x "))
+        format!("{} a step{tokens} ({})", counted(rows, "row"), factors.join(" x "))
     }
 
     /// Describes the steps of a run whose data are counted. Further lines warn about a run that can hardly learn.
     pub fn steps(&self, stream: &TrainSteps) -> Vec<String> {
         let total = stream.total_steps();
         let Some(size) = stream.epoch_size() else {
-            let (total, rows) = (grouped(total), grouped(stream.n_streamed_rows().unwrap_or_default()));
-            return vec![format!("{total} steps; {rows} rows are read and tokenized while training")];
+            let (total, rows) = (counted(total, "step"), grouped(stream.n_streamed_rows().unwrap_or_default()));
+            return vec![format!("{total}; {rows} rows are read and tokenized while training")];
         };
         let EpochSize { rows, steps: in_epoch, .. } = size;
         let epochs = total as f64 / in_epoch as f64;
         let mut lines = vec![format!(
-            "{} steps, {epochs:.2} epochs: {} rows an epoch, {} rows a step, {} steps an epoch",
-            grouped(total),
-            grouped(rows),
-            grouped(self.data.rows_per_step().min(rows)),
-            grouped(in_epoch),
+            "{}, {epochs:.2} epochs: {} an epoch, {} a step, {} an epoch",
+            counted(total, "step"),
+            counted(rows, "row"),
+            counted(self.data.rows_per_step().min(rows), "row"),
+            counted(in_epoch, "step"),
         )];
         if self.data.rows_per_step() > rows {
             let wanted = grouped(self.data.rows_per_step());
-            lines.push(format!("a step has {} rows instead of {wanted}: the data have no more", grouped(rows)));
+            lines.push(format!("a step has {} instead of {wanted}: the data have no more", counted(rows, "row")));
         }
         let warnings = [few_steps(&self.data, total, size), self.idle_early_stopping(total, in_epoch)];
         lines.extend(warnings.into_iter().flatten().map(|warning| format!("warning: {warning}")));
@@ -164,11 +164,6 @@ fn few_steps(data: &DataPlan, total: usize, EpochSize { rows, samples, .. }: Epo
     let remedies: Vec<String> = remedies.into_iter().filter(|(helps, _)| *helps).map(|(_, remedy)| remedy).collect();
     let (steps, causes, remedies) = (counted(total, "step"), causes.join(", and "), remedies.join(", or "));
     Some(format!("{steps} can teach little: {causes}. For more steps, {remedies}"))
-}
-
-/// Returns a number and its noun, such as "1 row" and "2 rows".
-fn counted(n: usize, noun: &str) -> String {
-    format!("{} {noun}{}", grouped(n), if n == 1 { "" } else { "s" })
 }
 
 const UNKNOWN: &str = "; `trainer preprocess RECIPE` reads the data and counts the steps";

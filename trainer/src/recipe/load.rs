@@ -7,7 +7,6 @@ use std::sync::Arc;
 use candlewick_text::files::is_present;
 use candlewick_text::suggestion::nearest;
 
-use super::missing_features::missing_feature_advice;
 use super::decode::decode;
 use super::deprecated::rename_all;
 use super::dialect::{RecipeDialect, detect};

@@ -5,6 +5,7 @@ use std::time::Duration;
 use candlewick_ops::ScalerState;
 use candlewick_parallel::Engine;
 use candlewick_runtime::run_id::RunId;
+use candlewick_text::quantity::counted;
 
 use crate::checkpoint::{EarlyStoppingState, LossHistory, RunState, Scores};
 use crate::data::PreparedData;
@@ -87,7 +88,7 @@ impl EndReason {
             EndReason::EarlyStopping(state) => {
                 let EarlyStoppingState { metric, best, n_without_improvement: n, .. } = state;
                 let best = best.map_or_else(String::new, |(step, value)| format!(" since step {step} ({value})"));
-                format!("early stopping: {metric} has not improved in {n} evaluations{best}")
+                format!("early stopping: {metric} has not improved in {}{best}", counted(*n, "evaluation"))
             }
             EndReason::Stop(stop) => format!("stopped by {stop}"),
         }

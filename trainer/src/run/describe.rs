@@ -35,16 +35,23 @@ pub(super) fn describe(run: &TrainingRun, total_steps: usize, gpu_id: Option<usi
     }
 }
 
-/// Returns the lines of the description for the terminal.
+/// Returns the lines of the description for the terminal: model and device. One device has no mesh.
 pub(super) fn lines(plan: &Plan, device: &str) -> Vec<String> {
     let degrees: Vec<String> = plan.mesh().iter().map(|(axis, degree)| format!("{axis} {degree}")).collect();
-    let parameters = plan.parameters().map(|parameters| format!("parameters: {parameters}"));
-    let others = [
-        format!("mesh: world_size {}, {}", plan.ranks.n_ranks(), degrees.join(", ")),
-        format!("global batch: {}", plan.global_batch()),
-        format!("candlewick {}, device: {device}", Versions::this()),
+    let n_ranks = plan.ranks.n_ranks();
+    let lines = [
+        Some(format!("model: {}", model_name(plan))),
+        plan.parameters().map(|parameters| format!("parameters: {parameters}")),
+        Some(format!("device: {device}, candlewick {}", Versions::this())),
+        (n_ranks > 1).then(|| format!("mesh: world_size {n_ranks}, {}", degrees.join(", "))),
     ];
-    parameters.into_iter().chain(others).collect()
+    lines.into_iter().flatten().collect()
+}
+
+/// Returns the folder or repository of the model, or the architecture of a new one.
+fn model_name(plan: &Plan) -> String {
+    let family = || plan.model.config.as_ref().map_or("new", |config| config.family().name());
+    plan.model.name_or_path.clone().unwrap_or_else(|| format!("{}, with new weights", family()))
 }
 
 fn gpu_name(gpu_id: usize) -> String {

@@ -132,7 +132,7 @@ impl Session<'_> {
         self.record_score(&values);
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let scores = values.into_iter().map(|(name, value)| (format!("eval/{name}"), value)).collect();
-        let record = TasksRecord { epoch, iter, scores, eval_time: started.elapsed().as_secs_f64() };
+        let record = TasksRecord { epoch, iter, scores, tasks_time: started.elapsed().as_secs_f64() };
         self.reporter.log_tasks(&record);
         self.update_run_json(|report| report.metrics["tasks"] = json!(record));
         Ok(EvalStatus::Complete)

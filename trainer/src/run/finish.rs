@@ -2,14 +2,21 @@
 
 use anyhow::Result;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_text::quantity::counted;
 
-use crate::signals::StopRequest;
+use crate::data::DataKind;
+use crate::signals::{Signal, StopRequest};
 
 use super::context::EndReason;
 use super::session::{Session, StopResult};
 
 /// Saves the checkpoints that the end requires, logs the result, and returns the exit code.
 pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode> {
+    let terminal = session.reporter.terminal().clone();
+    let respond = move |signal: Signal| terminal.line(&signal.acknowledgement("the run is ending already"));
+    if !matches!(end, EndReason::Stop(_)) {
+        session.run.stop.respond_with(respond);
+    }
     let code = match end {
         EndReason::Horizon => {
             session.save_last_step()?;
@@ -53,14 +60,33 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
         session.reporter.terminal().finish();
         session.print_samples(generate)?;
     }
+    if let Some(command) = next_command(session) {
+        session.reporter.terminal().line(&format!("try it: {command}"));
+    }
     Ok(code)
+}
+
+/// Returns the command that talks with the result, if the run exported one.
+fn next_command(session: &Session) -> Option<String> {
+    let exported = session.checkpointer.exported().next()?;
+    let plan = session.run.plan;
+    let in_output_dir = plan.log.output_dir.as_deref().filter(|dir| exported.starts_with(dir));
+    let model = in_output_dir.unwrap_or(exported).display();
+    Some(match plan.data.kind {
+        DataKind::Sft => format!("trainer chat {model}"),
+        DataKind::Causal => format!("trainer generate {model} --prompt \"Once upon a time\""),
+    })
 }
 
 /// Logs the number of skipped steps.
 fn log_skipped(session: &Session) {
     let (n, total) = (session.progress.n_skipped, session.stream.cursor().step);
     let n_spikes = session.progress.loss_history.n_spikes;
-    let spikes = if n_spikes > 0 { format!(", or by loss_watchdog ({n_spikes} loss spikes)") } else { String::new() };
+    let spikes = if n_spikes > 0 {
+        format!(", or by loss_watchdog ({})", counted(n_spikes, "loss spike"))
+    } else {
+        String::new()
+    };
     if n > 0 {
         session
             .reporter

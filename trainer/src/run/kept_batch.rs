@@ -11,12 +11,10 @@ use serde_json::Value;
 
 use crate::data::{Batch, GlobalBatch, IGNORE_INDEX, TrainSteps};
 use crate::exit::ExitCode;
+use crate::metrics::KEPT_BATCHES;
 
 use super::session::Session;
 use super::step::StepOutcome;
-
-/// The folder of kept batches, in the output folder of a run.
-const FOLDER: &str = "kept_batches";
 
 /// The most batches that a process keeps.
 const MOST: usize = 16;
@@ -75,7 +73,7 @@ impl KeptBatch {
     /// Reads a kept batch: a file, or the last one of a run's output folder, or of its `step`.
     pub fn read(path: &Path, step: Option<usize>) -> Result<Self> {
         let file = if path.is_dir() { find(path, step)? } else { path.to_owned() };
-        let failed = || format!("failed to read {}: `trainer replay` needs a file of {FOLDER}", file.display());
+        let failed = || format!("failed to read {}: `trainer replay` needs a file of {KEPT_BATCHES}", file.display());
         let bytes = read_regular_file(&file, MAX_GENERATED_FILE_BYTES).with_context(failed).context(ExitCode::Data)?;
         serde_json::from_slice(&bytes).with_context(failed).context(ExitCode::Data)
     }
@@ -130,7 +128,7 @@ impl KeptMicroBatch {
 impl Session<'_> {
     /// Writes the batch of a step on the first rank, and returns the file. A failed write only warns.
     pub(super) fn keep_batch(&mut self, step: &GlobalBatch, outcome: &StepOutcome, reason: &str) -> Option<PathBuf> {
-        let folder = self.run.plan.log.output_dir.as_ref()?.join(FOLDER);
+        let folder = self.run.plan.log.output_dir.as_ref()?.join(KEPT_BATCHES);
         if self.n_kept_batches >= MOST {
             return None;
         }
@@ -177,7 +175,8 @@ fn file_name(step: usize) -> String {
 
 /// Finds the kept batch of `step`, or of the last step, in the output folder of a run.
 fn find(run: &Path, step: Option<usize>) -> Result<PathBuf> {
-    let folder = if run.file_name().is_some_and(|name| name == FOLDER) { run.to_owned() } else { run.join(FOLDER) };
+    let folder =
+        if run.file_name().is_some_and(|name| name == KEPT_BATCHES) { run.to_owned() } else { run.join(KEPT_BATCHES) };
     let steps = fs::read_dir(&folder).into_iter().flatten().flatten().filter_map(|entry| {
         let name = entry.file_name().into_string().ok()?;
         name.strip_prefix("step_")?.strip_suffix(".json")?.parse::<usize>().ok()
@@ -227,12 +226,12 @@ mod tests {
         let run = tempfile::tempdir().unwrap();
         let error = |step| format!("{:#}", KeptBatch::read(run.path(), step).unwrap_err());
         assert!(error(None).contains("it has none"), "{}", error(None));
-        fs::create_dir(run.path().join(FOLDER)).unwrap();
+        fs::create_dir(run.path().join(KEPT_BATCHES)).unwrap();
         for step in [3, 20, 100] {
-            fs::write(run.path().join(FOLDER).join(file_name(step)), "{}").unwrap();
+            fs::write(run.path().join(KEPT_BATCHES).join(file_name(step)), "{}").unwrap();
         }
         assert!(find(run.path(), None).unwrap().ends_with("kept_batches/step_100.json"));
-        assert!(find(&run.path().join(FOLDER), Some(3)).unwrap().ends_with("kept_batches/step_3.json"));
+        assert!(find(&run.path().join(KEPT_BATCHES), Some(3)).unwrap().ends_with("kept_batches/step_3.json"));
         assert!(error(Some(4)).contains("of step 4") && error(Some(4)).contains("[3, 20, 100]"), "{}", error(Some(4)));
         assert!(error(Some(3)).contains("step_3.json"), "{}", error(Some(3)));
     }

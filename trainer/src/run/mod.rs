@@ -189,6 +189,11 @@ fn prepare_on_all_ranks(
 fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     ranks.process.all_ok(refuse_stale_stop(plan))?;
     let stop = StopSignals::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
+    let terminal = Terminal::new(plan.log.console, 0, 0);
+    stop.respond_with({
+        let terminal = terminal.clone();
+        move |signal| terminal.line(&signal.acknowledgement("stopping the preparation of the data"))
+    });
     let run_id = RunId::agree(&ranks.process, checkpointer::run_id(plan, run_json.run_id()))?;
     run_json.update(|report| report.run_id = Some(run_id.run)).context("failed to write run.json")?;
     let selection = ranks.process.all_ok(tasks::select(plan))?;
@@ -199,7 +204,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &RankContext, run_json: &mut RunJson) -> R
         Ok(prepared) => prepared,
         Err(request) => {
             let reason = format!("stopped by {request} while the data were prepared; the same command continues");
-            Terminal::new(plan.log.console, 0, 0).line(&reason);
+            terminal.line(&reason);
             return Ok((ExitCode::Preempted, reason));
         }
     };

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
+use candlewick_text::quantity::counted;
 use candlewick_text::suggestion::did_you_mean;
 
 use super::saved_run::SavedRun;
@@ -63,7 +64,7 @@ impl RunFiles {
                 let near = did_you_mean(&path.display().to_string(), runs(parent));
                 format!("expected the output_dir of a run, or its metrics.jsonl{near}")
             }
-            [first, ..] => format!("it has {} runs in folders; name one, such as {first}", inside.len()),
+            [first, ..] => format!("it has {} in folders; name one, such as {first}", counted(inside.len(), "run")),
         };
         let problem = match path.exists() {
             true => "it has neither run.json nor metrics.jsonl",
@@ -133,7 +134,7 @@ mod tests {
             let path = dir.path().join(name);
             format!("{:#}", RunFiles::of(&path).require(&path).unwrap_err())
         };
-        assert!(error("runs").contains("it has 1 runs in folders; name one, such as"), "{}", error("runs"));
+        assert!(error("runs").contains("it has 1 run in folders; name one, such as"), "{}", error("runs"));
         assert!(error("runs/frist").contains("did you mean"), "{}", error("runs/frist"));
         assert!(error("none/a").contains("no such file or folder; expected the output_dir of a run"));
     }

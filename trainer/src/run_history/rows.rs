@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::metrics::{CheckpointRecord, ExpertLoad, ResumeRecord};
+use crate::metrics::{CheckpointRecord, ExpertLoad, ResumeRecord, name_as_evaluation};
 
 /// Value of a metric at a step. A loss that is not finite is NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -78,7 +78,7 @@ impl MetricRows {
         }
     }
 
-    fn add(&mut self, step: u64, fields: Map<String, Value>) {
+    fn add(&mut self, step: u64, mut fields: Map<String, Value>) {
         if fields.contains_key("resumed_from") {
             self.discard_after(step);
             self.resumes.extend(serde_json::from_value::<ResumeRecord>(Value::Object(fields)).ok());
@@ -87,15 +87,11 @@ impl MetricRows {
                 self.checkpoints.retain(|other| other.saved != record.saved);
                 self.checkpoints.push(record);
             }
-        } else if fields.contains_key("loss/eval") {
-            self.insert_all(
-                step,
-                fields.iter().filter(|(name, _)| ["loss/eval", "eval_time"].contains(&name.as_str())),
-            );
         } else if fields.contains_key("loss") {
             self.add_step(step, fields);
-        } else {
-            self.insert_all(step, fields.iter().filter(|(name, _)| name.starts_with("eval/")));
+        } else if !fields.contains_key("fp8") {
+            name_as_evaluation(&mut fields);
+            self.insert_all(step, fields.iter().filter(|(name, _)| !["iter", "epoch"].contains(&name.as_str())));
         }
     }
 
@@ -252,21 +248,46 @@ mod tests {
         let rows = rows(&[
             r#"{"iter":1,"epoch":0,"loss":3.0,"tokens":10,"auxiliary_losses":{"z_loss":0.5},
                 "expert_load":{"max_over_mean":2.0,"entropy":0.9,"unused":0.0,"dropped":0.0,"layers":[{"layer":3}]}}"#,
-            r#"{"iter":1,"loss/eval":2.5,"n_targets":3,"eval_time":1.0}"#,
-            r#"{"iter":1,"eval/a/acc":0.5,"eval_time":9.0}"#,
+            r#"{"iter":1,"epoch/eval":1,"loss/eval":2.5,"n_targets/eval":3,"eval_time":1.0}"#,
+            r#"{"iter":1,"epoch/tasks":1,"eval/a/acc":0.5,"tasks_time":9.0}"#,
             r#"{"iter":1,"fp8":{"layer":{"input":{"amax":2.0}}}}"#,
         ]);
         for (name, want) in [
             ("auxiliary_losses/z_loss", 0.5),
             ("expert_load/max_over_mean", 2.0),
             ("loss/eval", 2.5),
+            ("epoch/eval", 1.0),
+            ("n_targets/eval", 3.0),
             ("eval_time", 1.0),
             ("eval/a/acc", 0.5),
+            ("tasks_time", 9.0),
+            ("epoch", 0.0),
         ] {
             assert_eq!(points(&rows, name), [(1, want)], "{name}");
         }
         assert_eq!((points(&rows, "n_targets"), rows.malformed()), (Vec::new(), &[][..]));
         assert_eq!(rows.expert_load().map(|load| load.layers[0].layer), Some(3));
+    }
+
+    /// Versions until November 2026 named these fields as those of a step.
+    #[test]
+    fn evaluations_of_earlier_versions_have_the_current_names() {
+        let rows = rows(&[
+            r#"{"epoch":0,"iter":1,"loss":3.0,"n_targets":7}"#,
+            r#"{"epoch":1,"iter":1,"loss/eval":2.5,"n_targets":3,"eval_time":1.0}"#,
+            r#"{"epoch":1,"iter":1,"eval/a/acc":0.5,"eval_time":9.0}"#,
+        ]);
+        for (name, want) in [
+            ("n_targets", 7.0),
+            ("n_targets/eval", 3.0),
+            ("epoch", 0.0),
+            ("epoch/eval", 1.0),
+            ("epoch/tasks", 1.0),
+            ("eval_time", 1.0),
+            ("tasks_time", 9.0),
+        ] {
+            assert_eq!(points(&rows, name), [(1, want)], "{name}");
+        }
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Units of metrics, and their formatting for people.
 
+use candlewick_text::quantity::grouped;
 use serde::Serialize;
 
-use crate::metrics::{duration, grouped, quantity};
+use crate::metrics::{duration, quantity};
 
 /// Unit of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result};
 use candlewick_html::{Page, script_json};
+use candlewick_text::quantity::grouped;
 use minijinja::context;
 use minijinja::value::Serde;
 use serde::Serialize;
@@ -13,7 +14,7 @@ use super::reported_run::{ReportedRun, RunsReport};
 use super::tables::{
     RunEvent, RunHead, TokenRow, differences, environment, events, results, token_statistics, trained,
 };
-use crate::metrics::{ExpertLoad, LayerLoad, grouped};
+use crate::metrics::{ExpertLoad, LayerLoad};
 use crate::plan::value_in_words;
 use crate::run_history::SavedRun;
 

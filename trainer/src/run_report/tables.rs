@@ -1,10 +1,12 @@
 //! Rows of the tables of a report.
 
+use candlewick_text::quantity::{counted, grouped};
+use jiff::Timestamp;
 use serde::Serialize;
 
 use super::reported_run::{ReportedRun, RunsReport};
 use crate::data::{DatasetCounts, TokenCount, TokenStats};
-use crate::metrics::{clock, duration, grouped, quantity};
+use crate::metrics::{clock, duration, quantity};
 use crate::plan::value_in_words;
 use crate::run_history::{HistorySummary, RunStatus, SavedRun};
 
@@ -46,6 +48,8 @@ pub(super) struct RunEvent {
     step: String,
     what: &'static str,
     path: String,
+    duration: String,
+    /// The time in UTC; empty for a run of an earlier version.
     time: String,
 }
 
@@ -126,9 +130,7 @@ fn facts_of(run: &ReportedRun) -> Vec<(&'static str, String)> {
     let count = |pointer: &str| saved.count(pointer).map(|n| quantity(n as f64));
     let text = |pointer: &str| saved.text(pointer).map(str::to_owned);
     let tokens = saved.count("/run/global_batch_tokens").map(|n| format!(", at most {} tokens", quantity(n as f64)));
-    let batch = saved
-        .count("/run/global_batch_size")
-        .map(|n| format!("{n} {}{}", if n == 1 { "row" } else { "rows" }, tokens.unwrap_or_default()));
+    let batch = saved.count("/run/global_batch_size").map(|n| counted(n, "row") + &tokens.unwrap_or_default());
     let cpus = saved.count("/host/n_cpus").map_or_else(String::new, |n| format!(" ({n} threads)"));
     let all = [
         ("parameters", count("/run/parameters")),
@@ -210,15 +212,23 @@ pub(super) fn trained(stats: &TokenStats) -> Vec<(&'static str, String)> {
 /// Returns the checkpoints and resumes by step.
 pub(super) fn events(run: &ReportedRun) -> Vec<RunEvent> {
     let rows = &run.history.rows;
-    let saved = rows.checkpoints().iter().map(|it| (it.iter, "checkpoint", &it.saved, it.save_time));
-    let resumed = rows.resumes().iter().map(|it| (it.iter, "resumed from", &it.resumed_from, Some(it.resume_time)));
+    let saved = rows.checkpoints().iter().map(|it| (it.iter, "checkpoint", &it.saved, it.save_time, &it.time));
+    let resumed = rows.resumes().iter();
+    let resumed = resumed.map(|it| (it.iter, "resumed from", &it.resumed_from, Some(it.resume_time), &it.time));
     let mut all: Vec<_> = saved.chain(resumed).collect();
     all.sort_by_key(|(step, ..)| *step);
-    let event = |(step, what, path, time): (usize, &'static str, &std::path::PathBuf, Option<f64>)| RunEvent {
-        step: grouped(step),
-        what,
-        path: path.display().to_string(),
-        time: time.map_or_else(String::new, duration),
-    };
+    let event =
+        |(step, what, path, seconds, time): (usize, _, &std::path::PathBuf, Option<f64>, &Option<String>)| RunEvent {
+            step: grouped(step),
+            what,
+            path: path.display().to_string(),
+            duration: seconds.map_or_else(String::new, duration),
+            time: time.as_deref().and_then(|time| time.parse().ok()).map_or_else(String::new, table_time),
+        };
     all.into_iter().map(event).collect()
+}
+
+/// Formats a time for a table: `2026-11-21 02:03:04`.
+fn table_time(time: Timestamp) -> String {
+    time.strftime("%Y-%m-%d %H:%M:%S").to_string()
 }

@@ -1,6 +1,8 @@
 //! Points, ranges and labels of a chart in the terminal.
 
-use crate::metrics::{clock, grouped, quantity};
+use candlewick_text::quantity::grouped;
+
+use crate::metrics::{clock, quantity};
 use crate::run_history::{Chart, MetricPoint, MetricRows, MetricUnit, RunAxis, downsample};
 
 /// Scale of the y axis.

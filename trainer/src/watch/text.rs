@@ -2,7 +2,9 @@
 
 use std::time::SystemTime;
 
-use crate::metrics::{clock, grouped};
+use candlewick_text::quantity::grouped;
+
+use crate::metrics::clock;
 use crate::run_history::{HistorySummary, RunHistory};
 
 /// Returns the summary of a run: status, steps, final and best values.

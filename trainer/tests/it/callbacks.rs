@@ -100,6 +100,44 @@ fn each_evaluation_generates_greedy_and_sampled_replies() {
 }
 
 #[test]
+fn a_new_run_without_samples_leaves_none_of_the_earlier_run() {
+    let run = Run::new();
+    let fresh = "checkpoint={type: huggingface, output_dir: hf}";
+    let tensorboard = "report_to=tensorboard";
+    run.train_ok(&[
+        fresh,
+        tensorboard,
+        "train_iters=2",
+        "eval_interval=1",
+        "generate={prompts: [hello], on_evaluate: true}",
+    ]);
+    let killed =
+        run.command("train", &[fresh, "train_iters=3"]).env("CANDLEWICK_TEST_KILL_AT", "step_computed:2").output();
+    assert!(!killed.unwrap().status.success());
+    run.train_ok(&[fresh, "train_iters=4"]);
+    let entries = fs::read_dir(run.path().join("run")).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    let first = ["metrics.1.jsonl", "run.1.json", "samples.1.jsonl", "tensorboard.1"];
+    let all = [&[".lock", "metrics.jsonl", "run.json"], &first[..], &["metrics.2.jsonl", "run.2.json"]].concat();
+    assert_eq!(names, {
+        let mut all = all;
+        all.sort_unstable();
+        all
+    });
+    let n_records =
+        |name: &str| fs::read_to_string(run.path().join("run").join(name)).unwrap().matches("\"loss\":").count();
+    assert_eq!(["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"].map(n_records), [2, 1, 4]);
+    let report = |name: &str| -> Value {
+        serde_json::from_slice(&fs::read(run.path().join("run").join(name)).unwrap()).unwrap()
+    };
+    assert_eq!(
+        ["run.1.json", "run.2.json", "run.json"].map(|name| report(name)["run"]["total_steps"].clone()),
+        [2, 3, 4]
+    );
+}
+
+#[test]
 fn sample_generations_do_not_change_a_run() {
     let (plain, sampled) = (Run::new(), Run::new());
     plain.train_ok(&[]);

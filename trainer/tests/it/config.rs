@@ -179,6 +179,14 @@ fn a_diff_has_the_keys_that_differ_with_both_origins() {
 }
 
 #[test]
+fn paths_that_follow_from_the_output_folder_are_no_difference() {
+    let text = check(&["diff", "r.yaml", "r.yaml", "output_dir=elsewhere", "epochs=2"], 1, &["output_dir", "epochs"]);
+    for key in ["kill_switch_path", "train_log_metrics_path"] {
+        assert!(!text.contains(key), "{key} in {text}");
+    }
+}
+
+#[test]
 fn a_diff_as_json_has_values_and_origins() {
     let text = check(&["diff", "r.yaml", "r.yaml", "epochs=2", "--output-format", "json"], 1, &[]);
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();

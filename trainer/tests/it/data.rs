@@ -219,7 +219,7 @@ fn tokens_are_cached_and_a_miss_names_its_reason() {
     let bench = Bench::new();
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let first = bench.prepare(&plan).unwrap();
-    assert!(first.notes.join("\n").contains("not cached yet"), "{:?}", first.notes);
+    assert!(first.notes.join("\n").contains("not in the cache"), "{:?}", first.notes);
     let second = bench.prepare(&DataPlan { max_length: 100, ..plan.clone() }).unwrap();
     assert!(second.notes.join("\n").contains("from the cache"), "{:?}", second.notes);
     assert_eq!(bench.shown(&first.train), bench.shown(&second.train));
@@ -247,7 +247,7 @@ fn a_missing_cache_can_be_an_error() {
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let strict = DataPlan { fail_on_missing_cache: true, ..plan.clone() };
     let message = bench.prepare(&strict).unwrap_err().to_string();
-    assert!(message.contains("not cached yet") && message.contains("trainer preprocess"), "{message}");
+    assert!(message.contains("not in the cache") && message.contains("trainer preprocess"), "{message}");
     bench.prepare(&plan).unwrap();
     bench.prepare(&strict).unwrap();
 }

@@ -200,6 +200,32 @@ fn two_runs_are_compared_by_settings_and_best_values() {
     assert_eq!(found["runs"][1]["label"], "fast");
 }
 
+/// Scrolls the results to their end on a page of 400 pixels. The title says if the label and the last value are in view.
+const NARROW: &str = "<script>addEventListener('load', () => {
+    document.body.style.width = '400px';
+    const table = document.querySelector('.results'), box = table.parentElement;
+    box.scrollLeft = 1000;
+    const [frame, label] = [box, table.querySelector('tbody th')].map(element => element.getBoundingClientRect());
+    const value = [...table.querySelectorAll('tbody tr:first-child td')].pop().getBoundingClientRect();
+    document.title = `${label.left >= frame.left - 1} ${value.right <= frame.right + 1} ${box.scrollLeft > 0}`;
+});</script>";
+
+#[test]
+fn results_of_many_runs_scroll_on_a_narrow_screen_and_keep_their_labels() {
+    let Some(browser) = Browser::find() else { return };
+    let folders = ["first", "second", "third", "fourth", "fifth"].map(RunFolder::new);
+    for folder in &folders {
+        folder.save(finished());
+        folder.log(&[step(1), step(2), eval(2, 3.0)]);
+    }
+    let output = folders[0].path().join("all.html");
+    let paths: Vec<_> = folders.iter().map(RunFolder::path).chain(["--output".into(), output.clone()]).collect();
+    assert!(report(&paths.iter().map(|path| path.to_str().unwrap()).collect::<Vec<_>>()).status.success());
+    let page = folders[0].write("narrow.html", read(&output).replace("</body>", &format!("{NARROW}</body>")));
+    let OpenedPage { dom, console } = browser.open(&page, "");
+    assert_eq!((texts(&dom, "<title>"), console), (vec!["true true true".to_owned()], Vec::new()));
+}
+
 #[test]
 fn runs_without_evaluations_or_with_one_row_or_without_rows_have_a_page() {
     let folder = RunFolder::new("run");

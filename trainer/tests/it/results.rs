@@ -299,3 +299,34 @@ fn zero_gradients_are_counted_on_request() {
     // The embeddings of most tokens of the vocabulary get no gradient.
     assert!(run.metrics()[0]["num_zeros"].as_u64().unwrap() > 0);
 }
+
+/// The tests read the log through a pipe.
+#[test]
+fn the_lines_of_a_log_begin_with_their_time_and_the_last_one_names_the_next_command() {
+    let run = Run::new();
+    let log = stderr(&run.train(&["train_iters=2"]));
+    let steps: Vec<&str> = log.lines().filter(|line| line.contains("Train iter: ")).collect();
+    let times: Vec<jiff::Timestamp> =
+        steps.iter().map(|line| line.split(' ').next().unwrap().parse().unwrap()).collect();
+    assert!(times.len() == 2 && times.is_sorted(), "{log}");
+    let recorded = run.metrics().into_iter().filter(|record| record.get("loss").is_some());
+    let recorded = recorded.map(|record| record["time"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap());
+    for (logged, recorded) in times.iter().zip(recorded) {
+        assert!((logged.as_second() - recorded.as_second()).abs() <= 1, "{logged} and {recorded}");
+    }
+    let last = log.lines().last().unwrap();
+    assert!(last.ends_with(&format!("try it: trainer chat {}", run.export_folder().display())), "{last}");
+    let missing = run.command("train", &["data.sources=[none.jsonl]"]).env("CLICOLOR_FORCE", "1").output().unwrap();
+    assert!(stderr(&missing).contains("\u{1b}[31merror:\u{1b}[0m "), "{}", stderr(&missing));
+    let plain = run.command("train", &["data.sources=[none.jsonl]"]).output().unwrap();
+    assert!(stderr(&plain).contains("\nerror: ") || stderr(&plain).starts_with("error: "), "{}", stderr(&plain));
+}
+
+#[test]
+fn the_first_lines_of_a_log_name_model_and_device_and_one_device_has_no_mesh() {
+    let log = stderr(&Run::new().train(&["train_iters=1", "micro_batch_size=1", "gradient_accumulation_steps=1"]));
+    let at = |words: &str| log.find(words).unwrap_or_else(|| panic!("no {words:?} in:\n{log}"));
+    let places = ["model: llama, with new weights", "device: cpu", "reads as", "1 step, ", "Train iter: 1/1"].map(at);
+    assert!(places.is_sorted(), "{log}");
+    assert!(!log.contains("mesh:") && log.contains("1 row a step") && !log.contains("1 rows"), "{log}");
+}

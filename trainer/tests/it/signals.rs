@@ -90,6 +90,14 @@ fn reacting_child() {
             drop(deadline);
             std::process::exit(10);
         }
+        "response" => {
+            requests.respond_with(|signal| std::process::exit(signal as i32 + 20));
+            raise(SIGHUP).unwrap();
+            // The main thread never reads the request.
+            loop {
+                std::thread::park();
+            }
+        }
         "at once" => {
             requests.set_reaction(SignalReaction::EndAtOnce);
             raise(SIGTERM).unwrap();
@@ -160,4 +168,17 @@ fn a_program_that_nohup_started_ignores_a_lost_terminal() {
 fn a_preemption_notice_is_not_the_first_of_two() {
     check(&[SIGUSR1, SIGUSR1, SIGTERM], 10);
     check_repeated(&[SIGUSR1, SIGTERM], SIGTERM, 128 + SIGTERM);
+}
+
+#[test]
+fn the_first_signal_is_responded_to_at_once() {
+    assert_eq!(status_of("response").code(), Some(20 + Signal::HangUp as i32));
+}
+
+#[test]
+fn an_acknowledgement_names_the_signals_that_end_the_program() {
+    let line = |signal: Signal| signal.acknowledgement("finishing the step, then saving");
+    assert_eq!(line(Signal::Interrupt), "SIGINT: finishing the step, then saving; Ctrl-C again ends at once");
+    assert_eq!(line(Signal::Terminate), "SIGTERM: finishing the step, then saving; a second SIGTERM ends at once");
+    assert_eq!(line(Signal::HangUp), "SIGHUP (lost terminal): finishing the step, then saving");
 }

@@ -113,7 +113,7 @@ fn every_tracker_receives_the_metrics_and_the_description_of_a_run() {
         let text = want.as_str().map_or_else(|| want.to_string(), str::to_owned);
         assert_eq!(params[name], text, "{name} in MLflow");
     }
-    for line in ["parameters: ", "mesh: world_size 1", "global batch: 4 rows a step", "W&B: http", "MLflow: http"] {
+    for line in ["parameters: ", "device: cpu", "global batch: 4 rows a step", "W&B: http", "MLflow: http"] {
         assert_eq!(log.matches(line).count(), 1, "{line:?} in {log}");
     }
     assert!(received.authorizations.iter().any(|value| *value == format!("Bearer {MLFLOW_TOKEN}")));
@@ -121,6 +121,62 @@ fn every_tracker_receives_the_metrics_and_the_description_of_a_run() {
     assert_eq!(wandb_files(&run).len(), 1);
     assert_eq!(fs::read_dir(run.path().join("run/tensorboard")).unwrap().count(), 1);
     assert_no_secrets(&run);
+}
+
+/// A step and an evaluation after it are one row of W&B.
+#[test]
+fn metrics_of_steps_and_of_evaluations_have_different_names() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let output = command(&run, server.url(), &["epochs=1", "train_iters=null", "eval_interval=10"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let received = server.received();
+    let (steps, evaluations): (Vec<u64>, _) = ((1..=20).collect(), [10, 20]);
+    for (name, want) in [
+        ("n_targets", &steps[..]),
+        ("epoch", &steps),
+        ("n_targets/eval", &evaluations),
+        ("epoch/eval", &evaluations),
+        ("eval_time", &evaluations),
+    ] {
+        // A checkpoint has an epoch, too, which is no metric.
+        let records = run.metrics().into_iter().filter(|record| record.get("saved").is_none());
+        let value = |record: Value| Some((record["iter"].as_u64()?, record[name].as_f64()?));
+        let written: Vec<(u64, f64)> = records.filter_map(value).collect();
+        assert_eq!(history(&received, name), written, "{name} in W&B");
+        assert_eq!(metric(&received, name), written, "{name} in MLflow");
+        assert_eq!(written.iter().map(|(step, _)| *step).collect::<Vec<_>>(), want, "{name}");
+    }
+    assert_eq!(written(&run, "epoch/eval"), [(10, 0.0), (20, 1.0)]);
+}
+
+#[test]
+fn the_row_of_a_checkpoint_whose_record_is_missing_comes_from_the_metrics_file() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let mut killed = command(&run, server.url(), &[]);
+    let output = killed.env("CANDLEWICK_TEST_KILL_AT", "checkpoint_published:10").output().unwrap();
+    assert!(!output.status.success());
+    let output = command(&run, server.url(), &[]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    run.assert_resumed();
+    let received = server.received();
+    assert_eq!(history(&received, "loss"), written(&run, "loss"));
+    let times: Vec<f64> = received.history.iter().map(|row| row["_runtime"].as_f64().unwrap()).collect();
+    assert!(times.is_sorted(), "{times:?}");
+}
+
+#[test]
+fn an_evaluation_that_is_repeated_at_each_start_is_recorded_once() {
+    let (run, server) = (Run::new(), TrackingServer::start(Fault::Healthy));
+    let generate = "generate={prompts: [hello], max_new_tokens: 2, on_evaluate: true}";
+    // The last checkpoint is saved before its evaluation, as by a signal during the evaluation.
+    for overrides in [&["eval_interval=100"][..], &["eval_interval=12"], &["eval_interval=12"]] {
+        let output = command(&run, server.url(), &[overrides, &[generate]].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    assert_eq!(written(&run, "loss/eval").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [24]);
+    assert_eq!(metric(&server.received(), "loss/eval").len(), 1);
+    let samples = fs::read_to_string(run.path().join("run/samples.jsonl")).unwrap();
+    assert_eq!(samples.lines().count(), 1, "{samples}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use candlewick_text::printable::printable;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::terminal::print_note;
+use crate::terminal::print_log;
 
 pub use bars::{AboveBars, show_bar};
 pub use downloads::show_downloads;
@@ -67,7 +67,7 @@ impl WorkProgress {
             ProgressUnit::Count(name) => name,
             ProgressUnit::Bytes => "MB",
         };
-        let lines = has_lines.then(|| ProgressLines::new(what, name, |line| print_note(&line)));
+        let lines = has_lines.then(|| ProgressLines::new(what, name, |line| print_log(&line)));
         let progress = Self { bar, lines, unit, done: AtomicUsize::new(0), total: AtomicUsize::new(total) };
         progress.set(0, total);
         progress

@@ -71,7 +71,7 @@ fn read(path: &Path, overrides: &[String], verbosity: Verbosity) -> Result<Resol
 }
 
 /// Returns the keys whose values differ between two or more, in the order of the plan. A summary is left out if one of
-/// its keys differs.
+/// its keys differs, and a path below the output folder if only the folder differs.
 pub(in crate::cli) fn differences<'a>(settings: &[&'a ResolvedSettings]) -> Vec<Difference<'a>> {
     let has_written = settings.iter().all(|of| of.written.is_some());
     let listed = settings.iter().map(|of| if has_written { of.all().collect() } else { of.settings.iter().collect() });
@@ -85,13 +85,31 @@ pub(in crate::cli) fn differences<'a>(settings: &[&'a ResolvedSettings]) -> Vec<
     let of = |key: &str| -> Vec<Option<&WordedSetting>> {
         lists.iter().map(|list| list.iter().find(|setting| setting.key == key).copied()).collect()
     };
+    let folders: Vec<Option<String>> =
+        of(OUTPUT_DIR).iter().map(|setting| setting.and_then(|of| of.value.as_str().map(str::to_owned))).collect();
     let differs = |of: &[Option<&WordedSetting>]| {
-        of.windows(2).any(|pair| pair[0].map(|setting| &setting.value) != pair[1].map(|setting| &setting.value))
+        let value = |idx: usize| of[idx].map(|setting| below_output_dir(setting, folders[idx].as_deref()));
+        (1..of.len()).any(|idx| value(idx - 1) != value(idx))
     };
     let mut found: Vec<Difference> = keys.into_iter().map(|key| (key, of(key))).filter(|(_, of)| differs(of)).collect();
     let keys: Vec<String> = found.iter().map(|(key, _)| (*key).to_owned()).collect();
     found.retain(|(key, _)| !keys.iter().any(|other| other.starts_with(&format!("{key}."))));
     found
+}
+
+const OUTPUT_DIR: &str = "output_dir";
+
+/// Returns a value as JSON in which paths below the output folder are relative to it: they differ between runs only because the
+/// folder does.
+fn below_output_dir(setting: &WordedSetting, output_dir: Option<&str>) -> String {
+    let value = setting.value.to_string();
+    match output_dir.filter(|dir| !dir.is_empty() && setting.key != OUTPUT_DIR) {
+        Some(dir) => {
+            let dir = dir.trim_end_matches('/');
+            value.replace(&format!("\"{dir}/"), "\"OUTPUT_DIR/").replace(&format!("in {dir}/"), "in OUTPUT_DIR/")
+        }
+        None => value,
+    }
 }
 
 fn text(settings: &[ResolvedSettings; 2], differences: &[Difference]) -> String {

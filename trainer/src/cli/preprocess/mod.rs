@@ -21,6 +21,7 @@ use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::prepare_data_until;
 use crate::signals::{SignalReaction, StopSignals};
+use candlewick_text::quantity::counted;
 use tokens::{Marking, TokenPrinter};
 
 #[derive(Debug, Args)]
@@ -144,7 +145,14 @@ fn write_samples(
         let (ids, is_target) = tokens(dataset, index);
         let n_targets = is_target.iter().filter(|is_target| **is_target).count();
         let (place, n_tokens) = (dataset.locate(index), ids.len());
-        writeln!(out, "--- sample {}: {}, {n_tokens} tokens, {n_targets} targets", number + 1, printable(&place))?;
+        writeln!(
+            out,
+            "--- sample {}: {}, {}, {}",
+            number + 1,
+            printable(&place),
+            counted(n_tokens, "token"),
+            counted(n_targets, "target")
+        )?;
         writeln!(out, "{}", printer.text(&ids, &is_target))?;
     }
     Ok(())
@@ -159,7 +167,14 @@ fn write_steps(
 ) -> io::Result<()> {
     for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.iter().enumerate() {
         let (n_tokens, n_targets) = (step.n_tokens(), step.n_targets);
-        writeln!(out, "\nstep {}: {n_tokens} tokens, {n_targets} targets; {}", i + 1, marking.legend())?;
+        writeln!(
+            out,
+            "\nstep {}: {}, {}; {}",
+            i + 1,
+            counted(n_tokens, "token"),
+            counted(n_targets, "target"),
+            marking.legend()
+        )?;
         for batch in &step.micro_batches {
             for pair in batch.cu_seqlens.windows(2) {
                 let is_target = |i: usize| i > pair[0] && batch.targets[i - 1] != IGNORE_INDEX;

@@ -259,9 +259,9 @@ impl MlflowMetric {
     }
 }
 
-/// Returns the metrics and the texts of a record, with the current time.
+/// Returns the metrics and the texts of a record.
 fn row_of(record: &MetricsRecord) -> MlflowRow {
-    let (timestamp, step) = (now(), record.step);
+    let (timestamp, step) = (record.time.as_millisecond().unsigned_abs(), record.step);
     let metric = |(name, value): (String, f64)| MlflowMetric { key: key(&name), value, timestamp, step };
     let tag = |(name, text): (String, String)| (key(&name), text.chars().take(MAX_TAG_CHARS).collect());
     let metrics = record.scalars().into_iter().map(metric).collect();

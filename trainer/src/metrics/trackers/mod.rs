@@ -20,7 +20,7 @@ pub(super) fn open(plan: &LogPlan, start: RunStart, terminal: &Terminal) -> io::
     let file = metrics_path.as_deref().map(|path| MetricsFile::open(path, start)).transpose()?;
     let samples = plan.samples_path.as_deref().map(|path| SamplesFile::open(path, start)).transpose()?;
     let tensorboard = tracking.tensorboard.as_deref().map(tensorboard::TensorBoard::new);
-    let wandb = tracking.wandb.as_ref().map(|plan| wandb::Wandb::new(plan, terminal.clone()));
+    let wandb = tracking.wandb.as_ref().map(|plan| wandb::Wandb::new(plan, metrics_path.clone(), terminal.clone()));
     let mlflow = tracking.mlflow.as_ref().map(|plan| mlflow::Mlflow::new(plan, metrics_path.clone(), terminal.clone()));
     let all = [boxed(file), boxed(samples), boxed(tensorboard), boxed(wandb), boxed(mlflow)];
     Ok(all.into_iter().flatten().collect())

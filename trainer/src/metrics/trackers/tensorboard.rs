@@ -1,7 +1,7 @@
 //! TensorBoard's event files.
 //!
-//! A run that starts at step 0 renames the folder of an earlier run to `<name>.1`, `.2`, and so on. A run that resumes after
-//! step N writes a new file, whose first event lets TensorBoard discard the earlier events of later steps.
+//! A run that resumes after step N writes a new file, whose first event lets TensorBoard discard the earlier events of later
+//! steps.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -18,7 +18,6 @@ use super::event::{
 };
 use crate::metrics::description::RunDescription;
 use crate::metrics::host::HostInfo;
-use crate::metrics::jsonl::unused_name;
 use crate::metrics::tracker::{MetricsRecord, RunStart, Tracker};
 
 /// Writes the metrics of a run into an event file.
@@ -45,9 +44,6 @@ impl Tracker for TensorBoard {
     }
 
     fn describe(&mut self, start: RunStart, run: &RunDescription) -> io::Result<()> {
-        if start == RunStart::Fresh && self.folder.exists() {
-            fs::rename(&self.folder, unused_name(&self.folder))?;
-        }
         fs::create_dir_all(&self.folder)?;
         self.file = Some(File::create_new(self.folder.join(file_name(&self.folder)?))?);
         let version = TensorBoardEvent { file_version: Some(EVENT_FILE_VERSION.to_owned()), ..now(0) };
@@ -68,7 +64,8 @@ impl Tracker for TensorBoard {
         if summary.value.is_empty() {
             return Ok(());
         }
-        self.write(&TensorBoardEvent { summary: Some(summary), ..now(record.step) })
+        let wall_time = record.time.as_millisecond() as f64 / 1e3;
+        self.write(&TensorBoardEvent { summary: Some(summary), wall_time, ..now(record.step) })
     }
 
     fn finish(&mut self, _code: ExitCode) -> io::Result<()> {
@@ -135,6 +132,7 @@ fn markdown(run: &RunDescription) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::metrics::record::{CheckpointRecord, EvalRecord, StepRecord};
     use crate::metrics::tracker::RecordKind;
     use serde_json::json;
 
@@ -191,6 +189,46 @@ mod tests {
     }
 
     #[test]
+    fn the_epoch_is_that_of_steps_and_evaluations_have_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tracker = TensorBoard::new(dir.path());
+        tracker.describe(RunStart::Fresh, &RunDescription::default()).unwrap();
+        let step = StepRecord { iter: 4, n_targets: 7, ..StepRecord::default() };
+        let evaluation = EvalRecord { iter: 4, epoch: 1, n_targets: 9, ..EvalRecord::default() };
+        let checkpoint = CheckpointRecord { iter: 4, epoch: 1, ..CheckpointRecord::default() };
+        for record in [
+            MetricsRecord::of(RecordKind::Step, &step).unwrap(),
+            MetricsRecord::of(RecordKind::Evaluation, &evaluation).unwrap(),
+            MetricsRecord::of(RecordKind::Checkpoint, &checkpoint).unwrap(),
+        ] {
+            tracker.log(&record).unwrap();
+        }
+        let values: Vec<SummaryValue> = events(dir.path())
+            .into_iter()
+            .filter_map(|event| event.summary)
+            .flat_map(|summary| summary.value)
+            .collect();
+        let of = |tag: &str| {
+            values.iter().filter(|value| value.tag == tag).filter_map(|value| value.simple_value).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            [of("epoch"), of("epoch/eval"), of("n_targets"), of("n_targets/eval")],
+            [[0.0], [1.0], [7.0], [9.0]]
+        );
+    }
+
+    /// A run that resumes sends the records of an earlier process.
+    #[test]
+    fn an_event_has_the_time_of_its_record() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tracker = TensorBoard::new(dir.path());
+        tracker.describe(RunStart::Fresh, &RunDescription::default()).unwrap();
+        let line = br#"{"time":"2026-11-21T02:03:04.050Z","iter":1,"loss":0.5}"#;
+        tracker.log(&MetricsRecord::parse(line).unwrap()).unwrap();
+        assert_eq!(events(dir.path()).pop().unwrap().wall_time, 1_795_226_584.05);
+    }
+
+    #[test]
     fn sample_generations_are_texts() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("tensorboard");
@@ -216,14 +254,5 @@ mod tests {
             events.iter().filter(|event| event.session_log.is_some()).map(|event| event.step).collect();
         assert_eq!(sessions, [1, 2]);
         assert_eq!(events.iter().map(|event| event.step).collect::<Vec<_>>(), [0, 1, 0, 1, 2, 3, 0, 2, 1, 2, 3]);
-    }
-
-    #[test]
-    fn a_fresh_run_renames_the_earlier_folder() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("tensorboard");
-        (1..=2).for_each(|n| run(&folder, RunStart::Fresh, [n]));
-        assert_eq!(events(&dir.path().join("tensorboard.1")).last().unwrap().step, 1);
-        assert_eq!(events(&folder).last().unwrap().step, 2);
     }
 }

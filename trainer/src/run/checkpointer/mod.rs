@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candlewick_model::BaseModelRecord;
 use candlewick_model::checkpoint::Checkpoint;
+use candlewick_text::quantity::counted;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
@@ -94,7 +95,7 @@ impl<'a> Checkpointer<'a> {
 
     /// Lists the settings that differ from the checkpoint's, one line for each key.
     pub(super) fn changed_settings(&self, run: &RunState) -> Vec<String> {
-        run.settings.differences(&self.settings)
+        run.settings.differences(&self.settings).iter().map(|line| with_recipe_key(line)).collect()
     }
 
     /// Checks before the first step that every folder is writable and that all checkpoints fit on disk.
@@ -148,7 +149,7 @@ impl<'a> Checkpointer<'a> {
                 // Keep sharded checkpoints up to the current step: the run may have resumed from another run's.
                 let since = if plan.format == CheckpointFormat::Sharded { done } else { 0 };
                 if let Some((folder, n)) = move_aside(plan.format, &plan.output_dir, run_start, since)? {
-                    lines.push(format!("moved {n} checkpoints of other runs to {}", folder.display()));
+                    lines.push(format!("moved {} of other runs to {}", counted(n, "checkpoint"), folder.display()));
                 }
                 let is_due =
                     |step| plan.is_due(Moment::of(step, total_steps, &ends)) || ends_early.contains(&Some(step));
@@ -377,6 +378,20 @@ pub(super) fn settings(plan: &Plan) -> Fingerprint {
         settings["mtp"] = json!(mtp);
     }
     Fingerprint::of(&settings)
+}
+
+/// Replaces the name of a setting at the start of a line by the key of the recipe.
+fn with_recipe_key(line: &str) -> String {
+    const KEYS: [(&str, &str); 6] = [
+        ("horizon.epochs:", "epochs:"),
+        ("horizon.steps:", "train_iters:"),
+        ("horizon.tokens:", "train_tokens:"),
+        ("model:", "model.name_or_path:"),
+        ("fp32_residual_connection:", "model.fp32_residual_connection:"),
+        ("quantize_base:", "model.quantize_base:"),
+    ];
+    let renamed = KEYS.iter().find_map(|(name, key)| Some(format!("{key}{}", line.strip_prefix(name)?)));
+    renamed.unwrap_or_else(|| line.to_owned())
 }
 
 /// Returns the steps at which epochs end, as far as they are known now.

@@ -85,6 +85,9 @@ impl<'a> Session<'a> {
             Some(resumed) if !checkpointer.is_of_other_run(resumed) => RunStart::Resumed(resumed.run.step),
             _ => RunStart::Fresh,
         };
+        if start == RunStart::Fresh {
+            run_json.set_aside_unfinished(&plan.log)?;
+        }
         let gpu_id = match run.engine.device().location() {
             DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
             _ => None,
@@ -119,6 +122,12 @@ impl<'a> Session<'a> {
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
+        let terminal = session.reporter.terminal().clone();
+        run.stop.respond_with(move |signal| {
+            // The program may be killed before the end of the step, and would leave the bar.
+            terminal.finish();
+            terminal.line(&signal.acknowledgement("finishing the step, then saving"));
+        });
         lines(plan, &description.device).iter().for_each(|line| session.reporter.terminal().line(line));
         session.run_json.update(|report| report.run = Some(description))?;
         session.log_start(resumed.as_ref(), resume_time, &moved)?;
@@ -139,13 +148,14 @@ impl<'a> Session<'a> {
             terminal.line(&prepared.token_stats.to_string());
         }
         let plan = self.run.plan;
+        terminal.line(&format!("global batch: {}", plan.global_batch()));
         plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
         moved.iter().for_each(|line| terminal.line(line));
         let planned = plan.checkpoints.iter().map(|plan| format!("will save: {plan}"));
         planned.for_each(|line| terminal.line(&line));
         if let Some(Resumed { run, dir, .. }) = resumed {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
-            self.reporter.log_resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
+            self.reporter.log_resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time, time: None });
             for difference in self.checkpointer.changed_settings(run) {
                 tracing::warn!("changed since this checkpoint: {difference}");
             }

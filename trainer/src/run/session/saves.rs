@@ -34,7 +34,7 @@ impl Session<'_> {
     pub(in crate::run) fn finish_async_save(&mut self, wait: bool) -> Result<()> {
         if let Some(FinishedAsyncSave { tag, dir, removed, save_time }) = self.checkpointer.finish_async_save(wait)? {
             let (epoch, iter, save_time) = (tag.epoch, tag.step, Some(save_time.as_secs_f64()));
-            self.log_saved(&CheckpointRecord { epoch, iter, saved: dir, save_time }, &removed);
+            self.log_saved(&CheckpointRecord { epoch, iter, saved: dir, save_time, time: None }, &removed);
         }
         Ok(())
     }
@@ -91,7 +91,8 @@ impl Session<'_> {
             self.checkpointer.finish_saves(&self.stream, self.progress.clone())?
         {
             if self.reporter.lacks_checkpoint(&dir) {
-                let record = CheckpointRecord { epoch: tag.epoch, iter: tag.step, saved: dir, save_time: None };
+                let record =
+                    CheckpointRecord { epoch: tag.epoch, iter: tag.step, saved: dir, save_time: None, time: None };
                 self.log_saved(&record, &removed);
             } else {
                 self.log_removed(&removed);
@@ -190,7 +191,7 @@ impl Session<'_> {
         if let SaveOutcome::Saved(SavedCheckpoint { dir: saved, removed }) = outcome {
             let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
             let save_time = Some(started.elapsed().as_secs_f64());
-            self.log_saved(&CheckpointRecord { epoch, iter, saved, save_time }, &removed);
+            self.log_saved(&CheckpointRecord { epoch, iter, saved, save_time, time: None }, &removed);
             checkpoint.format.failpoint("recorded", iter);
         }
         Ok(())

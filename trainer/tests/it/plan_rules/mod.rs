@@ -344,7 +344,7 @@ fn a_plan_lists_parameters_batch_and_steps() {
 fn the_short_table_leaves_out_the_defaults() {
     let text = plan(&["optimizer.lr=1e-4"]).table(SettingsFilter::Set);
     assert!(text.contains("optimizer.learning_rate") && text.contains("--all shows them"), "{text}");
-    assert!(!text.contains("gradient_clipping  ") && text.contains("global batch: 1 rows"), "{text}");
+    assert!(!text.contains("gradient_clipping  ") && text.contains("global batch: 1 row a step"), "{text}");
     assert!(plan(&[]).table(SettingsFilter::All).contains("gradient_clipping"));
 }
 

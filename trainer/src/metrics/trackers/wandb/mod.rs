@@ -8,24 +8,26 @@ mod files;
 mod records;
 mod transaction_log;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use candlewick_runtime::exit::ExitCode;
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
 use self::api::{WandbRow, WandbRun};
-use self::files::{FileFields, WandbFile, WandbFolder, items};
+use self::files::{FileFields, WandbFile, WandbFolder, items, step_of};
 use self::records::{WandbRunRecord, WandbTimestamp};
 use super::http::HttpClient;
 use super::uploader::Uploader;
 use crate::metrics::console::Terminal;
 use crate::metrics::description::{RunDescription, base36};
+use crate::metrics::earlier_files::unused_name;
 use crate::metrics::host::HostInfo;
-use crate::metrics::jsonl::unused_name;
+use crate::metrics::jsonl::records_until;
 use crate::metrics::tracker::{MetricsRecord, RecordKind, RunStart, Tracker};
 use crate::metrics::tracking_plan::{Credentials, WandbMode, WandbPlan};
 
@@ -33,6 +35,7 @@ use crate::metrics::tracking_plan::{Credentials, WandbMode, WandbPlan};
 #[derive(Debug)]
 pub(super) struct Wandb {
     plan: WandbPlan,
+    metrics_path: Option<PathBuf>,
     terminal: Terminal,
     folder: Option<PathBuf>,
     file: Option<WandbFile>,
@@ -43,6 +46,8 @@ pub(super) struct Wandb {
     is_written: bool,
     /// The metrics of that step.
     row: FileFields,
+    /// The time of the last of them.
+    row_time: Timestamp,
     /// The last value of each metric.
     summary: FileFields,
     started: Instant,
@@ -51,10 +56,11 @@ pub(super) struct Wandb {
 }
 
 impl Wandb {
-    /// Returns a tracker with the settings of `plan`.
-    pub(super) fn new(plan: &WandbPlan, terminal: Terminal) -> Self {
+    /// Returns a tracker with the settings of `plan`. The metrics file has the records of earlier processes.
+    pub(super) fn new(plan: &WandbPlan, metrics_path: Option<PathBuf>, terminal: Terminal) -> Self {
         Self {
             plan: plan.clone(),
+            metrics_path,
             terminal,
             folder: None,
             file: None,
@@ -62,6 +68,7 @@ impl Wandb {
             step: 0,
             is_written: false,
             row: Map::new(),
+            row_time: Timestamp::now(),
             summary: Map::new(),
             started: Instant::now(),
             before: Duration::ZERO,
@@ -96,7 +103,10 @@ impl Wandb {
         if start == RunStart::Fresh && folder.path.exists() {
             fs::rename(&folder.path, unused_name(&folder.path))?;
         }
-        let rows = folder.rows(start.step() as i64);
+        let mut rows = folder.rows(start.step() as i64);
+        if let (RunStart::Resumed(step), Some(path)) = (start, &self.metrics_path) {
+            rows.extend(rows_after(rows.last(), &records_until(path, step)));
+        }
         rows.iter().for_each(|row| self.summary.extend(row.clone()));
         let runtime = self.summary.get("_runtime").and_then(Value::as_f64).unwrap_or(0.0);
         self.before = Duration::try_from_secs_f64(runtime).unwrap_or_default();
@@ -159,13 +169,7 @@ impl Wandb {
         }
         self.is_written = true;
         let mut fields = std::mem::take(&mut self.row);
-        let timestamp = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        let runtime = self.runtime();
-        fields.extend([
-            ("_step".to_owned(), json!(self.step)),
-            ("_timestamp".to_owned(), json!(timestamp)),
-            ("_runtime".to_owned(), json!(runtime)),
-        ]);
+        fields.extend(position(self.step, self.row_time, self.runtime()));
         self.summary.extend(fields.clone());
         if let Some(uploader) = &self.uploader {
             uploader.push(WandbRow(json!(fields).to_string()));
@@ -212,8 +216,8 @@ impl Tracker for Wandb {
             self.write_row();
             (self.step, self.is_written) = (record.step, false);
         }
-        self.row.extend(record.scalars().into_iter().map(|(name, value)| (name, json!(value))));
-        self.row.extend(record.texts().into_iter().map(|(name, text)| (name, json!(text))));
+        self.row.extend(fields_of(record));
+        self.row_time = record.time;
         // A process that resumes after this checkpoint needs the row of its step.
         if record.kind == RecordKind::Checkpoint {
             self.write_row();
@@ -238,6 +242,37 @@ impl Tracker for Wandb {
             uploader.wait();
         }
     }
+}
+
+/// Returns the metrics and the texts of a record.
+fn fields_of(record: &MetricsRecord) -> FileFields {
+    let scalars = record.scalars().into_iter().map(|(name, value)| (name, json!(value)));
+    scalars.chain(record.texts().into_iter().map(|(name, text)| (name, json!(text)))).collect()
+}
+
+/// Returns the fields of a row that are no metrics: its step, its time, and the running time of the run in seconds.
+fn position(step: usize, time: Timestamp, runtime: f64) -> FileFields {
+    let timestamp = time.as_millisecond() as f64 / 1e3;
+    let fields = [("_step", json!(step)), ("_timestamp", json!(timestamp)), ("_runtime", json!(runtime))];
+    fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect()
+}
+
+/// Returns the rows of the steps after the row `last`, made of the records of a metrics file. A process may have been killed
+/// between its checkpoint and the row of that step.
+fn rows_after(last: Option<&FileFields>, records: &[MetricsRecord]) -> Vec<FileFields> {
+    let number = |name: &str| last.and_then(|row| row.get(name)?.as_f64());
+    let last_step = last.and_then(step_of).unwrap_or(-1);
+    let runtime = |time: Timestamp| {
+        let since = number("_timestamp").map_or(0.0, |last| time.as_millisecond() as f64 / 1e3 - last);
+        number("_runtime").unwrap_or(0.0) + since.max(0.0)
+    };
+    let mut rows: BTreeMap<usize, FileFields> = BTreeMap::new();
+    for record in records.iter().filter(|record| record.step as i64 > last_step) {
+        let row = rows.entry(record.step).or_default();
+        row.extend(fields_of(record));
+        row.extend(position(record.step, record.time, runtime(record.time)));
+    }
+    rows.into_values().collect()
 }
 
 fn run_record(plan: &WandbPlan, run_id: &str, run: &RunDescription, config: &FileFields) -> WandbRunRecord {
