@@ -74,7 +74,8 @@ pub struct Tag {
 impl CheckpointPlan {
     /// Replaces a fraction by its steps.
     pub fn count_steps(&mut self, run: RunLength) {
-        self.save_every_n_steps = self.save_fraction.take().map_or(self.save_every_n_steps, |fraction| fraction.steps(run));
+        self.save_every_n_steps =
+            self.save_fraction.take().map_or(self.save_every_n_steps, |fraction| fraction.steps(run));
     }
 
     /// Returns true if checkpoints are due before the end of the run.
