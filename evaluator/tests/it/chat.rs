@@ -80,7 +80,15 @@ fn typed(lines: &[&str], options: &[&str]) -> Option<(String, Option<String>)> {
 #[test]
 fn a_chat_in_a_terminal_edits_lines_and_keeps_a_history() {
     // Ctrl-A goes to the start of the line, Ctrl-W removes a word, the arrow finds the line before, and Tab completes.
-    let lines = ["i\u{1}H\u{5} x\u{17}\u{8}\r", "\u{1b}[A\r", "/und\t\r", "\"\"\"Ho\rHo\"\"\"\r", "/undo\r", "x\u{3}", "/quit\r"];
+    let lines = [
+        "i\u{1}H\u{5} x\u{17}\u{8}\r",
+        "\u{1b}[A\r",
+        "/und\t\r",
+        "\"\"\"Ho\rHo\"\"\"\r",
+        "/undo\r",
+        "x\u{3}",
+        "/quit\r",
+    ];
     let Some((screen, history)) = typed(&lines, &[]) else { return };
     for part in ["34", "removed: Hi", "removed: Ho Ho", "Tab completes a command"] {
         assert!(screen.contains(part), "no {part:?} in:\n{screen}");
