@@ -138,7 +138,7 @@ pub struct NodeArgs {
     pub standalone: bool,
     /// Also answer clients of the store that do not send its secret, such as torch's. A Python program implies it
     #[arg(long)]
-    pub torch_clients: bool,
+    pub allow_torch_clients: bool,
     /// Address at which other nodes reach this node [default: its host name]
     #[arg(long, alias = "local_addr", env = "PET_LOCAL_ADDR", hide_env = true, value_name = "HOST")]
     pub local_addr: Option<String>,

@@ -26,7 +26,7 @@ pub struct LaunchPlan {
     /// Role of the workers.
     pub role: String,
     /// Answers clients of the store that do not send its secret.
-    pub torch_clients: bool,
+    pub allow_torch_clients: bool,
     /// Address at which other nodes reach this node.
     pub local_addr: Option<String>,
     /// Maximum number of restarts of the worker group.
@@ -177,7 +177,7 @@ impl LaunchPlan {
             rendezvous: rendezvous(cli)?,
             run_id: if cli.nodes.standalone { random_id() } else { cli.nodes.rdzv_id.clone() },
             role: cli.workers.role.clone(),
-            torch_clients: lets_in_torch(cli),
+            allow_torch_clients: lets_in_torch(cli),
             local_addr: cli.nodes.local_addr.clone(),
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
@@ -369,7 +369,7 @@ fn threads(local_world_size: usize, node_resources: &NodeResources) -> BTreeMap<
 
 /// Returns true if the store answers clients that do not send its secret.
 fn lets_in_torch(cli: &Cli) -> bool {
-    cli.nodes.torch_clients || runs_python(cli)
+    cli.nodes.allow_torch_clients || runs_python(cli)
 }
 
 /// Returns true if the workers are Python programs.

@@ -7,7 +7,7 @@ use candlewick_ops::Fp8LinearScales;
 use candlewick_text::files::is_present;
 use serde_json::{Map, Value, json};
 
-use crate::{Config, ModelError, config::json::read_own_object};
+use crate::{Config, ModelError, config::json::read_object_with_unique_keys};
 
 /// File of an export with the scales of its run: for each linear layer that multiplies in FP8, the factors of input and weight
 /// before they are rounded to E4M3. Routed experts have lists with a factor for each expert. Modules that compute in the compute
@@ -59,7 +59,7 @@ pub fn read_fp8_scales(
         let matrices = inputs.into_iter().zip(weights).map(|(input, weight)| Fp8LinearScales { input, weight });
         Ok((module, matrices.collect()))
     };
-    let entries: Map<String, Value> = read_own_object(&path)?;
+    let entries: Map<String, Value> = read_object_with_unique_keys(&path)?;
     if entries.values().all(Value::is_null) {
         return Err(ModelError::malformed(&path, "it has no module, so nothing would multiply in FP8; export again"));
     }

@@ -159,7 +159,7 @@ fn score_rows(args: &ScoreArgs, data: &str, hub: &Hub, ranks: &EvalRanks, device
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     rows.refuse_unrendered(&template)?;
     if reports {
-        if let Some(first) = source.first_without_null_fields() {
+        if let Some(first) = source.first_row_with_removed_nulls() {
             print_note(&format!(
                 "note: null fields of nested structs are removed, the first in {first}; --remove-none-values false \
                  keeps them"

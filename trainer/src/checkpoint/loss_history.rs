@@ -65,7 +65,7 @@ impl LossHistory {
         let middle = median(losses.clone());
         let mad = median(losses.iter().map(|loss| (loss - middle).abs()).collect());
         let normal = known.iter().filter(|(step, _)| !self.spike_steps.contains(step)).map(|(_, loss)| *loss);
-        let sigma = (SIGMA_PER_MAD * mad).max(upper_sigma(normal.collect(), middle)).max(LEAST_SIGMA);
+        let sigma = (SIGMA_PER_MAD * mad).max(sigma_above_median(normal.collect(), middle)).max(LEAST_SIGMA);
         Some(middle + sigma_factor * sigma)
     }
 }
@@ -76,7 +76,7 @@ impl LossHistory {
 ///
 /// `losses` are those that were no spikes: else a third spike in 128 steps would raise the limit above it. It reads the third
 /// largest of 128 losses. Returns 0 if it would read the largest loss, with fewer than 44.
-fn upper_sigma(mut losses: Vec<f64>, middle: f64) -> f64 {
+fn sigma_above_median(mut losses: Vec<f64>, middle: f64) -> f64 {
     let n_above = (ABOVE_TWO_SIGMA * losses.len() as f64) as usize;
     losses.sort_by(|a, b| b.total_cmp(a));
     if n_above == 0 { 0.0 } else { (losses[n_above] - middle) / 2.0 }

@@ -230,7 +230,7 @@ struct UncachedRows<'a> {
 
 /// Describes the null fields that were removed from the rows read so far.
 pub(crate) fn describe_removed_nulls(source: &dyn RowSource) -> Option<String> {
-    let first = source.first_without_null_fields()?;
+    let first = source.first_row_with_removed_nulls()?;
     Some(format!(
         "null fields of nested structs are removed, the first in {first}; `remove_none_values: false` keeps them"
     ))

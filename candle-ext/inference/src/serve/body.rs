@@ -11,14 +11,14 @@ use tokio::time::timeout;
 
 use super::api_error::ApiError;
 
-/// Body of a request. It holds its part of [`BodyMemory`].
+/// Body of a request. It holds its part of [`RequestBodyMemory`].
 pub(super) struct RequestBody {
     pub(super) bytes: Vec<u8>,
     _reserved: Option<OwnedSemaphorePermit>,
 }
 
 /// Memory of the bodies of all requests.
-pub(super) struct BodyMemory {
+pub(super) struct RequestBodyMemory {
     /// Free bytes.
     free: Arc<Semaphore>,
     /// Time until a body is complete.
@@ -34,13 +34,13 @@ const MAX_ALL_BODIES_BYTES: usize = 64 << 20;
 /// Time until a body is complete.
 const BODY_DEADLINE: Duration = Duration::from_secs(60);
 
-impl Default for BodyMemory {
+impl Default for RequestBodyMemory {
     fn default() -> Self {
         Self { free: Arc::new(Semaphore::new(MAX_ALL_BODIES_BYTES)), deadline: BODY_DEADLINE }
     }
 }
 
-impl BodyMemory {
+impl RequestBodyMemory {
     /// Reads a body within the deadline. `length` is its size, if the request has it.
     pub(super) async fn read(&self, body: Body, length: Option<usize>) -> Result<RequestBody, ApiError> {
         if length.is_some_and(|length| length > MAX_BODY_BYTES) {
@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn bodies_are_bounded_one_by_one_and_together() {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-        let bodies = BodyMemory { free: Arc::new(Semaphore::new(10)), deadline: Duration::from_secs(60) };
+        let bodies = RequestBodyMemory { free: Arc::new(Semaphore::new(10)), deadline: Duration::from_secs(60) };
         let read = |chunks| runtime.block_on(bodies.read(of_chunks(chunks), None));
         let first = read(vec![vec![1; 3], vec![], vec![2; 4]]).unwrap();
         assert_eq!(first.bytes, [1, 1, 1, 2, 2, 2, 2]);
@@ -124,7 +124,7 @@ mod tests {
         // A refused body, and one that has been parsed, free their memory.
         drop(first);
         assert_eq!(read(vec![vec![0; 10]]).unwrap().bytes.len(), 10);
-        let bodies = BodyMemory::default();
+        let bodies = RequestBodyMemory::default();
         let chunk = vec![0; MAX_BODY_BYTES / 2 + 1];
         assert!(message(runtime.block_on(bodies.read(of_chunks(vec![chunk; 2]), None))).contains("16777216 bytes"));
         assert!(message(runtime.block_on(bodies.read(Body::empty(), Some(MAX_BODY_BYTES + 1)))).contains("more than"));
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn an_incomplete_body_is_refused_after_the_deadline() {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-        let bodies = BodyMemory { free: Arc::new(Semaphore::new(10)), deadline: Duration::from_millis(5) };
+        let bodies = RequestBodyMemory { free: Arc::new(Semaphore::new(10)), deadline: Duration::from_millis(5) };
         let chunks = stream::iter([Ok::<_, Infallible>(vec![0u8; 3])]).chain(stream::pending());
         let refused = message(runtime.block_on(bodies.read(Body::from_stream(chunks), Some(4))));
         assert!(refused.contains("incomplete"), "{refused}");

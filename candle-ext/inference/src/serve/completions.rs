@@ -30,7 +30,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         true => SpecialTokens::Include,
         false => SpecialTokens::Exclude,
     };
-    let written = written(&mut fields, |n_prompts| state.check_choices(n_prompts, generation.n))?;
+    let written = written(&mut fields, |n_prompts| state.check_number_of_choices(n_prompts, generation.n))?;
     let (mut prompts, mut echoes) = (Vec::new(), Vec::new());
     for written in written {
         let ids = written.ids(model, specials, state)?;

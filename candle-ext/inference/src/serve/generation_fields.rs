@@ -78,7 +78,7 @@ impl GenerationFields {
         if n == 0 {
             return Err(ApiError::field("n", "n is 0, expected at least 1"));
         }
-        state.check_choices(1, n)?;
+        state.check_number_of_choices(1, n)?;
         let seed = fields.integer("seed")?.map_or_else(rand::random, i64::cast_unsigned);
         let logit_bias = logit_bias(fields, state.models[model].n_vocab)?;
         let (stream, sampling, stop) = (stream(fields)?, sampling(fields)?, stop(fields)?);

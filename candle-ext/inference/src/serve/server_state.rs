@@ -16,7 +16,7 @@ use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::access_log::AccessLog;
 use super::api_error::ApiError;
-use super::body::BodyMemory;
+use super::body::RequestBodyMemory;
 use super::fields::shown;
 use super::job::GenerationJob;
 use super::metrics::WorkerGauges;
@@ -43,7 +43,7 @@ pub(super) struct ServerState {
     /// Time of running requests after the first signal.
     pub(super) shutdown_timeout: Duration,
     pub(super) origins: OriginPolicy,
-    pub(super) bodies: BodyMemory,
+    pub(super) bodies: RequestBodyMemory,
     /// Permit to parse a large body. One thread is left for small ones.
     pub(super) large_parser: Arc<Semaphore>,
     pub(super) log: AccessLog,
@@ -154,7 +154,7 @@ impl ServerState {
                 hosts: settings.allowed_hosts.clone(),
                 origins: settings.allowed_origins.clone(),
             },
-            bodies: BodyMemory::default(),
+            bodies: RequestBodyMemory::default(),
             large_parser: Arc::new(Semaphore::new(1)),
             log: AccessLog::default(),
             reporter: Arc::new(RequestReporter::new(settings.request_log.clone())),
@@ -212,7 +212,7 @@ impl ServerState {
     }
 
     /// Fails if a request has more choices than the queue can have.
-    pub(super) fn check_choices(&self, n_prompts: usize, n: usize) -> Result<(), ApiError> {
+    pub(super) fn check_number_of_choices(&self, n_prompts: usize, n: usize) -> Result<(), ApiError> {
         let (n_choices, max) = (n_prompts.saturating_mul(n), self.queue.max_capacity());
         if n_choices <= max {
             return Ok(());

@@ -262,7 +262,7 @@ fn secret_of(plan: &LaunchPlan, node_resources: &NodeResources) -> Option<StoreS
     let is_single_node = plan.nodes.max <= 1;
     let given = StoreSecret::from_variable(node_resources.variables.get(StoreSecret::VARIABLE));
     let random = || StoreSecret::new(format!("{:032x}", rand::random::<u128>()));
-    given.or_else(|| is_single_node.then(random)).filter(|_| !plan.torch_clients)
+    given.or_else(|| is_single_node.then(random)).filter(|_| !plan.allow_torch_clients)
 }
 
 /// The shortest reply timeout of the store. It is the heartbeat timeout otherwise; a host under load may need longer.

@@ -50,10 +50,10 @@ fn an_invalid_command_line_exits_with_2_and_starts_nothing() {
 fn a_secret_of_a_store_that_lets_in_torch_is_reported() {
     const NOTE: &str = "CANDLEWICK_STORE_SECRET has no effect";
     let run = |arguments: &[&str]| start(command(arguments).env("CANDLEWICK_STORE_SECRET", "word")).wait();
-    run(&["--torch-clients", "true"]).exits_with(0).stderr_contains(&[NOTE, "torch's clients send no secret"]);
+    run(&["--allow-torch-clients", "true"]).exits_with(0).stderr_contains(&[NOTE, "torch's clients send no secret"]);
     let output = run(&["true"]);
     assert!(!output.exits_with(0).stderr.contains(NOTE), "{}", output.stderr);
-    assert!(!launch(&["--torch-clients", "true"]).exits_with(0).stderr.contains(NOTE));
+    assert!(!launch(&["--allow-torch-clients", "true"]).exits_with(0).stderr.contains(NOTE));
 }
 
 #[test]

@@ -172,7 +172,7 @@ fn a_killed_store_host_ends_the_other_node() {
 
 #[test]
 fn clients_of_the_launchers_store_need_its_secret() {
-    for (flags, needs_secret) in [(&[][..], true), (&["--torch-clients"], false)] {
+    for (flags, needs_secret) in [(&[][..], true), (&["--allow-torch-clients"], false)] {
         let (_folder, path) = temp_folder();
         let script =
             format!("echo $MASTER_ADDR $MASTER_PORT $CANDLEWICK_STORE_SECRET > {0}/at; : < {0}/end", path.display());

@@ -108,7 +108,7 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError>
 }
 
 /// Reads the object in a JSON file that this program writes, as [`read_object`] does. A key that appears twice is an error.
-pub(crate) fn read_own_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+pub(crate) fn read_object_with_unique_keys(path: &Path) -> Result<Map<String, Value>, ModelError> {
     parse_object_with(path, &read_bytes(path)?, parse_value)
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use candlewick_text::files::is_present;
 use serde_json::json;
 
-use crate::{ModelError, config::json::read_own_object};
+use crate::{ModelError, config::json::read_object_with_unique_keys};
 
 /// File in an adapter folder that identifies the base weights. PEFT ignores it.
 pub const BASE_MODEL_RECORD: &str = ".candlewick_base.json";
@@ -31,7 +31,7 @@ impl BaseModelRecord {
         if !is_present(&path) {
             return Ok(None);
         }
-        let map = read_own_object(&path)?;
+        let map = read_object_with_unique_keys(&path)?;
         let text = |key: &str| map.get(key).and_then(|value| value.as_str()).map(str::to_owned);
         match (text("model"), text("weights")) {
             (Some(model), Some(weights)) => Ok(Some(Self { model, weights })),

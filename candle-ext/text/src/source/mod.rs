@@ -69,7 +69,7 @@ pub trait RowSource: Send + Sync {
     }
 
     /// Returns the location of the first row read from which null fields were removed.
-    fn first_without_null_fields(&self) -> Option<String> {
+    fn first_row_with_removed_nulls(&self) -> Option<String> {
         None
     }
 

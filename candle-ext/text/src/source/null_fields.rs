@@ -72,7 +72,7 @@ impl RowSource for WithoutNullFields {
     fn files(&self) -> SourceFiles {
         self.inner.files()
     }
-    fn first_without_null_fields(&self) -> Option<String> {
+    fn first_row_with_removed_nulls(&self) -> Option<String> {
         let first = self.first.load(Ordering::Relaxed);
         (first != usize::MAX).then(|| self.locate(first))
     }

@@ -15,14 +15,14 @@ use crate::conversation::{Conversation, Message};
 const WORDS: [[&str; 2]; 2] = [["one", "six"], ["two", "four"]];
 
 /// Chat whose answers are replaced by other words.
-pub(super) struct ExampleChat {
+pub(super) struct ProbeChat {
     /// The messages up to the last replaced answer.
     chat: Conversation,
     /// Indices of the answers to replace: at least one, ascending, each after another message.
     answers: Vec<usize>,
 }
 
-impl ExampleChat {
+impl ProbeChat {
     /// Creates a chat of two questions and answers.
     pub(super) fn of_two_answers() -> Self {
         let chat =
@@ -66,11 +66,11 @@ impl ChatTemplate {
     /// Returns the text around the assistant's words, from the program's example chat. If the template fails on that,
     /// from `chat`.
     pub(super) fn delimiters(&self, chat: &Conversation) -> Result<Cow<'_, TurnDelimiters>, TemplateError> {
-        let error = match self.delimiters.get_or_init(|| self.learn_delimiters(&ExampleChat::of_two_answers())) {
+        let error = match self.delimiters.get_or_init(|| self.learn_delimiters(&ProbeChat::of_two_answers())) {
             Ok(delimiters) => return Ok(Cow::Borrowed(delimiters)),
             Err(error) => error.clone(),
         };
-        let learned = ExampleChat::from_conversation(chat).and_then(|example| self.learn_delimiters(&example).ok());
+        let learned = ProbeChat::from_conversation(chat).and_then(|example| self.learn_delimiters(&example).ok());
         match (learned, error) {
             (Some(delimiters), _) => Ok(Cow::Owned(delimiters)),
             (None, TemplateError::Render { line, message, .. }) => {
@@ -80,7 +80,7 @@ impl ChatTemplate {
         }
     }
 
-    fn learn_delimiters(&self, example: &ExampleChat) -> Result<TurnDelimiters, TemplateError> {
+    fn learn_delimiters(&self, example: &ProbeChat) -> Result<TurnDelimiters, TemplateError> {
         let question = example.question();
         let closed = self.run(TEXT, self.context(&question, AddGenerationPrompt::No, None))?;
         let open = self.run(TEXT, self.context(&question, AddGenerationPrompt::Yes, None))?;

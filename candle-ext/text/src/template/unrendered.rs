@@ -5,7 +5,7 @@
 
 use serde_json::{Value as Json, json};
 
-use super::examples::ExampleChat;
+use super::examples::ProbeChat;
 use super::printed::PrintedChat;
 use super::{AddGenerationPrompt, ChatTemplate};
 use crate::conversation::{Conversation, Message};
@@ -55,13 +55,13 @@ impl PrintedChat<'_> {
     /// Returns true if the template renders the reasoning of the last answer. Many templates omit that of earlier
     /// answers by design.
     pub(crate) fn renders_reasoning(&self) -> bool {
-        let renders = |example: &ExampleChat| {
+        let renders = |example: &ProbeChat| {
             let chat = example.with_reasoning();
             let printed = self.template.print(&chat, AddGenerationPrompt::No).ok()?;
             Some(printed.unrendered_parts().reasoning.is_empty())
         };
-        let known = self.template.renders_reasoning.get_or_init(|| renders(&ExampleChat::of_two_answers()));
-        let by_this_chat = || ExampleChat::from_conversation(&self.chat).and_then(|example| renders(&example));
+        let known = self.template.renders_reasoning.get_or_init(|| renders(&ProbeChat::of_two_answers()));
+        let by_this_chat = || ProbeChat::from_conversation(&self.chat).and_then(|example| renders(&example));
         known.or_else(by_this_chat).unwrap_or(true)
     }
 

@@ -51,7 +51,7 @@ fn null_fields_that_parquet_adds_are_removed() {
         (open("tools.jsonl", None), open("tools.parquet", None), open("tools.parquet", Some(false)));
     assert_eq!(documents(&parquet), documents(&lines));
     assert!(documents(&kept)[0].contains(r#""city": String("Oslo"), "a": Null"#), "{}", documents(&kept)[0]);
-    let first = |source: &WithoutNullFields| source.first_without_null_fields().map(|place| folder.short(place));
+    let first = |source: &WithoutNullFields| source.first_row_with_removed_nulls().map(|place| folder.short(place));
     assert_eq!(first(&parquet).as_deref(), Some("tools.parquet row 0"));
     assert_eq!([first(&lines), first(&kept)], [None, None]);
     let nulls = |remove_none_values| show(&open("nulls.jsonl", remove_none_values)).unwrap();
