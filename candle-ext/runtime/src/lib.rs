@@ -17,4 +17,5 @@ pub mod run_id;
 pub mod stack;
 pub mod stop_signals;
 pub mod terminal;
+pub mod terminal_width;
 pub mod timestamp;

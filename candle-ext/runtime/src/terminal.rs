@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 use candlewick_command_line::with_label_color;
 use candlewick_text::printable::{mask_passwords, printable};
 use jiff::Timestamp;
-use terminal_size::{Width, terminal_size_of};
 
 use crate::progress::AboveBars;
+use crate::terminal_width::stderr_width;
 use crate::timestamp::utc_timestamp;
 
 /// Prints a result to stdout, and a line break. Escapes control characters; JSON stays JSON. A closed pipe is not an error.
@@ -43,18 +43,6 @@ pub fn print_log(text: &str) {
     }
 }
 
-/// Columns of a terminal whose width is unknown.
-pub const DEFAULT_WIDTH: usize = 80;
-
-/// Returns the columns of stderr, if it is a terminal.
-pub fn stderr_width() -> Option<usize> {
-    let stderr = io::stderr();
-    stderr.is_terminal().then(|| match terminal_size_of(stderr) {
-        Some((Width(columns), _)) if columns > 0 => usize::from(columns),
-        _ => DEFAULT_WIDTH,
-    })
-}
-
 /// Breaks lines of more than `width` characters between fields, which ` | ` separates, or between words. A longer word, such as a
 /// path, stays whole.
 pub fn wrap(text: &str, width: usize) -> String {
@@ -67,11 +55,12 @@ fn wrap_line(line: &str, width: usize) -> String {
         return line.to_owned();
     }
     let separator = if line.contains(FIELD_SEPARATOR) { FIELD_SEPARATOR } else { " " };
-    let (mut wrapped, mut columns) = (String::new(), 0);
-    for (idx, part) in line.split(separator).enumerate() {
+    let (indent, words) = line.split_at(line.len() - line.trim_start_matches(' ').len());
+    let (mut wrapped, mut columns) = (indent.to_owned(), indent.len());
+    for (idx, part) in words.split(separator).enumerate() {
         let n = part.chars().count();
         if idx == 0 {
-            columns = n;
+            columns += n;
         } else if columns + separator.len() + n <= width {
             wrapped += separator;
             columns += separator.len() + n;

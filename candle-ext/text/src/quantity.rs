@@ -5,6 +5,8 @@ pub fn counted(n: impl TryInto<u64>, noun: &str) -> String {
     let n = n.try_into().unwrap_or(u64::MAX);
     let plural = match noun {
         _ if n == 1 => "",
+        // Its last sound is that of "k".
+        "epoch" => "s",
         _ if noun.ends_with("ch") || noun.ends_with("sh") => "es",
         _ => "s",
     };

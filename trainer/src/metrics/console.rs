@@ -5,7 +5,8 @@
 use std::time::Instant;
 
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress, show_bar};
-use candlewick_runtime::terminal::{FIELD_SEPARATOR, print_log, stderr_width};
+use candlewick_runtime::terminal::{FIELD_SEPARATOR, print_log};
+use candlewick_runtime::terminal_width::stderr_width;
 use candlewick_text::quantity::decimal_bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 

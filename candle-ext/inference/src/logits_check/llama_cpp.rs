@@ -12,7 +12,7 @@ use candle_core::{D, Device, IndexOp, Tensor};
 use candlewick_model::{GgufFile, TensorCallback};
 use candlewick_ops::to_host;
 
-use super::ComparedPrompts;
+use super::prompts::ComparedPrompts;
 
 /// ggml's default `beta_fast` and `beta_slow` of YaRN.
 const YARN_BETAS: [f64; 2] = [32.0, 1.0];

@@ -5,10 +5,10 @@
 //! Dimensions: t tokens of all prompts, v vocabulary size
 
 mod llama_cpp;
+mod prompts;
 mod unit_by_unit;
 
 use std::fmt;
-use std::ops::Range;
 use std::path::Path;
 
 use anyhow::Result;
@@ -23,6 +23,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use llama_cpp::LlamaCpp;
+use prompts::ComparedPrompts;
 
 /// Texts whose logits are compared: prose, code, numbers, other scripts.
 const TEXTS: [&str; 16] = [
@@ -46,9 +47,6 @@ const TEXTS: [&str; 16] = [
 
 /// Maximum number of tokens of a prompt.
 const MAX_TOKENS: usize = 12;
-
-/// Prompts, packed one after the other.
-struct ComparedPrompts(Vec<Vec<u32>>);
 
 /// Logits of a model for some prompts. The weights of one layer are in memory at a time, in f32.
 pub struct PromptLogits {
@@ -151,30 +149,6 @@ impl PositionDifference {
             this.total += wanted * wanted;
         }
         this
-    }
-}
-
-impl ComparedPrompts {
-    fn ids(&self) -> Vec<u32> {
-        self.0.concat()
-    }
-
-    fn positions(&self) -> Vec<u32> {
-        self.0.iter().flat_map(|prompt| 0..prompt.len() as u32).collect()
-    }
-
-    /// Returns the indices of each prompt's tokens.
-    fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
-        self.0.iter().scan(0, |start, prompt| {
-            let range = *start..*start + prompt.len();
-            *start = range.end;
-            Some(range)
-        })
-    }
-
-    /// Returns the starts of the prompts, and the number of tokens.
-    fn starts(&self) -> Vec<usize> {
-        [0].into_iter().chain(self.ranges().map(|range| range.end)).collect()
     }
 }
 

@@ -10,7 +10,7 @@ use candlewick_model::{
 };
 use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};
 
-use super::ComparedPrompts;
+use super::prompts::ComparedPrompts;
 
 /// Computes the logits of all prompts in one forward, f32 [t, v]. `value` returns the f32 value of a parameter.
 ///

@@ -251,7 +251,10 @@ impl Family {
             (Some(family), Some(same)) if family == same => Ok(family),
             (Some(family), None) if model_type.is_none() => Ok(family),
             (None, Some(family)) if architectures.is_empty() => Ok(family),
-            _ => Err(unsupported(architectures, model_type)),
+            _ => {
+                let supported: Vec<_> = Self::ALL.iter().map(|f| (f.architecture(), f.model_type())).collect();
+                Err(unsupported(architectures, model_type, &supported))
+            }
         }
     }
 }

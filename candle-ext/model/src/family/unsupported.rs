@@ -1,6 +1,5 @@
 //! Model families in demand that are missing.
 
-use super::Family;
 use crate::ModelError;
 use candlewick_text::suggestion::nearest;
 
@@ -59,7 +58,11 @@ impl MissingFamily {
 }
 
 /// Returns the error for a config.json of no supported family. It lists the supported ones.
-pub(super) fn unsupported(architectures: &[&str], model_type: Option<&str>) -> ModelError {
+pub(super) fn unsupported(
+    architectures: &[&str],
+    model_type: Option<&str>,
+    supported: &[(&str, &str)],
+) -> ModelError {
     let found = match (architectures, model_type) {
         ([], None) => "config.json names neither `architectures` nor `model_type`".to_owned(),
         ([], Some(model_type)) => format!("model_type `{model_type}` is not supported"),
@@ -70,29 +73,31 @@ pub(super) fn unsupported(architectures: &[&str], model_type: Option<&str>) -> M
     };
     let why = match MissingFamily::find(architectures, model_type) {
         Some(family) => format!(": the family {} is missing", family.name),
-        None => misspelling(architectures, model_type),
+        None => misspelling(architectures, model_type, supported),
     };
-    let supported = Family::ALL.iter().map(|f| format!("{} (model_type {})", f.architecture(), f.model_type()));
+    let supported = supported.iter().map(|(architecture, model_type)| format!("{architecture} (model_type {model_type})"));
     ModelError::Unsupported(format!("{found}{why}; supported: {}", supported.collect::<Vec<_>>().join(", ")))
 }
 
 /// Suggests the supported name of which one of the names is a misspelling.
-fn misspelling(architectures: &[&str], model_type: Option<&str>) -> String {
-    let is_supported = |name: &str| Family::ALL.iter().any(|f| f.architecture() == name || f.model_type() == name);
+fn misspelling(architectures: &[&str], model_type: Option<&str>, supported: &[(&str, &str)]) -> String {
+    let is_supported = |name: &str| supported.iter().any(|names| names.0 == name || names.1 == name);
     let architecture = architectures.first().filter(|name| !is_supported(name));
-    let near = architecture.and_then(|name| nearest(name, Family::ALL.iter().map(|f| f.architecture())));
+    let near = architecture.and_then(|name| nearest(name, supported.iter().map(|names| names.0)));
     let model_type = model_type.filter(|name| !is_supported(name));
-    let near = near.or_else(|| model_type.and_then(|name| nearest(name, Family::ALL.iter().map(|f| f.model_type()))));
+    let near = near.or_else(|| model_type.and_then(|name| nearest(name, supported.iter().map(|names| names.1))));
     near.map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::family::Family;
 
     #[track_caller]
     fn check(architecture: &str, model_type: &str, wanted: &str) {
-        let message = unsupported(&[architecture], Some(model_type)).to_string();
+        let supported: Vec<_> = Family::ALL.iter().map(|f| (f.architecture(), f.model_type())).collect();
+        let message = unsupported(&[architecture], Some(model_type), &supported).to_string();
         assert!(
             message.contains(wanted) && message.contains("supported: LlamaForCausalLM (model_type llama)"),
             "{message}"

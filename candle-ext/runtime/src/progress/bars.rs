@@ -5,7 +5,7 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, TermLike};
 
-use crate::terminal::{DEFAULT_WIDTH, stderr_width};
+use crate::terminal_width::{DEFAULT_WIDTH, stderr_width};
 
 /// All progress bars of the process. They are visible only if stderr is a terminal.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(|| {

@@ -32,7 +32,7 @@ const ANSWERS: &[HostileAnswer] = &[
         name: "a compressed body that is none",
         head: "200 OK\r\ncontent-encoding: gzip",
         body: || "plain".to_owned(),
-        words: &["Snowflake's response"],
+        words: &["failed to reach Snowflake"],
     },
     HostileAnswer {
         name: "a handle that leads to another address",

@@ -1,6 +1,7 @@
 //! The checkpoints of a run: sharded ones to resume from, and exported weights for transformers and PEFT.
 
 mod export;
+mod resumable;
 mod resume;
 
 use std::collections::HashMap;
@@ -24,7 +25,7 @@ use super::async_save::{AsyncSave, FinishedAsyncSave};
 use super::context::{Progress, TrainingRun};
 use super::state::EngineState;
 
-pub(super) use resume::{run_id, state_to_resume};
+pub(super) use resumable::{run_id, state_to_resume};
 
 pub(super) struct Checkpointer<'a> {
     run: TrainingRun<'a>,
