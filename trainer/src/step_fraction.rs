@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_is_rounded_up_to_a_full_step() {
+    fn a_fraction_is_rounded_up_to_a_full_step() {
         let run = RunLength { total_steps: 30, epoch_steps: 10 };
         for (fraction, want) in [
             (StepFraction::OfRun(0.25), 8),

@@ -40,6 +40,7 @@ fn has_address_space(n_bytes: usize) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

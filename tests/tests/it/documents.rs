@@ -1,5 +1,7 @@
 //! Checks of the documents: the README's two commands, their use in CI, links, and no private paths.
 
+use std::iter;
+
 use candlewick_model::{Family, GgufExport};
 use suite::{read, root, tracked_files};
 use trainer::estimate::Category;
@@ -36,8 +38,11 @@ fn the_readme_lists_the_model_families() {
         format!("| {} | {} | {experts} | {} |", family.title(), family.examples(), is(GgufExport::has_family(*family)))
     };
     let head = ["| family | for example | layers | GGUF export |", "|---|---|---|---|"].map(str::to_owned);
-    let missing = format!("| missing so far | {} | | |", Family::missing().collect::<Vec<_>>().join(", "));
-    the_readme_has_a_table("Models", &[head.to_vec(), Family::ALL.iter().map(row).collect(), vec![missing]].concat());
+    let missing: Vec<_> = Family::missing().collect();
+    let labels = ["missing so far |"].into_iter().chain(iter::repeat("|"));
+    let missing = missing.chunks(7).zip(labels).map(|(names, label)| format!("| {label} {} | | |", names.join(", ")));
+    let missing: Vec<String> = missing.collect();
+    the_readme_has_a_table("Models", &[head.to_vec(), Family::ALL.iter().map(row).collect(), missing].concat());
 }
 
 #[test]

@@ -53,7 +53,7 @@ pub(super) fn run(args: &CleanArgs, ui: &Ui) -> Result<ExitCode> {
     let saved = SavedRun::read(&files.run_json)?.unwrap_or_default();
     let folders = checkpoint_folders(&files.folder, &saved);
     // Held until the end: no run starts meanwhile.
-    let _locks = lock_existing(&[&[files.folder.clone()], &folders[..]].concat())?;
+    let _locks = lock_existing(&[std::slice::from_ref(&files.folder), &folders[..]].concat())?;
     let superseded = superseded(&files.folder, &folders, args, &saved)?;
     for it in &superseded {
         ui.print(&format!("{:>10}  {}  {}", format_bytes(it.bytes), it.path.display(), it.what))?;

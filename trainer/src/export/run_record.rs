@@ -81,7 +81,7 @@ impl RunRecord {
     /// Returns the recipe's chat template, if it has one.
     pub(super) fn chat_template(&self) -> Result<Option<String>> {
         const KEY: &str = "/plan/tokenizer/chat_template";
-        let source = self.get(KEY).map(|json| ChatTemplateSource::deserialize(json)).transpose();
+        let source = self.get(KEY).map(ChatTemplateSource::deserialize).transpose();
         let source = source.map_err(|error| self.unusable(&format!("{KEY}: {error}")))?;
         let read = |source: ChatTemplateSource| source.read().map_err(|error| anyhow!("failed to {error}"));
         Ok(source.map(read).transpose()?.map(|(_, text)| text))

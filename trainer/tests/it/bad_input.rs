@@ -192,7 +192,6 @@ fn an_adapter_of_another_rank_is_named() {
     run.train_ok(&["model.peft_config={r: 4, target_modules: [q_proj]}", "train_iters=1"]);
     let adapter = run.path().join("adapter");
     fs::rename(run.export_folder(), &adapter).unwrap();
-    fs::remove_dir_all(run.path().join("checkpoints")).unwrap();
     fs::remove_dir_all(run.path().join("run")).unwrap();
     let path = adapter.join("adapter_config.json");
     let config = fs::read_to_string(&path).unwrap();

@@ -189,7 +189,7 @@ fn the_report_of_a_default_has_the_value_of_the_recipe_alone() {
     let defaults: Vec<_> = report.findings.iter().filter(|finding| finding.line.is_none()).collect();
     assert!(!defaults.is_empty() && defaults.iter().all(|finding| finding.value.is_null()), "{defaults:?}");
     let text = report.text();
-    assert!(text.contains("  default   clip_grad_norm  ->  gradient_clipping: 0\n"), "{text}");
+    assert!(text.contains("  default   (long rows are truncated)  ->  data.truncation: truncate\n"), "{text}");
 }
 
 #[test]

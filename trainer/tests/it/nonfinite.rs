@@ -14,7 +14,6 @@ fn poisoned() -> Run {
     run.train_ok(&["train_iters=1"]);
     let folder = run.path().join("poisoned");
     std::fs::rename(run.export_folder(), &folder).unwrap();
-    std::fs::remove_dir_all(run.path().join("checkpoints")).unwrap();
     let tokenizer = std::fs::read(workspace().join("recipes/quickstart/tokenizer/tokenizer.json")).unwrap();
     let tokenizer: Value = serde_json::from_slice(&tokenizer).unwrap();
     // The bytes of § in a byte-level vocabulary.

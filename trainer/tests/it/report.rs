@@ -334,7 +334,7 @@ fn errors_of_a_report_name_the_path_and_the_remedy() {
     let [path, parent] = [path.to_str().unwrap(), path.parent().unwrap().to_str().unwrap()];
     check_error(&["none/run"], 2, &["failed to read the run none/run", "expected the output_dir of a run"]);
     check_error(&[&format!("{parent}/rnu")], 2, &["no such file or folder", "did you mean"]);
-    check_error(&[parent], 2, &["it has 1 runs in folders; name one, such as", path]);
+    check_error(&[parent], 2, &["it has 1 run in folders; name one, such as", path]);
     check_error(&[path, "--output", "/dev/null/page.html"], 1, &["failed to write /dev/null/page.html", "--output"]);
     folder.write("report.html", "<h1>years of work</h1>");
     check_error(&[path], 2, &["report.html exists and is no report of this program", "--output names another file"]);

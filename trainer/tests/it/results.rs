@@ -59,7 +59,7 @@ fn exports_of_an_earlier_run_are_moved_aside() {
     let run = Run::new();
     succeeds(&run.train(&["checkpoint=null", "train_iters=4"]), &[]);
     let output = run.train(&["checkpoint=null", "train_iters=2"]);
-    succeeds(&output, &["moved 1 checkpoints of other runs to", "run/model/run.1"]);
+    succeeds(&output, &["moved 1 checkpoint of other runs to", "run/model/run.1"]);
     assert_eq!(steps(&run, "run/model"), [2]);
     assert_eq!(steps(&run, "run/model/run.1"), [4]);
 }
@@ -326,7 +326,7 @@ fn the_lines_of_a_log_begin_with_their_time_and_the_last_one_names_the_next_comm
 fn the_first_lines_of_a_log_name_model_and_device_and_one_device_has_no_mesh() {
     let log = stderr(&Run::new().train(&["train_iters=1", "micro_batch_size=1", "gradient_accumulation_steps=1"]));
     let at = |words: &str| log.find(words).unwrap_or_else(|| panic!("no {words:?} in:\n{log}"));
-    let places = ["model: llama, with new weights", "device: cpu", "reads as", "1 step, ", "Train iter: 1/1"].map(at);
+    let places = ["model: Llama, with new weights", "device: cpu", "reads as", "1 step, ", "Train iter: 1/1"].map(at);
     assert!(places.is_sorted(), "{log}");
     assert!(!log.contains("mesh:") && log.contains("1 row a step") && !log.contains("1 rows"), "{log}");
 }

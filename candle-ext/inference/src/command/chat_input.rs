@@ -50,7 +50,7 @@ pub(super) struct LineEditor {
 impl ChatInput {
     /// Opens stdin. `history` is the file of the typed lines.
     ///
-    /// Of several ranks the launcher receives Ctrl-C, which an editor would read as a key. Their lines are not edited.
+    /// Lines of several ranks are not edited: their launcher receives Ctrl-C, which an editor would read as a key.
     pub(super) fn open(history: Option<PathBuf>, n_ranks: usize) -> Result<Self> {
         match (io::stdin().is_terminal(), n_ranks) {
             (false, _) => Ok(Self::Pipe),

@@ -1,4 +1,4 @@
-//! Hostile answers of a server that a program asks: Snowflake's SQL API.
+//! Hostile answers of a server to a program: Snowflake's SQL API.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};

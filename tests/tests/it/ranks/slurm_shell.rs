@@ -11,7 +11,7 @@ use crate::hostile::folder::Folder;
 fn a_program_in_a_shell_of_slurm_names_the_variables_to_unset() {
     let folder = Folder::new();
     let mut command = Command::new(program("trainer"));
-    command.args(["generate", "--model", "model", "--prompt", "Say yes.", "--device", "cpu"]);
+    command.args(["generate", "model", "--prompt", "Say yes.", "--device", "cpu"]);
     command
         .current_dir(folder.path(""))
         .env("HF_HUB_OFFLINE", "1")

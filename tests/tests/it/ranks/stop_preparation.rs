@@ -70,7 +70,7 @@ fn check(n_ranks: usize, rank: usize) {
     run.finish();
     assert_eq!(entries(&cache, ".partial").len(), 0);
     let report = fs::read_to_string(run.folder.join("run.json")).unwrap();
-    assert!(report.contains("that a stopped run has tokenized"), "{report}");
+    assert!(report.contains("which a stopped run has tokenized"), "{report}");
     // The entry equals that of a run that was not stopped.
     let other = TrainerRun::new(&folder.path().join("other"), 1, &arguments);
     other.finish();

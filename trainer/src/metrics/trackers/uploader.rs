@@ -407,8 +407,8 @@ mod tests {
     #[test]
     fn a_full_queue_ends_the_upload() {
         let test = Test::start();
-        // The thread waits for a response with at most one batch.
-        for row in 0..=10_000 + MAX_BATCH {
+        // The thread waits for a response with at most one batch. The limit is a little more than 10,000 rows.
+        for row in 0..=10_001 + MAX_BATCH {
             test.uploader.push(row);
         }
         assert_eq!(test.phase(), UploadPhase::Stopped);
