@@ -192,7 +192,9 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &ServerShared) -> st
 fn refuse(mut stream: &TcpStream, query: Option<Query>) -> std::io::Result<()> {
     static LOGGED: Once = Once::new();
     LOGGED.call_once(|| {
-        tracing::warn!("the store refused a client without its secret; clients of torch need `launch --allow-torch-clients`");
+        tracing::warn!(
+            "the store refused a client without its secret; clients of torch need `launch --allow-torch-clients`"
+        );
     });
     match query {
         Some(Query::Ping(nonce)) => stream.write_all(&(!nonce).to_le_bytes()),

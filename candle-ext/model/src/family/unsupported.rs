@@ -58,11 +58,7 @@ impl MissingFamily {
 }
 
 /// Returns the error for a config.json of no supported family. It lists the supported ones.
-pub(super) fn unsupported(
-    architectures: &[&str],
-    model_type: Option<&str>,
-    supported: &[(&str, &str)],
-) -> ModelError {
+pub(super) fn unsupported(architectures: &[&str], model_type: Option<&str>, supported: &[(&str, &str)]) -> ModelError {
     let found = match (architectures, model_type) {
         ([], None) => "config.json names neither `architectures` nor `model_type`".to_owned(),
         ([], Some(model_type)) => format!("model_type `{model_type}` is not supported"),
@@ -75,7 +71,8 @@ pub(super) fn unsupported(
         Some(family) => format!(": the family {} is missing", family.name),
         None => misspelling(architectures, model_type, supported),
     };
-    let supported = supported.iter().map(|(architecture, model_type)| format!("{architecture} (model_type {model_type})"));
+    let supported =
+        supported.iter().map(|(architecture, model_type)| format!("{architecture} (model_type {model_type})"));
     ModelError::Unsupported(format!("{found}{why}; supported: {}", supported.collect::<Vec<_>>().join(", ")))
 }
 
