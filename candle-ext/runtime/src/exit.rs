@@ -127,7 +127,7 @@ fn is_full_disk(error: &(dyn StdError + 'static)) -> bool {
 
 /// Returns true for an I/O error of memory that ran out.
 fn is_without_memory(error: &(dyn StdError + 'static)) -> bool {
-    let Some(error) = error.downcast_ref::<io::Error>() else { return false };
+    let Some(error) = io_error(error) else { return false };
     error.kind() == io::ErrorKind::OutOfMemory || error.get_ref().is_some_and(|inner| is_without_memory(inner))
 }
 
@@ -273,6 +273,7 @@ mod tests {
         let map = ModelError::Io { doing: "map", path: "model.safetensors".into(), source: error() };
         check(map.into(), ExitCode::OutOfMemory);
         check(io::Error::other(error()).into(), ExitCode::OutOfMemory);
+        check(candle_core::Error::from(error()).context("failed to offload").into(), ExitCode::OutOfMemory);
         check(anyhow::Error::from(error()).context("failed to read").context(ExitCode::Data), ExitCode::OutOfMemory);
     }
 

@@ -7,6 +7,7 @@ use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 use super::error::CheckpointError;
 use super::manifest::{MANIFEST, Manifest, STATE};
 use super::plan::{CheckpointFormat, Tag};
+use super::state::CheckpointId;
 
 /// A checkpoint whose files all exist and have the right sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,6 +68,13 @@ pub fn is_checkpoint(dir: &Path) -> bool {
 pub(crate) fn open(dir: &Path) -> Result<CompleteCheckpoint, CheckpointError> {
     let manifest = read_manifest(dir).map_err(|reason| CheckpointError::damaged(dir, reason))?;
     Ok(CompleteCheckpoint { dir: dir.to_path_buf(), manifest })
+}
+
+impl CompleteCheckpoint {
+    /// Returns the identity in the manifest.
+    pub fn id(&self) -> CheckpointId {
+        CheckpointId { run_start: self.manifest.run_start, step: self.manifest.step }
+    }
 }
 
 impl SkippedCheckpoint {

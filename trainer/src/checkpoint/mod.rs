@@ -58,7 +58,10 @@ pub use save::{WrittenCheckpoint, save};
 pub use scores::Scores;
 pub(crate) use shard::VALUES_PER_BLOCK;
 pub(crate) use state::FP8_STATE;
-pub use state::{RunState, StateError, TensorChunk, TensorMeta, TrainState};
+pub use state::{CheckpointId, RunState, StateError, TensorChunk, TensorMeta, TrainState};
 pub(crate) use storage::LocalDisk;
-pub use superseded::{earlier_runs, has_checkpoints, older_checkpoints, remove_checkpoint};
+pub use superseded::{
+    EarlierRun, earlier_runs, has_checkpoints, newest_run_start, older_checkpoints, remove_checkpoint,
+    remove_earlier_run, run_starts,
+};
 pub use weights::CheckpointWeights;

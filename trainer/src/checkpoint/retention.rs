@@ -40,6 +40,15 @@ impl Retention<'_> {
     }
 
     pub(crate) fn prune_with(&self, storage: &dyn Storage, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
+        let removed = self.surplus(newest)?;
+        for dir in &removed {
+            remove(storage, dir, || self.plan.format.failpoint("removing", newest.step))?;
+        }
+        Ok(removed)
+    }
+
+    /// Returns the checkpoints that a prune deletes.
+    pub(super) fn surplus(&self, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
         let Self { plan, run_start, save_total_limit, scores } = *self;
         let CheckpointPlan { format, output_dir, .. } = plan;
         let mut checkpoints = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
@@ -48,17 +57,13 @@ impl Retention<'_> {
         let best = scores.best_of(&steps);
         let older = checkpoints.into_iter().filter(|(tag, _)| tag.step < newest.step);
         let is_kept = |step: usize| Some(step) == best || plan.is_retained(step);
-        let mut removed = Vec::new();
-        for (_, dir) in older.skip(save_total_limit.saturating_sub(1)).filter(|(tag, _)| !is_kept(tag.step)) {
-            remove(storage, &dir, || format.failpoint("removing", newest.step))?;
-            removed.push(dir);
-        }
-        Ok(removed)
+        let surplus = older.skip(save_total_limit.saturating_sub(1)).filter(|(tag, _)| !is_kept(tag.step));
+        Ok(surplus.map(|(_, dir)| dir).collect())
     }
 }
 
 /// Deletes a checkpoint. `renamed` is called when it has no longer its name.
-fn remove(storage: &dyn Storage, dir: &Path, renamed: impl FnOnce()) -> Result<(), CheckpointError> {
+pub(super) fn remove(storage: &dyn Storage, dir: &Path, renamed: impl FnOnce()) -> Result<(), CheckpointError> {
     // Rename first: otherwise a kill during deletion would leave a damaged checkpoint.
     let temporary = dir.with_file_name(temporary_name(&Tag::name_of(dir)));
     storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
@@ -68,12 +73,13 @@ fn remove(storage: &dyn Storage, dir: &Path, renamed: impl FnOnce()) -> Result<(
     storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))
 }
 
-/// Deletes all complete checkpoints of an entry, and its folder if nothing else is in it. Returns true if there were any.
-pub(crate) fn remove_all(plan: &CheckpointPlan) -> Result<bool, CheckpointError> {
+/// Deletes all complete checkpoints of a run in an entry's folder, and the folder if nothing else is in it. Returns true if
+/// there were any.
+pub(crate) fn remove_all(plan: &CheckpointPlan, run_start: u64) -> Result<bool, CheckpointError> {
     let CheckpointPlan { format, output_dir, .. } = plan;
     remove_unfinished_checkpoints(output_dir)?;
     let mut checkpoints = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
-    checkpoints.retain(|(_, dir)| format.written_by(dir).is_some());
+    checkpoints.retain(|(_, dir)| format.written_by(dir) == Some(run_start));
     for (tag, dir) in &checkpoints {
         remove(&LocalDisk, dir, || format.failpoint("removing", tag.step))?;
     }
@@ -139,7 +145,7 @@ fn restore_or_remove_old(old: &Path, dir: &Path) -> Result<String, CheckpointErr
     Ok(format!("restored {name}, whose replacement was not finished"))
 }
 
-fn is_checkpoint_name(name: &&str) -> bool {
+pub(super) fn is_checkpoint_name(name: &&str) -> bool {
     [CheckpointFormat::Sharded, CheckpointFormat::HuggingFace]
         .iter()
         .any(|format| format.parse_dir_name(name).is_some())

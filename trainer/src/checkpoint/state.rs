@@ -81,6 +81,16 @@ pub trait TrainState: Send {
     fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError>;
 }
 
+/// The identity of a checkpoint, also of a copied one: its run and its step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointId {
+    /// The start of the run.
+    #[serde(rename = "began")]
+    pub run_start: u64,
+    /// Optimizer steps done.
+    pub step: usize,
+}
+
 /// The state of the training loop.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
@@ -141,6 +151,9 @@ pub struct RunState {
     /// The modules that `precision.exclude_slower_modules` keeps in the compute dtype.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slower_modules: Option<Vec<String>>,
+    /// The last checkpoint of `resume_from_checkpoint` that the run continued from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_from: Option<CheckpointId>,
 }
 
 impl RunState {
@@ -264,6 +277,11 @@ impl RunState {
     /// Returns the tag of this state.
     pub fn tag(&self) -> Tag {
         Tag { step: self.step, epoch: self.epoch }
+    }
+
+    /// Returns the identity of the checkpoint with this state.
+    pub fn id(&self) -> CheckpointId {
+        CheckpointId { run_start: self.run_start, step: self.step }
     }
 }
 

@@ -23,7 +23,7 @@ Examples:
   trainer cache rm tokens/train.jsonl-6f3a9c0de1b2a485
   trainer cache rm --older-than 30d
   trainer cache rm --all --dry-run
-Entries are made again when a run needs them. XDG_CACHE_HOME moves the folder. An entry in use is never removed.
+Entries are made again when a run needs them. XDG_CACHE_HOME moves the folder. Tokens in use are not removed.
 `hf cache` removes models and data sets of the Hub.";
 
 #[derive(Debug, Subcommand)]

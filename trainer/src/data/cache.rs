@@ -250,6 +250,10 @@ pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryState> {
     // Rename first: a reader never finds a part of an entry.
     let removed = path.with_file_name(format!(".{}{UNFINISHED}", name.trim_start_matches('.')));
     if removed != path {
+        // An interrupted removal leaves it.
+        if removed.exists() {
+            std::fs::remove_dir_all(&removed)?;
+        }
         std::fs::rename(path, &removed)?;
     }
     std::fs::remove_dir_all(removed).map(|()| CacheEntryState::Unused)

@@ -12,6 +12,26 @@ use super::plan::LogPlan;
 /// The folder of kept batches, in the output folder of a run.
 pub const KEPT_BATCHES: &str = "kept_batches";
 
+/// The files and folders that a run with any settings may have in its output folder, except run.json.
+const NAMES: [&str; 4] = ["metrics.jsonl", "samples.jsonl", "tensorboard", KEPT_BATCHES];
+
+/// Returns the files and folders of earlier runs in an output folder, with their numbers.
+pub(crate) fn numbered_files(folder: &Path) -> Vec<(usize, PathBuf)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found: Vec<(usize, PathBuf)> = entries.filter_map(|path| Some((number_of(&path)?, path))).collect();
+    found.sort();
+    found
+}
+
+/// Returns the number in the path of a file or folder of an earlier run. A link is of another origin.
+fn number_of(path: &Path) -> Option<usize> {
+    let name = path.file_name()?.to_str()?;
+    let n = name.split('.').find_map(|part| part.parse().ok())?;
+    let original = NAMES.iter().chain(&["run.json"]).find(|own| numbered(&path.with_file_name(own), n) == path)?;
+    let found = fs::symlink_metadata(path).ok()?;
+    (found.is_dir() != original.contains('.') && !found.is_symlink()).then_some(n)
+}
+
 /// Renames the files of an earlier run, except run.json, to the first number that none of them has.
 pub(super) fn set_aside(log: &LogPlan) -> io::Result<()> {
     let n = number(log);
@@ -40,10 +60,7 @@ fn number(log: &LogPlan) -> usize {
 
 /// Returns the files and folders that a run with any settings may have, except run.json.
 fn files(log: &LogPlan) -> Vec<PathBuf> {
-    let in_folder = log
-        .output_dir
-        .iter()
-        .flat_map(|dir| ["metrics.jsonl", "samples.jsonl", "tensorboard", KEPT_BATCHES].map(|name| dir.join(name)));
+    let in_folder = log.output_dir.iter().flat_map(|dir| NAMES.map(|name| dir.join(name)));
     let mut files: Vec<PathBuf> =
         in_folder.chain(log.metrics_path.clone()).chain(log.tracking.tensorboard.clone()).collect();
     files.sort();

@@ -25,6 +25,7 @@ mod wall_clock;
 pub use console::{Terminal, tasks_line};
 pub use description::RunDescription;
 pub use earlier_files::KEPT_BATCHES;
+pub(crate) use earlier_files::numbered_files;
 pub use experts::{ExpertLoad, LayerLoad};
 pub use flops::{AttentionPairs, FlopFactors, LayerShape, ModelShape, Recomputed, flops, gpu_peak, recomputed_flops};
 pub use format::{clock, duration, quantity};

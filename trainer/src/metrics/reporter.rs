@@ -43,9 +43,10 @@ pub struct TrackerFailure {
 }
 
 impl Reporter {
-    /// Opens the trackers and the terminal for the run `run`. A fresh run renames the files of the earlier one.
-    pub fn open(plan: &LogPlan, start: RunStart, run: &RunDescription) -> io::Result<Self> {
-        let (done, total_steps) = (start.step(), run.total_steps);
+    /// Opens the trackers and the terminal for the run `run`, which continues after `done` steps. A fresh run renames the files
+    /// of the earlier one; it may continue after a step of another run.
+    pub fn open(plan: &LogPlan, start: RunStart, done: usize, run: &RunDescription) -> io::Result<Self> {
+        let total_steps = run.total_steps;
         let terminal = Terminal::new(plan.console, done, total_steps);
         if start == RunStart::Fresh {
             earlier_files::set_aside(plan)?;
@@ -224,7 +225,7 @@ mod tests {
         let path = dir.path().join("metrics.jsonl");
         let plan = plan(&path, [train_interval, eval_interval]);
         let run = RunDescription { total_steps: 6, ..RunDescription::default() };
-        let mut reporter = Reporter::open(&plan, RunStart::Fresh, &run).unwrap();
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, 0, &run).unwrap();
         for iter in 1..=6 {
             reporter.log_step(&StepRecord { iter, ..StepRecord::default() });
             if iter % 2 == 0 {
@@ -262,7 +263,7 @@ mod tests {
             let text = if records.is_empty() { String::new() } else { format!("{records}\n") };
             std::fs::write(&path, text).unwrap();
             let run = RunDescription::default();
-            let mut reporter = Reporter::open(&plan(&path, [1, 1]), RunStart::Resumed(2), &run).unwrap();
+            let mut reporter = Reporter::open(&plan(&path, [1, 1]), RunStart::Resumed(2), 2, &run).unwrap();
             reporter.log_eval(&EvalRecord { iter: 2, ..EvalRecord::default() });
             assert_eq!(reporter.lacks_checkpoint(&here), want, "{records}");
         }
@@ -279,7 +280,7 @@ mod tests {
                 std::fs::create_dir_all(path(name).parent().unwrap()).unwrap();
                 std::fs::write(path(name), "").unwrap();
             }
-            Reporter::open(&plan, RunStart::Fresh, &RunDescription::default()).unwrap();
+            Reporter::open(&plan, RunStart::Fresh, 0, &RunDescription::default()).unwrap();
         }
         let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
         let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
@@ -297,7 +298,7 @@ mod tests {
             tracking: TrackingPlan { tensorboard: Some(no_folder.clone()), ..TrackingPlan::default() },
             ..plan(&metrics_path, [1, 1])
         };
-        let mut reporter = Reporter::open(&plan, RunStart::Fresh, &RunDescription::default()).unwrap();
+        let mut reporter = Reporter::open(&plan, RunStart::Fresh, 0, &RunDescription::default()).unwrap();
         reporter.log_step(&StepRecord { iter: 1, ..StepRecord::default() });
         reporter.finish(ExitCode::Ok);
         assert_eq!(reporter.take_failure().unwrap().path, no_folder);

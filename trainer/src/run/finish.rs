@@ -50,7 +50,7 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
             return Ok(code);
         }
     };
-    session.checkpointer.remove_stop_checkpoint()?;
+    session.checkpointer.remove_stop_checkpoint(session.moment())?;
     for source in session.stream.counts_by_source() {
         session.reporter.terminal().line(&format!("read {source}"));
     }

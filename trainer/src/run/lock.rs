@@ -27,6 +27,18 @@ struct LockedFolder {
 
 const NAME: &str = ".lock";
 
+/// A command that locks folders, and the remedy if a run has locked them.
+struct LockingCommand {
+    name: &'static str,
+    advice: &'static str,
+}
+
+const START: LockingCommand = LockingCommand {
+    name: "start",
+    advice: "Wait for it, or set another output_dir (checkpoint.N.output_dir for a checkpoint folder)",
+};
+const CLEAN: LockingCommand = LockingCommand { name: "clean", advice: "Wait for its end" };
+
 /// Locks the folders that a run of `plan` writes to.
 pub(super) fn lock(plan: &Plan) -> Result<Locks> {
     let folders = plan.log.output_dir.iter().chain(plan.checkpoints.iter().map(|checkpoint| &checkpoint.output_dir));
@@ -41,7 +53,7 @@ fn lock_folders(folders: &[&Path]) -> Result<Locks> {
     let folders: BTreeMap<PathBuf, bool> = found.collect::<Result<_>>()?;
     let mut locks = Locks { folders: Vec::new() };
     for (path, is_new) in folders {
-        let _file = lock_folder(path.clone(), "start")?;
+        let _file = lock_folder(path.clone(), &START)?;
         locks.folders.push(LockedFolder { path, is_new, _file });
     }
     Ok(locks)
@@ -53,7 +65,7 @@ pub(crate) fn lock_existing(folders: &[PathBuf]) -> Result<Locks> {
     let existing = folders.iter().filter(|folder| folder.join(NAME).exists());
     let existing: BTreeSet<PathBuf> = existing.filter_map(|folder| folder.canonicalize().ok()).collect();
     for path in existing {
-        let _file = lock_folder(path.clone(), "clean")?;
+        let _file = lock_folder(path.clone(), &CLEAN)?;
         locks.folders.push(LockedFolder { path, is_new: false, _file });
     }
     Ok(locks)
@@ -77,7 +89,7 @@ fn created(folder: &Path) -> Result<PathBuf> {
     created.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
 }
 
-fn lock_folder(folder: PathBuf, command: &str) -> Result<Option<File>> {
+fn lock_folder(folder: PathBuf, command: &LockingCommand) -> Result<Option<File>> {
     let path = folder.join(NAME);
     let open = || File::options().create(true).write(true).truncate(false).open(&path);
     let failed = |source: io::Error| CheckpointError::Io { action: "lock", path: path.clone(), source };
@@ -91,8 +103,10 @@ fn lock_folder(folder: PathBuf, command: &str) -> Result<Option<File>> {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => {
             let error = anyhow::anyhow!(
-                "failed to {command}: another run is writing to {}. Wait for it, or set another output_dir (checkpoint.N.output_dir for a checkpoint folder)",
-                folder.display()
+                "failed to {}: another run is writing to {}. {}",
+                command.name,
+                folder.display(),
+                command.advice
             );
             bail!(error.context(crate::exit::ExitCode::Checkpoint))
         }
@@ -120,14 +134,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = created(&dir.path().join("runs/a")).unwrap();
         assert_eq!(created(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
-        let first = lock_folder(folder.clone(), "start").unwrap();
+        let first = lock_folder(folder.clone(), &START).unwrap();
         assert!(first.is_some());
-        let error = lock_folder(folder.clone(), "start").unwrap_err();
+        let error = lock_folder(folder.clone(), &START).unwrap_err();
         let text = format!("{error:#}");
         assert!(text.contains("another run is writing to") && text.contains("runs/a"), "{text}");
         assert_eq!(crate::exit::classify(&error), crate::exit::ExitCode::Checkpoint);
         drop(first);
-        assert!(lock_folder(folder, "start").unwrap().is_some());
+        assert!(lock_folder(folder, &START).unwrap().is_some());
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
+use serde_json::{Value, json};
+
 use crate::support::{Run, stderr};
 
 /// A run that trained twice: the second run moved the checkpoints and files of the first.
@@ -78,6 +80,102 @@ fn a_clean_removes_what_later_runs_replaced_and_nothing_else() {
     assert_eq!(run.names("run/model"), ["global_step_2", "notes.txt"]);
     assert_eq!(run.names("run/checkpoints").len(), 1);
     run.0.train_ok(&["train_iters=3", "checkpoint.0.auto_resume=true"]);
+}
+
+#[test]
+fn a_clean_leaves_checkpoints_that_are_not_known_to_be_of_the_run() {
+    let run = Run::new();
+    run.edit("auto_resume: true", "auto_resume: false");
+    let short = ["train_iters=2", "checkpoint.0.save_every_n_steps=1", "checkpoint.1.save_every_n_steps=1"];
+    run.train_ok(&short);
+    run.train_ok(&[&short[..], &["optimizer.learning_rate=1e-3"]].concat());
+    let run = Trained(run);
+    let clean = ["clean", "run", "--checkpoints", "--force"];
+    let run_json = fs::read_to_string(run.path("run/run.json")).unwrap();
+    let names = || ["checkpoints", "hf", "checkpoints/run.1"].map(|folder| run.names(folder));
+    let before = names();
+    let kept = |arguments: &[&str], reason: &str| {
+        let listed = run.ok(arguments);
+        assert_eq!(names(), before, "{listed}");
+        assert!(listed.contains("skipped") && listed.contains(reason), "no {reason:?} in:\n{listed}");
+    };
+    // The relative path of another folder, seen from this one.
+    let home = run.0.path().display().to_string();
+    run.0.write("run/run.json", &run_json.replace(&format!("{home}/"), ""));
+    kept(&clean, "relative to the folder");
+    run.0.write("run/run.json", &run_json);
+    // A copy of the run's folder.
+    fs::create_dir(run.path("copy")).unwrap();
+    run.0.write("copy/run.json", &run_json);
+    kept(&["clean", "copy", "--checkpoints", "--force"], "copied or moved");
+    // Another run moved the checkpoints of this one.
+    let other = format!("output_dir={home}/other");
+    run.0.train_ok(&[&short[..], &[&other]].concat());
+    assert!(run.path("checkpoints/run.2").is_dir());
+    let before = names();
+    assert!(run.ok(&clean).contains("not of this run"));
+    assert_eq!(names(), before);
+    run.ok(&["clean", "other", "--force"]);
+    assert!(!run.path("checkpoints/run.2").exists());
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_clean_keeps_the_newest_model_until_a_newer_run_has_one() {
+    let run = Trained::new();
+    run.ok(&["clean", "run", "--force"]);
+    let rerun = ["train_iters=2", "optimizer.learning_rate=2e-3"];
+    let mut command = run.0.command("train", &rerun);
+    command.env("CANDLEWICK_TEST_KILL_AT", "step_computed:1").output().unwrap();
+    let kept = ["run/model/run.1", "run/checkpoints/run.1", "run/metrics.1.jsonl"];
+    let listed = run.ok(&["clean", "run", "--checkpoints", "--force"]);
+    assert!(kept.iter().all(|path| run.path(path).exists()), "{listed}");
+    assert!(listed.contains("no newer run has a complete checkpoint"), "{listed}");
+    let save = ["checkpoint.0.save_every_n_steps=2", "checkpoint.1.save_every_n_steps=2"];
+    run.0.train_ok(&[&rerun[..], &save].concat());
+    let listed = run.ok(&["clean", "run", "--force"]);
+    assert!(!kept.iter().any(|path| run.path(path).exists()), "{listed}");
+    assert_eq!(run.names("run/model"), ["global_step_2", "notes.txt"]);
+}
+
+#[test]
+fn a_clean_keeps_the_best_of_the_saved_steps_or_all_if_it_is_unknown() {
+    let run = Trained::new();
+    let mut report: Value = serde_json::from_slice(&fs::read(run.path("run/run.json")).unwrap()).unwrap();
+    report["plan"]["best"] = json!({"metric": "loss/eval", "greater_is_better": false});
+    report["metrics"]["best"] = json!({"iter": 3, "metric": "loss/eval", "value": 0.5});
+    run.0.write("run/run.json", &report.to_string());
+    let metrics = fs::read_to_string(run.path("run/metrics.jsonl")).unwrap();
+    let evaluated = |losses: &[(usize, f64)]| -> String {
+        let lines = losses.iter().map(|(iter, loss)| json!({"iter": iter, "loss/eval": loss}).to_string() + "\n");
+        lines.collect()
+    };
+    let training: String =
+        metrics.lines().filter(|line| !line.contains("eval")).map(|line| format!("{line}\n")).collect();
+    run.0.write("run/metrics.jsonl", &training);
+    let clean = ["clean", "run/run.1.json", "--checkpoints", "--force"];
+    let listed = run.ok(&clean);
+    assert!(listed.contains("the best one is unknown"), "{listed}");
+    assert_eq!(run.names("run/model"), ["global_step_1", "global_step_2", "notes.txt"]);
+    run.0.write("run/metrics.jsonl", &(training.clone() + &evaluated(&[(1, 1.0), (2, 2.0), (3, 0.5)])));
+    run.ok(&["clean", "run", "--checkpoints", "--force"]);
+    assert_eq!(run.names("run/model"), ["global_step_1", "global_step_2", "notes.txt"]);
+    run.0.write("run/metrics.jsonl", &(training + &evaluated(&[(1, 2.0), (2, 1.0)])));
+    run.ok(&["clean", "run", "--checkpoints", "--force"]);
+    assert_eq!(run.names("run/model"), ["global_step_2", "notes.txt"]);
+}
+
+#[test]
+fn an_interrupted_clean_can_be_repeated() {
+    let run = Trained::new();
+    for folder in ["run/model/.global_step_1.tmp", "run/model/run.1/.global_step_2.tmp"] {
+        run.0.write_foreign(&format!("{folder}/model.safetensors"));
+        run.0.write_foreign(&format!("{folder}/.candlewick_unfinished"));
+    }
+    run.0.write_foreign("run/kept_batches.1/step_3.json");
+    run.ok(&["clean", "run", "--checkpoints", "--force"]);
+    assert_eq!(run.names("run/model"), ["global_step_2", "notes.txt"]);
+    assert!(!run.path("run/kept_batches.1").exists() && !run.path("run/model/.global_step_1.tmp").exists());
 }
 
 #[test]

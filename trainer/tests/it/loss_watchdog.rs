@@ -110,6 +110,18 @@ fn a_skipped_spike_changes_neither_weights_nor_optimizer() {
     assert_ne!(loss_of(&applied, SPIKE + 1), loss_of(&run, SPIKE + 1));
 }
 
+#[cfg(debug_assertions)]
+#[test]
+fn a_run_rewinds_to_the_checkpoint_of_a_stopped_run() {
+    let run = spiky();
+    let mut command = run.command("train", &arguments(&["checkpoint=null"]));
+    let output = command.env("CANDLEWICK_TEST_TERMINATE_AT", "step_computed:38").output().unwrap();
+    assert_eq!(output.status.code(), Some(75), "{}", stderr(&output));
+    train_ok(&run, "rewind", &["checkpoint.0.save_every_n_steps=50"]);
+    let found = spikes(&run);
+    assert!(found.iter().any(|(step, event)| (*step, &event["rewound_to"]) == (41, &Value::from(38))), "{found:?}");
+}
+
 #[test]
 fn a_run_that_resumes_after_a_spike_or_before_one_equals_an_uninterrupted_one() {
     for action in ["skip", "rewind"] {

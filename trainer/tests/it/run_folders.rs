@@ -122,6 +122,20 @@ fn a_new_run_starts_from_any_checkpoint_of_another_one() {
 }
 
 #[test]
+fn a_restart_continues_from_the_newest_checkpoint_after_the_named_one() {
+    let run = run_below_output_dir();
+    run.train_ok(&["train_iters=12", "exit_iteration=5"]);
+    let dir = run.path().join("run/checkpoints/epoch_0_global_step_5");
+    let named = format!("resume_from_checkpoint={}", dir.display());
+    for exit in ["exit_iteration=7", "exit_iteration=9"] {
+        run.train_ok(&["train_iters=12", &named, exit]);
+    }
+    fs::remove_dir_all(dir).unwrap();
+    run.train_ok(&["train_iters=12", &named]);
+    assert_eq!(steps(&run.path().join("run")), (1..=12).collect::<Vec<_>>());
+}
+
+#[test]
 fn a_finished_run_trains_more_epochs() {
     let run = run_below_output_dir();
     run.edit("train_iters: 24\n", "epochs: 1\n");
@@ -142,8 +156,13 @@ mod stopped {
     /// Trains until SIGTERM after the third step.
     #[track_caller]
     fn stop(run: &Run, arguments: &[&str]) -> String {
+        stop_at(run, 3, arguments)
+    }
+
+    #[track_caller]
+    fn stop_at(run: &Run, step: usize, arguments: &[&str]) -> String {
         let mut command = run.command("train", arguments);
-        let output = command.env("CANDLEWICK_TEST_TERMINATE_AT", "step_computed:3").output().unwrap();
+        let output = command.env("CANDLEWICK_TEST_TERMINATE_AT", format!("step_computed:{step}")).output().unwrap();
         assert_eq!(output.status.code(), Some(75), "{}", stderr(&output));
         stderr(&output)
     }
@@ -221,6 +240,48 @@ mod stopped {
         assert!(stderr(&output).contains(&format!("changed since this checkpoint: {change}")), "{}", stderr(&output));
         run.assert_resumed();
         assert!(!dir.exists());
+    }
+
+    #[test]
+    fn a_run_that_named_its_stop_checkpoint_continues_after_the_next_stop() {
+        let run = Run::new();
+        stop(&run, &WITHOUT_CHECKPOINT);
+        let folder = run.path().join("run/stop_checkpoint");
+        let named = format!("resume_from_checkpoint={}", folder.join("epoch_0_global_step_3").display());
+        let arguments = [&WITHOUT_CHECKPOINT[..], &[&named]].concat();
+        stop_at(&run, 5, &arguments);
+        assert!(!folder.join("epoch_0_global_step_3").exists());
+        run.train_ok(&arguments);
+        assert!(run.report()["resumed_from"].as_str().unwrap().ends_with("global_step_5"));
+        assert!(!folder.exists());
+    }
+
+    #[test]
+    fn a_stop_checkpoint_stays_until_a_later_checkpoint_can_be_resumed() {
+        let run = Run::new();
+        let exports = ["checkpoint=[{type: huggingface}]", "train_iters=6"];
+        stop(&run, &exports);
+        let dir = run.path().join("run/stop_checkpoint/epoch_0_global_step_3");
+        run.train_ok(&[&exports[..], &["exit_iteration_this_run=1"]].concat());
+        assert!(dir.is_dir());
+        run.train_ok(&exports);
+        run.assert_resumed();
+        assert!(!dir.exists());
+    }
+
+    #[test]
+    fn a_run_resumes_the_newest_checkpoint_of_all_entries() {
+        let run = run_below_output_dir();
+        run.train_ok(&["train_iters=6", "exit_iteration=2"]);
+        stop(&run, &WITHOUT_CHECKPOINT);
+        run.train_ok(&["train_iters=6", "exit_iteration=4"]);
+        assert!(run.report()["resumed_from"].as_str().unwrap().ends_with("stop_checkpoint/epoch_0_global_step_3"));
+        // That of another run stays.
+        stop(&run, &WITHOUT_CHECKPOINT);
+        run.train_ok(&["train_iters=6", "checkpoint.0.auto_resume=false", "exit_iteration=5"]);
+        run.train_ok(&["train_iters=6"]);
+        assert!(run.report()["resumed_from"].as_str().unwrap().ends_with("checkpoints/epoch_0_global_step_5"));
+        assert!(run.path().join("run/stop_checkpoint/epoch_0_global_step_3").is_dir());
     }
 
     #[test]

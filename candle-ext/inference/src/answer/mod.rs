@@ -122,8 +122,8 @@ impl<'a> EngineBackend<'a> {
         Self { on_progress: Box::new(on_progress), ..self }
     }
 
-    /// Sets a callback that requests a stop, polled before each forward. If any rank's returns true, all end with
-    /// [`RequestsInterrupted`]. Set it on all ranks or on none.
+    /// Sets a callback that requests a stop, polled before each forward. If it returns true, this rank and those that share
+    /// experts or a model replica with it end with [`RequestsInterrupted`]. Set it on all ranks or on none.
     #[must_use]
     pub fn with_stop(self, asked_to_stop: impl Fn() -> bool + 'a) -> Self {
         Self { asked_to_stop: Some(Box::new(asked_to_stop)), ..self }

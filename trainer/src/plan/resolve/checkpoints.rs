@@ -122,6 +122,13 @@ pub(super) fn resolve_stop(resolver: &mut Resolver, checkpoints: &[CheckpointPla
     let (writes, resumes) = (!checkpoints.iter().any(is_sharded), checkpoints.iter().any(|plan| plan.auto_resume));
     let folder = run_folder(resolver).filter(|_| !checkpoints.is_empty() && (writes || resumes))?;
     let folder = folder.join("stop_checkpoint");
+    if let Some(entry) = checkpoints.iter().find(|entry| resolved(&entry.output_dir) == resolved(&folder)) {
+        let shown = entry.output_dir.display();
+        let message =
+            format!("checkpoint: {shown} is for the checkpoint of a stopped run, which the end of the run deletes");
+        resolver.report_with_advice(&["checkpoint"], message, "give the entry another output_dir");
+        return None;
+    }
     if writes {
         let note = "a signal saves a checkpoint from which the same command continues; the end of the run deletes it";
         resolver.note(format!("{}: {note}", folder.display()));

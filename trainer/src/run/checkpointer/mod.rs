@@ -14,11 +14,12 @@ use candlewick_text::quantity::counted;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointFormat, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
+    CheckpointError, CheckpointFormat, CheckpointId, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
     PlannedCheckpoints, Resumed, RunState, Scores, Tag, TrainState, WrittenCheckpoint, bytes_needed, move_aside,
     preflight, refuse_occupied, remove_all, save,
 };
 use crate::data::{EpochSize, TrainSteps};
+use crate::estimate::format_bytes;
 use crate::plan::{Plan, WeightInit};
 
 use super::async_save::{AsyncSave, FinishedAsyncSave};
@@ -37,6 +38,8 @@ pub(super) struct Checkpointer<'a> {
     newest: HashMap<(CheckpointFormat, PathBuf), (usize, PathBuf)>,
     /// The scores in the checkpoint that the run resumed from. Their metric may be another one than the plan's.
     resumed_scores: Scores,
+    /// The last checkpoint of `resume_from_checkpoint` that the run continued from.
+    started_from: Option<CheckpointId>,
     /// The checkpoint that is being written in the background.
     async_save_in_progress: Option<AsyncSave>,
 }
@@ -69,6 +72,7 @@ impl<'a> Checkpointer<'a> {
             base,
             newest: HashMap::new(),
             resumed_scores: Scores::default(),
+            started_from: None,
             async_save_in_progress: None,
         }
     }
@@ -78,7 +82,9 @@ impl<'a> Checkpointer<'a> {
         let Some((output_dir, _)) = self.newest_sharded_entry() else { return Ok(None) };
         let is_entry =
             |plan: &&CheckpointPlan| plan.format == CheckpointFormat::Sharded && plan.output_dir == output_dir;
-        self.run.plan.checkpoints.iter().find(is_entry).map_or(Ok(None), |checkpoint| self.load(checkpoint))
+        let plan = self.run.plan;
+        let entry = plan.checkpoints.iter().chain(&plan.stop_checkpoint).find(is_entry);
+        entry.map_or(Ok(None), |checkpoint| self.load(checkpoint))
     }
 
     /// Returns the newest `sharded` checkpoint that this run wrote or resumed from.
@@ -187,10 +193,20 @@ impl<'a> Checkpointer<'a> {
         !self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::Sharded)
     }
 
-    /// Deletes the checkpoint of an earlier process that was stopped: the run is complete. All ranks call this.
-    pub(super) fn remove_stop_checkpoint(&self) -> Result<()> {
-        let Some(stop) = &self.run.plan.stop_checkpoint else { return Ok(()) };
-        self.run.ranks.process.on_first_rank(|| Ok(remove_all(stop)?)).map(drop)
+    /// Deletes the checkpoint of an earlier process of this run that was stopped, if nothing can be lost: the last step of the
+    /// run is saved, or a checkpoint that is as new can be resumed. All ranks call this.
+    pub(super) fn remove_stop_checkpoint(&self, Moment { step, end_of_training, .. }: Moment) -> Result<()> {
+        let plan = self.run.plan;
+        let Some(stop) = &plan.stop_checkpoint else { return Ok(()) };
+        let is_complete = end_of_training && plan.checkpoints.iter().any(|entry| self.is_saved(entry, step));
+        let newest =
+            |entry: &CheckpointPlan| self.newest.get(&(entry.format, entry.output_dir.clone())).map(|(step, _)| *step);
+        let resumable = plan.checkpoints.iter().filter(|entry| entry.auto_resume).filter_map(newest).max();
+        if !is_complete && resumable.is_none_or(|step| Some(step) < newest(stop)) {
+            return Ok(());
+        }
+        let run_start = self.run.run_id.run;
+        self.run.ranks.process.on_first_rank(|| Ok(remove_all(stop, run_start)?)).map(drop)
     }
 
     /// Returns true if this step is the newest checkpoint of an entry of the plan.
@@ -300,6 +316,7 @@ impl<'a> Checkpointer<'a> {
             fingerprint: self.fingerprint.clone(),
             settings: self.settings.clone(),
             slower_modules: self.run.slower_modules.map(<[String]>::to_vec),
+            started_from: self.started_from,
         }
     }
 }
@@ -308,10 +325,10 @@ impl<'a> Checkpointer<'a> {
 fn warn_without_space(checked: Result<(), CheckpointError>) -> Result<()> {
     match checked {
         Err(CheckpointError::NotEnoughSpace { needed, free, .. }) => {
-            let [needed, free] = [needed, free].map(|bytes| bytes as f64 / 1e9);
+            let [needed, free] = [needed, free].map(format_bytes);
             tracing::warn!(
-                "a run that is stopped could not be continued: its checkpoint and the exports need {needed:.2} GB, and \
-                 {free:.2} GB is free"
+                "a run that is stopped could not be continued: its checkpoint and the exports need {needed}, and {free} is \
+                 free"
             );
             Ok(())
         }

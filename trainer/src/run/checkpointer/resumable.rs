@@ -1,9 +1,11 @@
 //! The checkpoint that a run resumes: its own newest one, else that of `resume_from_checkpoint`.
 
+use std::cmp::Reverse;
+
 use anyhow::Result;
 use candlewick_runtime::run_id::RunId;
 
-use crate::checkpoint::{CheckpointPlan, CompleteCheckpoint, RunState, newest_complete, open, read_state};
+use crate::checkpoint::{CheckpointPlan, CompleteCheckpoint, RunState, newest_complete, open, read_state, search};
 use crate::plan::Plan;
 
 /// Returns the id of a run of `plan`. With `auto_resume` it is that of the run whose checkpoint the run will resume, or of the
@@ -35,7 +37,7 @@ struct CheckpointToResume {
 }
 
 fn to_resume(plan: &Plan) -> Result<Option<CheckpointToResume>> {
-    for entry in entries_to_resume(plan) {
+    for entry in entries_to_resume(plan)? {
         if let Some(checkpoint) = newest_complete(&entry.output_dir)? {
             return Ok(Some(CheckpointToResume { checkpoint, is_own: true }));
         }
@@ -45,7 +47,31 @@ fn to_resume(plan: &Plan) -> Result<Option<CheckpointToResume>> {
     Ok(given.map(|checkpoint| CheckpointToResume { checkpoint, is_own: false }))
 }
 
-/// Lists the entries with checkpoints of this run to resume from, in order of precedence.
-pub(super) fn entries_to_resume(plan: &Plan) -> impl Iterator<Item = &CheckpointPlan> {
+/// Lists the entries with checkpoints of this run to resume from, that with the newest checkpoint first.
+fn entries_to_resume(plan: &Plan) -> Result<Vec<&CheckpointPlan>> {
+    let entries: Vec<&CheckpointPlan> = candidates(plan).collect();
+    Ok(order_to_resume(plan)?.into_iter().map(|idx| entries[idx]).collect())
+}
+
+/// Lists the entries from which a run may resume, in the order of the plan.
+pub(super) fn candidates(plan: &Plan) -> impl Iterator<Item = &CheckpointPlan> {
     plan.checkpoints.iter().filter(|checkpoint| checkpoint.auto_resume).chain(&plan.stop_checkpoint)
+}
+
+/// Returns the indices of [`candidates`], that with the newest checkpoint first: by the start of the run, then by steps.
+///
+/// An entry with damaged checkpoints only comes before all: its error must not be lost.
+pub(super) fn order_to_resume(plan: &Plan) -> Result<Vec<usize>> {
+    let mut ages = Vec::new();
+    for (idx, entry) in candidates(plan).enumerate() {
+        let found = search(&entry.output_dir)?;
+        let age = match found.complete.first() {
+            Some(newest) => (newest.manifest.run_start, newest.manifest.step),
+            None if found.skipped.is_empty() => (0, 0),
+            None => (u64::MAX, 0),
+        };
+        ages.push((Reverse(age), idx));
+    }
+    ages.sort();
+    Ok(ages.into_iter().map(|(_, idx)| idx).collect())
 }

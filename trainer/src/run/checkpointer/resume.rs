@@ -1,26 +1,32 @@
 //! The resume of a checkpoint.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointPlan, CompleteCheckpoint, Resumed, read_state, resume, resume_from, search,
+    CheckpointError, CheckpointPlan, CompleteCheckpoint, Resumed, open, read_state, resume, resume_from, search,
 };
 
 use super::super::state::EngineState;
 use super::Checkpointer;
-use super::resumable::entries_to_resume;
+use super::resumable::{candidates, order_to_resume};
 
 impl Checkpointer<'_> {
     /// Loads the newest complete checkpoint of this run, or that of `resume_from_checkpoint`, if there is one.
     pub(in crate::run) fn resume(&mut self) -> Result<Option<Resumed>> {
         let plan = self.run.plan;
-        for entry in entries_to_resume(plan) {
+        let process = &self.run.ranks.process;
+        let order = process.broadcast_from_first(|| Ok(serde_json::to_vec(&order_to_resume(plan)?)?))?;
+        let order: Vec<usize> = serde_json::from_slice(&order).context("failed to read the first rank's order")?;
+        let entries: Vec<&CheckpointPlan> = candidates(plan).collect();
+        for entry in order.into_iter().map(|idx| entries[idx]) {
             self.run.ranks.process.on_first_rank(|| self.check_origin(entry))?;
-            let resumed = self.load(entry)?;
-            if resumed.is_some() {
-                return Ok(resumed);
+            if let Some(resumed) = self.load(entry)? {
+                let is_given =
+                    plan.resume_from_checkpoint.as_ref().is_some_and(|dir| resolved(dir) == resolved(&resumed.dir));
+                self.started_from = if is_given { Some(resumed.run.id()) } else { resumed.run.started_from };
+                return Ok(Some(resumed));
             }
         }
         let Some(dir) = &plan.resume_from_checkpoint else { return Ok(None) };
@@ -28,6 +34,7 @@ impl Checkpointer<'_> {
         let resumed = resume_from(dir, &self.fingerprint, &mut state, &self.run.ranks.process)?;
         self.run.engine.store().refresh()?;
         self.resumed_scores.clone_from(&resumed.run.scores);
+        self.started_from = Some(resumed.run.id());
         Ok(Some(resumed))
     }
 
@@ -49,7 +56,9 @@ impl Checkpointer<'_> {
         Ok(resumed)
     }
 
-    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or if the recipe names an older one.
+    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or if the recipe names an older one from
+    /// which the newest does not descend. A named checkpoint that exists no longer has no effect: later saves replaced it.
+    ///
     /// The recipe of a stopped run must also have the same settings, unless it names the checkpoint.
     fn check_origin(&self, entry: &CheckpointPlan) -> Result<()> {
         let plan = self.run.plan;
@@ -57,13 +66,13 @@ impl Checkpointer<'_> {
             return Ok(());
         };
         let Ok(state) = read_state(&CompleteCheckpoint { dir: dir.clone(), manifest }) else { return Ok(()) };
-        let resolved = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         if let Some(given) = &plan.resume_from_checkpoint {
             let (given_dir, newest) = (resolved(given), resolved(&dir));
             if given_dir == newest {
                 return Ok(());
             }
-            if given_dir.parent() == newest.parent() {
+            let descends = || open(given).is_ok_and(|given| state.started_from == Some(given.id()));
+            if given_dir.exists() && given_dir.parent() == newest.parent() && !descends() {
                 return Err(CheckpointError::NewerCheckpoint { given: given.clone(), newest: dir }.into());
             }
         }
@@ -79,4 +88,9 @@ impl Checkpointer<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns the path without symlinks, if it exists.
+fn resolved(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }

@@ -58,7 +58,7 @@ pub(super) struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Resumes from the newest checkpoint if the plan sets `auto_resume`, checks that all checkpoints fit on disk, and opens the
+    /// Resumes from the newest checkpoint of this run or from that of `resume_from_checkpoint`, checks that all checkpoints fit on disk, and opens the
     /// reports.
     pub(super) fn begin(run: TrainingRun<'a>, run_json: &'a mut RunJson) -> Result<Self> {
         let TrainingRun { plan, prepared, .. } = run;
@@ -93,7 +93,7 @@ impl<'a> Session<'a> {
             _ => None,
         };
         let description = describe(&run, total_steps, gpu_id);
-        let reporter = Reporter::open(&plan.log, start, &description).map_err(|source| {
+        let reporter = Reporter::open(&plan.log, start, stream.cursor().step, &description).map_err(|source| {
             let path = plan.log.metrics_path.clone().unwrap_or_default();
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;

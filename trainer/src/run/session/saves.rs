@@ -127,7 +127,7 @@ impl Session<'_> {
         Ok(n_checkpoints)
     }
 
-    /// Saves the checkpoints to resume from. If the plan has none, exports the weights.
+    /// Saves the checkpoints to resume from: the `sharded` entries, or the stop checkpoint. If that fails, exports the weights.
     pub(in crate::run) fn save_to_resume(&mut self) -> Result<StopResult> {
         let plan = self.run.plan;
         self.save_all(|plan| plan.format == CheckpointFormat::Sharded)?;

@@ -71,6 +71,15 @@ fn refused(arguments: &[&str], want: &[&str]) {
 }
 
 #[test]
+fn no_entry_uses_the_folder_of_the_stop_checkpoint() {
+    for folder in ["runs/r/stop_checkpoint", "runs/r/../r/stop_checkpoint/"] {
+        let entry = format!("checkpoint={{type: sharded, auto_resume: true, output_dir: {folder}}}");
+        refused(&[&entry], &["is for the checkpoint of a stopped run", "give the entry another output_dir"]);
+        refused(&[&entry.replace("sharded, auto_resume: true", "huggingface")], &["of a stopped run"]);
+    }
+}
+
+#[test]
 fn unimplemented_keys_are_refused_by_name() {
     for argument in [
         "beta=0.1",
