@@ -58,7 +58,23 @@ fn a_template_prints_what_the_program_of_the_format_prints() {
         let name = golden["template"].as_str().unwrap();
         assert_eq!(template(name).render(&chat, ending).unwrap(), golden["text"].as_str().unwrap(), "{golden}");
     }
-    assert_eq!(goldens.len(), 36);
+    assert_eq!(goldens.len(), 39);
+}
+
+#[test]
+fn a_null_content_is_never_printed_as_a_word() {
+    for BuiltInTemplate { name, .. } in BuiltInTemplate::ALL {
+        for role in ["user", "assistant"] {
+            let mut chat = conversation(&json!({"messages": [
+                {"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
+            ]}));
+            let null = chat.messages.iter_mut().find(|message| message.role() == role).unwrap();
+            *null = null.clone().with("content", Json::Null).with("reasoning_content", json!("d"));
+            if let Ok(text) = template(name).render(&chat, AddGenerationPrompt::No) {
+                assert!(!text.contains("None") && !text.contains("none"), "{name}: {text}");
+            }
+        }
+    }
 }
 
 #[test]
