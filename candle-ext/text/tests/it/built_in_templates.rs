@@ -110,6 +110,32 @@ fn a_template_whose_markers_are_no_tokens_is_refused() {
 }
 
 #[test]
+fn the_template_of_mistral_needs_a_sentencepiece_tokenizer_of_its_format() {
+    let check = |tokens: &[&str], want: Option<&str>| {
+        let folder = tempfile::tempdir().unwrap();
+        let family = tokenizer("qwen3");
+        let read = |file: &str| std::fs::read_to_string(family.directory().join(file)).unwrap();
+        let mut file: Json = serde_json::from_str(&read("tokenizer.json")).unwrap();
+        for (idx, token) in tokens.iter().enumerate() {
+            file["added_tokens"].as_array_mut().unwrap().push(json!({
+                "id": family.vocab_size() + idx, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true
+            }));
+        }
+        std::fs::write(folder.path().join("tokenizer.json"), file.to_string()).unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), read("tokenizer_config.json")).unwrap();
+        let tokenizer = Tokenizer::from_directory(folder.path()).unwrap();
+        let error = ChatTemplateSource::parse("mistral").unwrap().compile(&tokenizer).err().map(|it| it.to_string());
+        assert_eq!(error.is_some(), want.is_some(), "{tokens:?}: {error:?}");
+        let error = error.unwrap_or_default();
+        assert!(error.contains(want.unwrap_or_default()) && !error.contains("mistral, "), "{tokens:?}: {error}");
+    };
+    check(&["[INST]", "[/INST]"], Some("it is not SentencePiece"));
+    check(&["[INST]", "[/INST]", "▁"], None);
+    check(&["[INST]", "[/INST]", "▁", "[SYSTEM_PROMPT]"], Some("[SYSTEM_PROMPT] belongs to a later format"));
+}
+
+#[test]
 fn a_name_a_file_and_a_template_are_distinguished() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("own.jinja");
