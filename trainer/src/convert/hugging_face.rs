@@ -4,6 +4,7 @@ use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::item::ForeignItem;
+use super::saving::has_eval_steps;
 use crate::recipe::SchedulerKwargs;
 
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
@@ -138,11 +139,13 @@ fn n_evaluations(converter: &Converter<'_>) -> Option<f64> {
         Some(steps) if steps > 0.0 => return None,
         _ => number(&["num_epochs", "num_train_epochs"])?,
     };
-    match (number(&["eval_steps"]), number(&["evals_per_epoch"])) {
-        (Some(steps), _) if steps >= 1.0 => None,
-        (Some(fraction), _) if fraction > 0.0 => Some(1.0 / fraction),
-        (_, per_epoch) => Some(epochs * per_epoch.unwrap_or(1.0)),
-    }
+    let eval_steps = number(&["eval_steps"]).filter(|_| has_eval_steps(converter));
+    let n = match (eval_steps, number(&["evals_per_epoch"])) {
+        (Some(steps), _) if steps >= 1.0 => return None,
+        (Some(fraction), _) if fraction > 0.0 => 1.0 / fraction,
+        (_, per_epoch) => epochs * per_epoch.unwrap_or(1.0),
+    };
+    Some(n + if converter.is_on("eval_on_start") { 1.0 } else { 0.0 })
 }
 
 /// Returns a number, without a decimal point if it is whole.

@@ -238,20 +238,22 @@ const TEMPLATES: &[(&str, &str)] = &[
     ("chatml", "chatml"),
     ("llama3", "llama3"),
     ("qwen", "qwen2.5"),
-    ("qwen3", "qwen3"),
     ("gemma", "gemma"),
     ("gemma2", "gemma"),
     ("gemma3", "gemma"),
-    ("alpaca", "alpaca"),
+];
+
+/// Templates of the same name, and the difference of the built-in one.
+const OTHER_TEMPLATES: &[(&str, &str)] = &[
+    ("qwen3", "only answers after the last question have reasoning, and the last answer has an empty block without it"),
+    ("mistral", "the system message is part of the last user message, not of the first"),
+    ("alpaca", "the text begins with BOS, and an empty line follows the system message"),
 ];
 
 fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match item.text() {
-        Some("mistral") => {
-            let note = "the system message is part of the last user message, not of the first";
-            converter.change(item, [("tokenizer.chat_template", "mistral".into())], note);
-        }
-        _ => hugging_face::template(converter, item, TEMPLATES),
+    match OTHER_TEMPLATES.iter().find(|(name, _)| item.text() == Some(name)) {
+        Some((name, note)) => converter.change(item, [("tokenizer.chat_template", (*name).into())], note),
+        None => hugging_face::template(converter, item, TEMPLATES),
     }
 }
 
