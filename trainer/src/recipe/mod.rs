@@ -60,7 +60,7 @@ pub use moe::{
 };
 pub(crate) use node::parse as parse_yaml;
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
-pub use number::{HumanFloat, HumanInt, parse_number};
+pub use number::{HumanFloat, HumanInt, StepInterval, parse_number};
 pub use optimizer::{
     DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };
@@ -222,7 +222,7 @@ pub struct Recipe {
     pub train_log_metrics_path: Option<String>,
     /// The number of steps between evaluations; below 1, a fraction of all steps, as transformers' `eval_steps`. The last step
     /// is always evaluated. Default 0: after each epoch.
-    pub eval_interval: Option<HumanFloat>,
+    pub eval_interval: Option<StepInterval>,
     /// The number of evaluations in an epoch, with axolotl's name. Not allowed with `eval_interval`. Default: `eval_interval`
     /// decides.
     pub evals_per_epoch: Option<HumanInt>,
