@@ -54,13 +54,18 @@ pub(super) fn resolve_interval(resolver: &mut Resolver) -> EvalPlan {
 fn interval(resolver: &mut Resolver, key: &str, given: Option<StepInterval>) -> EvalPlan {
     let (steps, fraction) = steps_or_fraction(resolver, key, given);
     let interval = Some(steps).filter(|steps| *steps > 0);
+    let when = EvalPlan { interval, fraction, on_start: resolver.recipe().eval_on_start == Some(true) };
     let origin = if given.is_some() { resolver.loaded.origin(&[key]) } else { Origin::Default };
-    match (interval, fraction) {
+    record(resolver, key, &when, origin);
+    when
+}
+
+fn record(resolver: &mut Resolver, key: &str, when: &EvalPlan, origin: Origin) {
+    match (when.interval, when.fraction) {
         (Some(steps), _) => _ = resolver.record(key, steps, origin),
         (None, Some(fraction)) => _ = resolver.record(key, fraction.to_string(), origin),
         (None, None) => _ = resolver.record(key, "each epoch", origin),
     }
-    EvalPlan { interval, fraction, on_start: resolver.recipe().eval_on_start == Some(true) }
 }
 
 pub(super) fn resolve_tasks(resolver: &mut Resolver, when: EvalPlan) -> Option<TasksPlan> {
@@ -75,7 +80,11 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver, when: EvalPlan) -> Option<T
     resolver.pick(TASKS, Some(&given.tasks), &given.tasks);
     let when = match given.interval {
         Some(_) => interval(resolver, "eval.interval", given.interval),
-        None => when,
+        None => {
+            let is_set = interval_key(recipe).is_some();
+            record(resolver, "eval.interval", &when, if is_set { Origin::Derived } else { Origin::Default });
+            when
+        }
     };
     let limit = given.limit.map(|limit| resolver.number("eval.limit", Some(limit), limit.0, 0.0, f64::MAX));
     let chat = resolver.pick("eval.apply_chat_template", given.apply_chat_template, false);
