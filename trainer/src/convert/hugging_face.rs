@@ -10,12 +10,9 @@ use crate::recipe::SchedulerKwargs;
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
 const LOADER: &str = "each step builds its batch from memory-mapped tokens";
 const LAUNCHER: &str = "the launcher sets it";
-const ONE_RATE: &str = "both factors of an adapter have one learning rate";
 
 pub(super) const ADAMW: &str = "AdamW is the only optimizer";
 pub(super) const KERNELS: &str = "fused kernels are always used";
-pub(super) const NO_DORA: &str = "DoRA is not supported; a plain LoRA adapter trains";
-pub(super) const NO_MODULES: &str = "training whole modules together with an adapter is not supported";
 pub(super) const PREPARED: &str = "data are tokenized once and read from the cache; data.streaming needs train_iters, and excludes held-out rows and a mixture";
 pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
 pub(super) const TEMPLATE: &str =
@@ -35,7 +32,7 @@ pub(super) const RULES: KeyRules = &[
     ("warmup_steps", KeyRule::By(warmup_steps)),
     ("warmup_ratio", KeyRule::By(warmup_ratio)),
     ("optim_args", KeyRule::Unless("AdamW takes no further arguments")),
-    ("neftune_noise_alpha", KeyRule::Unless("NEFTune is not supported")),
+    ("neftune_noise_alpha", KeyRule::Missing("neftune")),
     ("max_steps", KeyRule::By(max_steps)),
     // Data.
     ("group_by_length", KeyRule::Unless("rows are not padded to the longest one, so equal lengths save no time")),
@@ -108,8 +105,8 @@ pub(super) const RULES: KeyRules = &[
     ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
     ("streaming", KeyRule::By(streaming)),
-    ("loraplus_lr_ratio", KeyRule::Nothing(ONE_RATE)),
-    ("loraplus_lr_embedding", KeyRule::Nothing(ONE_RATE)),
+    ("loraplus_lr_ratio", KeyRule::Missing("loraplus")),
+    ("loraplus_lr_embedding", KeyRule::Missing("loraplus")),
 ];
 
 /// Converts the patience of transformers' `EarlyStoppingCallback`, a number of evaluations.

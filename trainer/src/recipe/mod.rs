@@ -49,6 +49,7 @@ pub use eval::EvalSection;
 pub use key_docs::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
 pub(crate) use keys::{foreign_key_advice, numbered, of_option as key_of_option};
 pub use load::{Loaded, Origin};
+pub(crate) use missing_features::missing_feature_advice;
 pub use missing_features::{MISSING_FEATURES, MissingFeature};
 pub use model::{
     ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, JsonMap,

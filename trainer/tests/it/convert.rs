@@ -286,6 +286,22 @@ fn fractions_of_epochs_and_of_the_run_are_kept() {
 }
 
 #[test]
+fn missing_features_have_the_words_of_their_table() {
+    for (line, part) in [
+        ("peft_use_dora: true", "DoRA: not supported; use LoRA"),
+        ("lora_modules_to_save: [lm_head]", "(`modules_to_save`): not supported"),
+        ("neftune_noise_alpha: 5", "NEFTune (noise on embeddings): not supported"),
+        ("tokens: [a]", "new tokens and resized embeddings: not supported"),
+        ("special_tokens: {bos_token: a}", "new tokens and resized embeddings: not supported"),
+        ("unfrozen_parameters: [a]", "freezing by name: not supported"),
+    ] {
+        let report = convert_text(&format!("{AXOLOTL}{line}\n"), None).unwrap().report;
+        let mut notes = report.of(FindingKind::NoCounterpart).map(|finding| finding.note.clone());
+        assert!(notes.any(|note| note.contains(part)), "{line}: {}", report.text());
+    }
+}
+
+#[test]
 fn eval_steps_have_an_effect_with_the_strategy_of_steps_alone() {
     let check = |lines: &str, want: Value| {
         let conversion = convert_text(&format!("{AXOLOTL}val_set_size: 0.1\n{lines}"), None).unwrap();
