@@ -133,8 +133,8 @@ fn resumes(converter: &mut Converter<'_>) -> bool {
 
 /// Returns true if `eval_steps` has an effect: without a strategy, or with `steps`.
 pub(super) fn has_eval_steps(converter: &Converter<'_>) -> bool {
-    let strategies = ["eval_strategy", "evaluation_strategy"].iter().filter_map(|key| converter.get(key));
-    strategies.into_iter().all(|item| item.text() == Some("steps"))
+    let mut strategies = ["eval_strategy", "evaluation_strategy"].iter().filter_map(|key| converter.get(key));
+    strategies.all(|item| item.text() == Some("steps"))
 }
 
 /// Converts the interval between evaluations.
