@@ -9,7 +9,8 @@ Output: candle-ext/text/tests/fixtures/chat/built_in.json, a list of {template, 
 prompt if the last message is the user's. BOS is <s>, EOS </s>. FastChat and LLaMA-Factory leave BOS to the tokenizer, so
 the script adds it.
 
-The fixtures of chat_goldens.py have the originals of qwen2.5, qwen3 and llama3.
+The fixtures of chat_goldens.py have the originals of qwen2.5, qwen3 and llama3. LLaMA-Factory's own alpaca has no BOS, and no
+empty line after a system message of the chat.
 """
 
 import ast
@@ -23,7 +24,8 @@ from mistral_common.protocol.instruct.validator import MistralRequestValidator, 
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from transformers.utils import chat_template_utils
 
-OUTPUT = pathlib.Path(__file__).parents[2] / "candle-ext/text/tests/fixtures/chat/built_in.json"
+FIXTURES = pathlib.Path(__file__).parents[2] / "candle-ext/text/tests/fixtures/chat"
+OUTPUT = FIXTURES / "built_in.json"
 QUESTION, SECOND, ANSWER = ("user", "2+2?"), ("user", "And 3+3?"), ("assistant", "4")
 SYSTEM = ("system", "Be brief.")
 CHATS = [
@@ -33,6 +35,14 @@ CHATS = [
     [SYSTEM, QUESTION],
     [SYSTEM, QUESTION, ANSWER],
     [SYSTEM, QUESTION, ANSWER, SECOND],
+]
+# Answers without content, of which only qwen3 has a text.
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+REASONING = {"role": "assistant", "content": None, "reasoning_content": "2+2 is 4.", "tool_calls": [CALL]}
+WITHOUT_CONTENT = [
+    [REASONING],
+    [REASONING, {"role": "tool", "content": "4"}, {"role": "user", "content": "And 3+3?"}],
+    [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
 ]
 
 
@@ -49,6 +59,14 @@ def gemma(chat, folder):
     compiled = chat_template_utils._compile_jinja_template(template)
     prompt = ends_with_question(chat)
     return compiled.render(messages=messages(chat), add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
+
+
+def qwen3(messages):
+    """Renders with Qwen3's template. Its first version fails on a null content, which later ones take as empty."""
+    compiled = chat_template_utils._compile_jinja_template((FIXTURES / "qwen3/chat_template.jinja").read_text())
+    prompt = messages[-1]["role"] == "user"
+    filled = [message | {"content": message["content"] or ""} for message in messages]
+    return compiled.render(messages=filled, add_generation_prompt=prompt)
 
 
 def mistral(chat):
@@ -110,6 +128,9 @@ def main(gemma3, llama_factory):
         for name, program in programs.items()
         for chat in CHATS
     ]
+    for answer in WITHOUT_CONTENT:
+        chat = messages([QUESTION]) + answer
+        lines.append(json.dumps({"template": "qwen3", "messages": chat, "text": qwen3(chat)}, ensure_ascii=False))
     OUTPUT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 

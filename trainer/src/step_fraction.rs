@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub enum StepFraction {
     /// This fraction of all steps, above 0 and below 1: `eval_steps` of transformers.
     OfRun(f64),
-    /// An epoch divided by this number: `evals_per_epoch` of axolotl.
+    /// An epoch divided by this number, above 1: `evals_per_epoch` of axolotl.
     PerEpoch(usize),
 }
 

@@ -1,6 +1,6 @@
 //! Shell completion. The script of `completions SHELL` runs the program for the candidates of each word.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::Path;
 
@@ -71,14 +71,21 @@ impl EnvCompleter for BashWithEquals {
     ) -> Result<(), io::Error> {
         let variable = |name: &str| std::env::var(name).ok();
         let word_idx = variable("_CLAP_COMPLETE_INDEX").and_then(|idx| idx.parse().ok()).unwrap_or(0);
+        let split_word = words.get(word_idx).cloned().unwrap_or_default();
         let (words, word_idx) = joined(words, word_idx);
-        let current = words.get(word_idx).map(|word| word.to_string_lossy().into_owned()).unwrap_or_default();
+        let n_kept = words.get(word_idx).map_or(0, |word| n_kept(word, &split_word));
         let candidates = clap_complete::engine::complete(command, words, word_idx, current_dir)?;
-        // Bash replaces only the part after the `=`.
-        let n_kept = current.rfind('=').map_or(0, |at| at + 1);
         let shown = |value: &str| value.get(n_kept..).unwrap_or_default().to_owned();
         let values: Vec<String> = candidates.iter().map(|it| shown(&it.get_value().to_string_lossy())).collect();
         buf.write_all(values.join(&variable("_CLAP_IFS").unwrap_or_else(|| "\n".into())).as_bytes())
+    }
+}
+
+/// Returns the bytes of a joined word that Bash keeps: it replaces its own word, and a word `=` stays.
+fn n_kept(joined: &OsStr, split_word: &OsStr) -> usize {
+    match split_word == "=" {
+        true => joined.len(),
+        false => joined.len() - split_word.len(),
     }
 }
 
@@ -113,6 +120,15 @@ mod tests {
         check(&["p", "k", "="], 2, &["p", "k="]);
         check(&["p", "k", "=", "v", ""], 4, &["p", "k=v", ""]);
         check(&["p", "k", "=", "v", "w"], 1, &["p", "k"]);
+    }
+
+    #[test]
+    fn bash_replaces_the_word_that_it_has_split() {
+        for (joined, split_word, want) in
+            [("k=v", "v", 2), ("k=", "=", 2), ("k=", "", 2), ("k=v", "k=v", 0), ("k", "k", 0)]
+        {
+            assert_eq!(n_kept(joined.as_ref(), split_word.as_ref()), want, "{joined}");
+        }
     }
 
     #[test]

@@ -2,22 +2,33 @@
 
 /// Returns the candidate with the fewest edits to `word`, if it is a likely misspelling. Case is ignored.
 ///
-/// Words of 3 to 5 letters allow one edit, longer words two, shorter words none. Names with other digits differ in
+/// Words of 3 to 5 letters allow one edit, longer words two, shorter words none. Words of 10 letters allow three if the first
+/// letter is right. A name of 4 letters or more that begins the other name is near, too. Names with other digits differ in
 /// version or size, so they are no misspellings.
 pub fn nearest<S: AsRef<str>>(word: &str, candidates: impl IntoIterator<Item = S>) -> Option<S> {
     let word = word.to_lowercase();
-    let limit = match word.chars().count() {
-        0..=2 => 0,
-        3..=5 => 1,
-        _ => 2,
-    };
     let near = candidates.into_iter().filter_map(|candidate| {
         let name = candidate.as_ref().to_lowercase();
         let n_edits = strsim::damerau_levenshtein(&word, &name);
-        let is_near = n_edits <= limit && digits(&word) == digits(&name);
-        is_near.then(|| (n_edits, -strsim::jaro_winkler(&word, &name), candidate))
+        let is_near = n_edits <= most_edits(&word, &name) || is_beginning(&word, &name);
+        (is_near && digits(&word) == digits(&name)).then(|| (n_edits, -strsim::jaro_winkler(&word, &name), candidate))
     });
     near.min_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))).map(|(_, _, candidate)| candidate)
+}
+
+fn most_edits(word: &str, name: &str) -> usize {
+    match word.chars().count() {
+        0..=2 => 0,
+        3..=5 => 1,
+        10.. if word.chars().next() == name.chars().next() => 3,
+        _ => 2,
+    }
+}
+
+/// Returns true if one of the names begins with the other one.
+fn is_beginning(word: &str, name: &str) -> bool {
+    let (short, long) = if word.len() <= name.len() { (word, name) } else { (name, word) };
+    short.chars().count() >= 4 && long.starts_with(short)
 }
 
 /// Returns the digits of a word in ascending order: swapped digits are a misspelling.
@@ -56,11 +67,25 @@ mod tests {
     }
 
     #[test]
+    fn the_beginning_of_a_name_and_a_long_misspelling_are_near() {
+        check("activation_checkpointing", &["activation_checkpoint", "dtype"], Some("activation_checkpoint"));
+        check("max_len", &["max_length", "seed"], Some("max_length"));
+        check("learn_rate", &["learning_rate", "eps"], Some("learning_rate"));
+        check("optimizer.learn_rate", &["optimizer.learning_rate"], Some("optimizer.learning_rate"));
+        check("max", &["max_length"], None);
+        check("GlmForCausalLM", &["LlamaForCausalLM"], None);
+    }
+
+    #[test]
     fn a_name_of_another_version_is_not_suggested() {
         check("qwen3_5", &["qwen2", "qwen3"], None);
         check("olmo2", &["olmoe"], None);
         check("Mistral3ForCausalLM", &["MistralForCausalLM"], None);
-        check("Phi3ForCausalLM", &["Qwen3ForCausalLM"], None);
+        let known =
+            ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OlmoeForCausalLM", "Gemma2ForCausalLM"];
+        for name in ["Phi3ForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM"] {
+            check(name, &known, None);
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde_json::{Map, Value as Json};
 use super::draft::{RecipeDraft, SettingSource};
 use super::item::ForeignItem;
 use super::report::{ConversionFinding, FindingKind};
-use crate::recipe::{Fault, RecipeLocation, RecipeNode, foreign_key_advice};
+use crate::recipe::{Fault, RecipeLocation, RecipeNode, foreign_key_advice, missing_feature_advice};
 
 /// A table of rules, by the other toolkit's key.
 pub(super) type KeyRules = &'static [(&'static str, KeyRule)];
@@ -23,6 +23,8 @@ pub(super) enum KeyRule {
     Nothing(&'static str),
     /// The recipe has no such key if the value is set to anything but false, 0 or an empty text.
     Unless(&'static str),
+    /// The recipe has no such key, as with `Unless`: the word names a missing feature.
+    Missing(&'static str),
     /// The function converts the key, with other keys.
     By(fn(&mut Converter<'_>, &ForeignItem<'_>)),
     /// The function of another key, or the last function of the toolkit, reads it.
@@ -90,11 +92,17 @@ impl<'s> Converter<'s> {
             KeyRule::To(key) => self.map(item, [(key, item.scalar())]),
             KeyRule::BuiltIn(note) => self.built_in(item, note),
             KeyRule::Nothing(why) => self.nothing(item, why),
-            KeyRule::Unless(_) if is_off(item) => self.built_in(item, "off"),
+            KeyRule::Unless(_) | KeyRule::Missing(_) if is_off(item) => self.built_in(item, "off"),
             KeyRule::Unless(why) => self.nothing(item, why),
+            KeyRule::Missing(word) => self.missing(item, word),
             KeyRule::By(convert) => convert(self, item),
             KeyRule::Elsewhere => {}
         }
+    }
+
+    /// Records that a feature is missing, in the words of the table of missing features.
+    pub(super) fn missing(&mut self, item: &ForeignItem<'_>, word: &str) {
+        self.nothing(item, &missing_feature_advice(word).unwrap_or_else(|| "not supported".to_owned()));
     }
 
     fn unknown(&mut self, item: &ForeignItem<'_>) {

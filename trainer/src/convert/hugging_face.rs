@@ -4,17 +4,15 @@ use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::item::ForeignItem;
+use super::saving::has_eval_steps;
 use crate::recipe::SchedulerKwargs;
 
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
 const LOADER: &str = "each step builds its batch from memory-mapped tokens";
 const LAUNCHER: &str = "the launcher sets it";
-const ONE_RATE: &str = "both factors of an adapter have one learning rate";
 
 pub(super) const ADAMW: &str = "AdamW is the only optimizer";
 pub(super) const KERNELS: &str = "fused kernels are always used";
-pub(super) const NO_DORA: &str = "DoRA is not supported; a plain LoRA adapter trains";
-pub(super) const NO_MODULES: &str = "training whole modules together with an adapter is not supported";
 pub(super) const PREPARED: &str = "data are tokenized once and read from the cache; data.streaming needs train_iters, and excludes held-out rows and a mixture";
 pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
 pub(super) const TEMPLATE: &str =
@@ -34,7 +32,7 @@ pub(super) const RULES: KeyRules = &[
     ("warmup_steps", KeyRule::By(warmup_steps)),
     ("warmup_ratio", KeyRule::By(warmup_ratio)),
     ("optim_args", KeyRule::Unless("AdamW takes no further arguments")),
-    ("neftune_noise_alpha", KeyRule::Unless("NEFTune is not supported")),
+    ("neftune_noise_alpha", KeyRule::Missing("neftune")),
     ("max_steps", KeyRule::By(max_steps)),
     // Data.
     ("group_by_length", KeyRule::Unless("rows are not padded to the longest one, so equal lengths save no time")),
@@ -107,8 +105,8 @@ pub(super) const RULES: KeyRules = &[
     ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
     ("streaming", KeyRule::By(streaming)),
-    ("loraplus_lr_ratio", KeyRule::Nothing(ONE_RATE)),
-    ("loraplus_lr_embedding", KeyRule::Nothing(ONE_RATE)),
+    ("loraplus_lr_ratio", KeyRule::Missing("loraplus")),
+    ("loraplus_lr_embedding", KeyRule::Missing("loraplus")),
 ];
 
 /// Converts the patience of transformers' `EarlyStoppingCallback`, a number of evaluations.
@@ -138,11 +136,13 @@ fn n_evaluations(converter: &Converter<'_>) -> Option<f64> {
         Some(steps) if steps > 0.0 => return None,
         _ => number(&["num_epochs", "num_train_epochs"])?,
     };
-    match (number(&["eval_steps"]), number(&["evals_per_epoch"])) {
-        (Some(steps), _) if steps >= 1.0 => None,
-        (Some(fraction), _) if fraction > 0.0 => Some(1.0 / fraction),
-        (_, per_epoch) => Some(epochs * per_epoch.unwrap_or(1.0)),
-    }
+    let eval_steps = number(&["eval_steps"]).filter(|_| has_eval_steps(converter));
+    let n = match (eval_steps, number(&["evals_per_epoch"])) {
+        (Some(steps), _) if steps >= 1.0 => return None,
+        (Some(fraction), _) if fraction > 0.0 => 1.0 / fraction,
+        (_, per_epoch) => epochs * per_epoch.unwrap_or(1.0),
+    };
+    Some(n + if converter.is_on("eval_on_start") { 1.0 } else { 0.0 })
 }
 
 /// Returns a number, without a decimal point if it is whole.

@@ -131,12 +131,21 @@ fn resumes(converter: &mut Converter<'_>) -> bool {
     resumes
 }
 
+/// Returns true if `eval_steps` has an effect: without a strategy, or with `steps`.
+pub(super) fn has_eval_steps(converter: &Converter<'_>) -> bool {
+    let mut strategies = ["eval_strategy", "evaluation_strategy"].iter().filter_map(|key| converter.get(key));
+    strategies.all(|item| item.text() == Some("steps"))
+}
+
 /// Converts the interval between evaluations.
 pub(super) fn evaluation(converter: &mut Converter<'_>) {
     let keys = ["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"];
     for item in keys.iter().filter_map(|key| converter.get(key)).collect::<Vec<_>>() {
         let is_off = item.flag() == Some(false);
         match (item.name(), item.number(), item.text()) {
+            ("eval_steps", ..) if !has_eval_steps(converter) => {
+                converter.built_in(&item, "eval_strategy decides, also in transformers");
+            }
             ("eval_steps", Some(steps), _) if steps > 0.0 => {
                 converter.map(&item, [("eval_interval", number(steps))]);
             }

@@ -7,7 +7,7 @@
 //! leave no partial entry. A run that is stopped by a signal leaves the finished samples under the name of the entry with a
 //! dot and `.partial`, and the next run continues them.
 
-use std::fs::{DirBuilder, File, Permissions, TryLockError};
+use std::fs::{DirBuilder, File, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -233,7 +233,8 @@ pub(crate) fn describe_cache_entry(path: &Path) -> Option<String> {
     serde_json::from_slice(&bytes).ok().map(|key: CacheKey| key.name)
 }
 
-/// Removes a file or folder of a cache, unless a run uses it.
+/// Removes a file or folder of a cache, unless a run uses it. A file system without locks keeps its entries. Rows of a
+/// Snowflake query are removed always: a run that has opened them reads on.
 pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryState> {
     if !path.is_dir() {
         return std::fs::remove_file(path).map(|()| CacheEntryState::Unused);
@@ -242,10 +243,11 @@ pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryState> {
     if name.ends_with(UNFINISHED) && last_written(path).is_some_and(|since| since < DAY) {
         return Ok(CacheEntryState::InUse);
     }
-    if let Ok(file) = open_regular_file(&path.join(CHECKSUM_FILE))
-        && let Err(TryLockError::WouldBlock) = file.try_lock()
-    {
-        return Ok(CacheEntryState::InUse);
+    // An exclusive lock needs a file that is open for writing on network file systems.
+    match File::options().read(true).write(true).open(path.join(CHECKSUM_FILE)) {
+        Ok(file) if file.try_lock().is_err() => return Ok(CacheEntryState::InUse),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
     }
     // Rename first: a reader never finds a part of an entry.
     let removed = path.with_file_name(format!(".{}{UNFINISHED}", name.trim_start_matches('.')));

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::model::JsonMap;
-use super::number::{HumanFloat, HumanInt};
+use super::number::{HumanFloat, HumanInt, StepInterval};
 
 /// Task evaluation during training, with the options of `evaluator run`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
@@ -16,7 +16,7 @@ pub struct EvalSection {
     pub tasks: Vec<String>,
     /// The number of steps between evaluations; below 1, a fraction of all steps. The last step is always evaluated. Default:
     /// `eval_interval` or `evals_per_epoch`, else after each epoch.
-    pub interval: Option<HumanFloat>,
+    pub interval: Option<StepInterval>,
     /// The number of documents of each task; below 1, the fraction of them. Default: all.
     pub limit: Option<HumanFloat>,
     /// The number of few-shot examples. Default: the task's.

@@ -49,6 +49,7 @@ pub use eval::EvalSection;
 pub use key_docs::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
 pub(crate) use keys::{foreign_key_advice, numbered, of_option as key_of_option};
 pub use load::{Loaded, Origin};
+pub(crate) use missing_features::missing_feature_advice;
 pub use missing_features::{MISSING_FEATURES, MissingFeature};
 pub use model::{
     ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, JsonMap,
@@ -60,7 +61,7 @@ pub use moe::{
 };
 pub(crate) use node::parse as parse_yaml;
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
-pub use number::{HumanFloat, HumanInt, parse_number};
+pub use number::{HumanFloat, HumanInt, StepInterval, parse_number};
 pub use optimizer::{
     DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };
@@ -222,7 +223,7 @@ pub struct Recipe {
     pub train_log_metrics_path: Option<String>,
     /// The number of steps between evaluations; below 1, a fraction of all steps, as transformers' `eval_steps`. The last step
     /// is always evaluated. Default 0: after each epoch.
-    pub eval_interval: Option<HumanFloat>,
+    pub eval_interval: Option<StepInterval>,
     /// The number of evaluations in an epoch, with axolotl's name. Not allowed with `eval_interval`. Default: `eval_interval`
     /// decides.
     pub evals_per_epoch: Option<HumanInt>,

@@ -15,6 +15,10 @@ pub struct HumanInt(pub usize);
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
 pub struct HumanFloat(pub f64);
 
+/// An interval: a whole number of steps, or a fraction of the run below 1. A percentage is always a fraction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
+pub struct StepInterval(pub f64);
+
 /// The largest whole number: 2^53, the last one that f64 represents exactly.
 const LARGEST: f64 = 9_007_199_254_740_992.0;
 
@@ -64,7 +68,8 @@ fn plain(text: &str) -> Option<f64> {
 }
 
 impl HumanInt {
-    fn from_f64(value: f64) -> Option<Self> {
+    /// Returns a whole number of at least 0. An error of rounding is ignored.
+    pub(crate) fn from_f64(value: f64) -> Option<Self> {
         // A multiplication such as 1.1 * 1e6 may be off by one unit in the last place.
         let rounded = value.round();
         let is_whole = (value - rounded).abs() <= rounded.abs() * f64::EPSILON;
@@ -144,6 +149,43 @@ impl<'de> Deserialize<'de> for HumanFloat {
     }
 }
 
+struct IntervalVisitor;
+
+impl Visitor<'_> for IntervalVisitor {
+    type Value = StepInterval;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a number of steps, or a fraction of the run below 1 (such as 100, 1K, 0.1 or 10%)")
+    }
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<StepInterval, E> {
+        Ok(StepInterval(value as f64))
+    }
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<StepInterval, E> {
+        Ok(StepInterval(value as f64))
+    }
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<StepInterval, E> {
+        Ok(StepInterval(value))
+    }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<StepInterval, E> {
+        parse_number(text)
+            .filter(|value| *value < 1.0 || !text.trim_end().ends_with('%'))
+            .map(StepInterval)
+            .ok_or_else(|| E::invalid_value(de::Unexpected::Str(text), &self))
+    }
+}
+
+impl<'de> Deserialize<'de> for StepInterval {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(IntervalVisitor)
+    }
+}
+
+impl Serialize for StepInterval {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        HumanFloat(self.0).serialize(serializer)
+    }
+}
+
 impl Serialize for HumanInt {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_u64(self.0 as u64)
@@ -179,6 +221,15 @@ impl JsonSchema for HumanFloat {
             "description": "A number: 0.1, 1e-5, 10%, 10^-5, 1.5K.",
             "anyOf": [{ "type": "number" }, { "type": "string", "pattern": PATTERN }]
         })
+    }
+}
+
+impl JsonSchema for StepInterval {
+    fn schema_name() -> Cow<'static, str> {
+        HumanFloat::schema_name()
+    }
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        HumanFloat::json_schema(generator)
     }
 }
 

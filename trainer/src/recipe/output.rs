@@ -7,7 +7,7 @@ use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
 use super::model::{FloatDtype, JsonMap};
-use super::number::{HumanFloat, HumanInt};
+use super::number::{HumanFloat, HumanInt, StepInterval};
 use super::value_or_list::ValueOrList;
 
 /// A checkpoint: its type, folder and interval.
@@ -28,7 +28,7 @@ pub struct CheckpointSection {
     pub auto_resume: Option<bool>,
     /// The number of steps between checkpoints; below 1, a fraction of all steps, as transformers' `save_steps`. Default 0:
     /// off.
-    pub save_every_n_steps: Option<HumanFloat>,
+    pub save_every_n_steps: Option<StepInterval>,
     /// The number of checkpoints in an epoch, with axolotl's name. Not allowed with the other intervals. Default 0: off.
     pub saves_per_epoch: Option<HumanInt>,
     /// The number of epochs between checkpoints. Default 0: off.

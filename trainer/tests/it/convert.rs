@@ -171,6 +171,8 @@ fn a_template_by_name_is_the_built_in_one_that_prints_the_same_text() {
         (format!("{AXOLOTL}chat_template: jamba\n"), Value::Null),
         (llama_factory("gemma2"), json!("gemma")),
         (llama_factory("mistral"), json!("mistral")),
+        (llama_factory("qwen3"), json!("qwen3")),
+        (llama_factory("alpaca"), json!("alpaca")),
         (llama_factory("vicuna"), Value::Null),
         (torchtune("torchtune.data.ChatMLTemplate"), json!("chatml")),
         (torchtune("torchtune.data.MistralChatTemplate"), Value::Null),
@@ -178,7 +180,8 @@ fn a_template_by_name_is_the_built_in_one_that_prints_the_same_text() {
         let conversion = convert_text(&text, None).unwrap();
         assert_eq!(recipe(&conversion)["tokenizer"]["chat_template"], want, "{text}");
         let is_reported = conversion.report.of(FindingKind::Changed).any(|found| found.key.ends_with("template"));
-        assert_eq!(is_reported, want.is_null() || want == "mistral", "{text}");
+        let has_other_text = ["mistral", "qwen3", "alpaca"].iter().any(|name| want == *name);
+        assert_eq!(is_reported, want.is_null() || has_other_text, "{text}");
     }
 }
 
@@ -283,6 +286,35 @@ fn fractions_of_epochs_and_of_the_run_are_kept() {
 }
 
 #[test]
+fn missing_features_have_the_words_of_their_table() {
+    for (line, part) in [
+        ("peft_use_dora: true", "DoRA: not supported; use LoRA"),
+        ("lora_modules_to_save: [lm_head]", "(`modules_to_save`): not supported"),
+        ("neftune_noise_alpha: 5", "NEFTune (noise on embeddings): not supported"),
+        ("tokens: [a]", "new tokens and resized embeddings: not supported"),
+        ("special_tokens: {bos_token: a}", "new tokens and resized embeddings: not supported"),
+        ("unfrozen_parameters: [a]", "freezing by name: not supported"),
+    ] {
+        let report = convert_text(&format!("{AXOLOTL}{line}\n"), None).unwrap().report;
+        let mut notes = report.of(FindingKind::NoCounterpart).map(|finding| finding.note.clone());
+        assert!(notes.any(|note| note.contains(part)), "{line}: {}", report.text());
+    }
+}
+
+#[test]
+fn eval_steps_have_an_effect_with_the_strategy_of_steps_alone() {
+    let check = |lines: &str, want: Value| {
+        let conversion = convert_text(&format!("{AXOLOTL}val_set_size: 0.1\n{lines}"), None).unwrap();
+        assert_eq!(recipe(&conversion)["eval_interval"], want, "{lines}");
+    };
+    check("eval_steps: 20\n", json!(20));
+    check("eval_strategy: steps\neval_steps: 0.5\n", json!(0.5));
+    check("eval_strategy: epoch\neval_steps: 20\n", Value::Null);
+    check("evaluation_strategy: epoch\neval_steps: 0.5\n", Value::Null);
+    check("eval_strategy: \"no\"\neval_steps: 20\n", Value::Null);
+}
+
+#[test]
 fn early_stopping_that_cannot_end_the_run_is_reported() {
     let note = |lines: &str| {
         let text = format!("{AXOLOTL}val_set_size: 0.1\nearly_stopping_patience: 3\n{lines}");
@@ -297,6 +329,8 @@ fn early_stopping_that_cannot_end_the_run_is_reported() {
     );
     assert!(note("num_epochs: 1\nevals_per_epoch: 4\n").is_some());
     assert!(note("num_epochs: 4\neval_steps: 0.25\n").is_some());
+    assert!(note("num_epochs: 4\neval_strategy: epoch\neval_steps: 10\n").is_some());
+    assert_eq!(note("num_epochs: 4\neval_on_start: true\n"), None);
     for able in ["num_epochs: 5\n", "num_epochs: 1\nevals_per_epoch: 5\n", "num_epochs: 1\neval_steps: 10\n"] {
         assert_eq!(note(able), None, "{able}");
     }

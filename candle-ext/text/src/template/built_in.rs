@@ -51,28 +51,46 @@ impl BuiltInTemplate {
 
     /// Returns the names of the templates whose markers a tokenizer has, joined by commas.
     pub fn names_for(tokenizer: &Tokenizer) -> String {
-        let usable = Self::ALL.iter().filter(|template| template.missing_tokens(tokenizer).is_empty());
+        let fits = |template: &&Self| {
+            template.missing_tokens(tokenizer).is_empty() && template.other_format(tokenizer).is_none()
+        };
+        let usable = Self::ALL.iter().filter(fits);
         usable.map(|template| template.name).collect::<Vec<_>>().join(", ")
     }
 
     /// Checks that each marker is one token, and that turns can end.
     ///
     /// # Errors
-    /// If the tokenizer lacks a token. Its text would become ordinary tokens, and generation would not end.
+    /// If the tokenizer lacks a token. Its text would become ordinary tokens, and generation would not end. If the tokenizer
+    /// has the same markers in another format.
     pub fn check(&self, tokenizer: &Tokenizer) -> Result<(), TokenizerError> {
+        let (directory, template) = (tokenizer.directory().to_owned(), self.name);
+        let usable = || match Self::names_for(tokenizer) {
+            names if names.is_empty() => String::new(),
+            names => format!("choose a template that fits this tokenizer ({names}), or "),
+        };
         let missing = self.missing_tokens(tokenizer);
-        if missing.is_empty() {
-            return Ok(());
+        if !missing.is_empty() {
+            let missing = missing.join(", ");
+            return Err(TokenizerError::MissingMarkers { directory, template, missing, usable: usable() });
         }
-        Err(TokenizerError::MissingMarkers {
-            directory: tokenizer.directory().to_owned(),
-            template: self.name,
-            missing: missing.join(", "),
-            usable: match Self::names_for(tokenizer) {
-                names if names.is_empty() => String::new(),
-                names => format!("choose a template that fits this tokenizer ({names}), or "),
-            },
-        })
+        match self.other_format(tokenizer) {
+            Some(reason) => Err(TokenizerError::OtherFormat { directory, template, reason, usable: usable() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the reason that a tokenizer with the template's markers has another format.
+    fn other_format(&self, tokenizer: &Tokenizer) -> Option<&'static str> {
+        let has = |token: &str| tokenizer.token_to_id(token).is_some();
+        match self.name {
+            "mistral" if has("[SYSTEM_PROMPT]") => {
+                Some("its token [SYSTEM_PROMPT] belongs to a later format of Mistral")
+            }
+            // A vocabulary of byte-level BPE (Tekken) spells its tokens in other characters.
+            "mistral" if !has("▁") => Some("it is not SentencePiece, so the spaces around [INST] differ"),
+            _ => None,
+        }
     }
 
     fn missing_tokens(&self, tokenizer: &Tokenizer) -> Vec<&'static str> {

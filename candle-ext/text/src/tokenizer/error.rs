@@ -71,6 +71,21 @@ pub enum TokenizerError {
         /// Available names.
         available: String,
     },
+    /// The tokenizer has the markers of a built-in chat template, but its model another format.
+    #[error(
+        "use the chat template {template} with the tokenizer of {directory}: {reason}. Its own template has the right text: \
+         {usable}copy chat_template.jinja or tokenizer_config.json of the model's chat version into the folder"
+    )]
+    OtherFormat {
+        /// The folder.
+        directory: PathBuf,
+        /// Name of the template.
+        template: &'static str,
+        /// The difference.
+        reason: &'static str,
+        /// Advice with the templates that fit, or empty.
+        usable: String,
+    },
     /// The vocabulary lacks markers of a built-in chat template.
     #[error(
         "use the chat template {template} with the tokenizer of {directory}: it has no token {missing}. Such a marker \

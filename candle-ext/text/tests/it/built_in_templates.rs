@@ -58,7 +58,23 @@ fn a_template_prints_what_the_program_of_the_format_prints() {
         let name = golden["template"].as_str().unwrap();
         assert_eq!(template(name).render(&chat, ending).unwrap(), golden["text"].as_str().unwrap(), "{golden}");
     }
-    assert_eq!(goldens.len(), 36);
+    assert_eq!(goldens.len(), 39);
+}
+
+#[test]
+fn a_null_content_is_never_printed_as_a_word() {
+    for BuiltInTemplate { name, .. } in BuiltInTemplate::ALL {
+        for role in ["user", "assistant"] {
+            let mut chat = conversation(&json!({"messages": [
+                {"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
+            ]}));
+            let null = chat.messages.iter_mut().find(|message| message.role() == role).unwrap();
+            *null = null.clone().with("content", Json::Null).with("reasoning_content", json!("d"));
+            if let Ok(text) = template(name).render(&chat, AddGenerationPrompt::No) {
+                assert!(!text.contains("None") && !text.contains("none"), "{name}: {text}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -91,6 +107,32 @@ fn a_template_whose_markers_are_no_tokens_is_refused() {
     check("chatml", "llama3", &["chatml", "no token <|im_start|>, <|im_end|>", usable, "add_tokens"]);
     check("llama3", "qwen3", &["<|start_header_id|>", "(chatml, qwen2.5, qwen3, llama2, zephyr, vicuna, alpaca)"]);
     check("gemma", "smollm2", &["<start_of_turn>"]);
+}
+
+#[test]
+fn the_template_of_mistral_needs_a_sentencepiece_tokenizer_of_its_format() {
+    let check = |tokens: &[&str], want: Option<&str>| {
+        let folder = tempfile::tempdir().unwrap();
+        let family = tokenizer("qwen3");
+        let read = |file: &str| std::fs::read_to_string(family.directory().join(file)).unwrap();
+        let mut file: Json = serde_json::from_str(&read("tokenizer.json")).unwrap();
+        for (idx, token) in tokens.iter().enumerate() {
+            file["added_tokens"].as_array_mut().unwrap().push(json!({
+                "id": family.vocab_size() + idx, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true
+            }));
+        }
+        std::fs::write(folder.path().join("tokenizer.json"), file.to_string()).unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), read("tokenizer_config.json")).unwrap();
+        let tokenizer = Tokenizer::from_directory(folder.path()).unwrap();
+        let error = ChatTemplateSource::parse("mistral").unwrap().compile(&tokenizer).err().map(|it| it.to_string());
+        assert_eq!(error.is_some(), want.is_some(), "{tokens:?}: {error:?}");
+        let error = error.unwrap_or_default();
+        assert!(error.contains(want.unwrap_or_default()) && !error.contains("mistral, "), "{tokens:?}: {error}");
+    };
+    check(&["[INST]", "[/INST]"], Some("it is not SentencePiece"));
+    check(&["[INST]", "[/INST]", "▁"], None);
+    check(&["[INST]", "[/INST]", "▁", "[SYSTEM_PROMPT]"], Some("[SYSTEM_PROMPT] belongs to a later format"));
 }
 
 #[test]

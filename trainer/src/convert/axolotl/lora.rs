@@ -3,7 +3,7 @@
 use serde_json::{Value as Json, json};
 
 use crate::convert::converter::{Converter, KeyRule, KeyRules};
-use crate::convert::hugging_face::{KERNELS, NO_DORA, NO_MODULES};
+use crate::convert::hugging_face::KERNELS;
 use crate::convert::item::ForeignItem;
 
 pub(super) const RULES: KeyRules = &[
@@ -24,10 +24,10 @@ pub(super) const RULES: KeyRules = &[
     ("peft_layers_to_transform", KeyRule::By(peft)),
     ("peft_layers_pattern", KeyRule::By(peft)),
     ("peft_use_rslora", KeyRule::By(peft)),
-    ("peft_use_dora", KeyRule::Unless(NO_DORA)),
+    ("peft_use_dora", KeyRule::Missing("dora")),
     ("peft_init_lora_weights", KeyRule::By(init)),
     ("peft_autocast_adapter_dtype", KeyRule::BuiltIn("the adapter's master weights are f32")),
-    ("lora_modules_to_save", KeyRule::Nothing(NO_MODULES)),
+    ("lora_modules_to_save", KeyRule::Missing("modules_to_save")),
     ("lora_fan_in_fan_out", KeyRule::Unless("linear layers of these models store [outputs, inputs]")),
     ("lora_on_cpu", KeyRule::BuiltIn("`trainer merge` merges on the CPU")),
     ("lora_mlp_kernel", KeyRule::BuiltIn(KERNELS)),

@@ -12,7 +12,6 @@ use super::hugging_face::{self, BatchKeys, KERNELS, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
 use super::report::FindingKind;
 use super::saving::{self, SaveInterval, SavingDefaults};
-use model::RESIZE;
 
 const CONFIG: &str = "config.json and tokenizer.json have the type";
 const PACKING: &str = "packing needs no such parameter";
@@ -39,15 +38,12 @@ const RULES: KeyRules = &[
     ("fp8", KeyRule::By(model::fp8)),
     ("fp8_enable_fsdp_float8_all_gather", KeyRule::By(model::fp8_gather)),
     ("special_tokens", KeyRule::By(model::special_tokens)),
-    ("tokens", KeyRule::Nothing(RESIZE)),
-    ("added_tokens_overrides", KeyRule::Nothing(RESIZE)),
-    ("resize_token_embeddings_to_32x", KeyRule::Unless(RESIZE)),
-    ("shrink_embeddings", KeyRule::Unless(RESIZE)),
+    ("tokens", KeyRule::Missing("new_tokens")),
+    ("added_tokens_overrides", KeyRule::Missing("new_tokens")),
+    ("resize_token_embeddings_to_32x", KeyRule::Missing("new_tokens")),
+    ("shrink_embeddings", KeyRule::Missing("new_tokens")),
     ("embeddings_skip_upcast", KeyRule::BuiltIn("the embedding has model.dtype")),
-    (
-        "unfrozen_parameters",
-        KeyRule::Nothing("freezing by pattern is not supported; model.peft_config trains an adapter"),
-    ),
+    ("unfrozen_parameters", KeyRule::Missing("unfrozen_parameters")),
     ("attn_implementation", KeyRule::By(model::attention)),
     ("eager_attention", KeyRule::By(model::eager)),
     ("flash_attention", KeyRule::BuiltIn("fused attention is the default")),

@@ -4,8 +4,6 @@ use crate::convert::converter::Converter;
 use crate::convert::hugging_face::KERNELS;
 use crate::convert::item::ForeignItem;
 
-pub(super) const RESIZE: &str = "embeddings cannot be resized, and the tokenizer's own special tokens are used";
-
 pub(super) fn base_model_config(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     let same = converter.get("base_model").is_some_and(|model| model.json() == item.json());
     match same {
@@ -46,7 +44,7 @@ pub(super) fn special_tokens(converter: &mut Converter<'_>, item: &ForeignItem<'
     for entry in item.entries().into_iter().filter(|entry| !entry.is_null()) {
         match entry.name() {
             "pad_token" => converter.built_in(&entry, "rows are not padded, and padding has no loss"),
-            _ => converter.nothing(&entry, RESIZE),
+            _ => converter.missing(&entry, "special_tokens"),
         }
     }
 }

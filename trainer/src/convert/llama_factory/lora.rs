@@ -3,12 +3,10 @@
 use serde_json::{Value as Json, json};
 
 use crate::convert::converter::{Converter, KeyRule, KeyRules};
-use crate::convert::hugging_face::{NO_DORA, NO_MODULES};
 use crate::convert::item::ForeignItem;
 
 const FP8: &str = "frozen weights are FP8 codes, a byte a weight; weights of 4 bits are not supported";
 const QUANTIZED: &str = "frozen weights are FP8 codes without parameters";
-const FREEZE: &str = "freezing layers is not supported";
 
 pub(super) const RULES: KeyRules = &[
     ("lora_rank", KeyRule::Elsewhere),
@@ -16,11 +14,11 @@ pub(super) const RULES: KeyRules = &[
     ("lora_dropout", KeyRule::Elsewhere),
     ("lora_target", KeyRule::Elsewhere),
     ("use_rslora", KeyRule::Elsewhere),
-    ("use_dora", KeyRule::Unless(NO_DORA)),
+    ("use_dora", KeyRule::Missing("dora")),
     ("pissa_init", KeyRule::Unless("PEFT's default initialization is the only one")),
     ("pissa_iter", KeyRule::BuiltIn("has no effect without pissa_init")),
     ("pissa_convert", KeyRule::BuiltIn("has no effect without pissa_init")),
-    ("additional_target", KeyRule::Nothing(NO_MODULES)),
+    ("additional_target", KeyRule::Missing("modules_to_save")),
     (
         "create_new_adapter",
         KeyRule::Unless("merge the adapter first with `trainer merge`, and train a new one on the result"),
@@ -30,9 +28,9 @@ pub(super) const RULES: KeyRules = &[
     ("quantization_type", KeyRule::BuiltIn(QUANTIZED)),
     ("double_quantization", KeyRule::BuiltIn(QUANTIZED)),
     ("quantization_device_map", KeyRule::BuiltIn(QUANTIZED)),
-    ("freeze_trainable_layers", KeyRule::Nothing(FREEZE)),
-    ("freeze_trainable_modules", KeyRule::Nothing(FREEZE)),
-    ("freeze_extra_modules", KeyRule::Nothing(FREEZE)),
+    ("freeze_trainable_layers", KeyRule::Missing("freeze")),
+    ("freeze_trainable_modules", KeyRule::Missing("freeze")),
+    ("freeze_extra_modules", KeyRule::Missing("freeze")),
 ];
 
 /// Converts the method. LoRA is the default.

@@ -10,9 +10,7 @@ use super::hugging_face::{self, BatchKeys, KERNELS, PREPARED, SYSTEM_MESSAGE, TO
 use super::item::ForeignItem;
 use super::saving::{self, SaveInterval, SavingDefaults};
 
-const MEDIA: &str = "images, videos and audio are not supported";
 const SERVER: &str = "has no influence on training";
-const RESIZE: &str = "embeddings cannot be resized";
 
 const RULES: KeyRules = &[
     // Model.
@@ -21,9 +19,9 @@ const RULES: KeyRules = &[
     ("adapter_name_or_path", KeyRule::By(lora::continued)),
     ("cache_dir", KeyRule::Nothing("set the environment variable HF_HOME")),
     ("use_fast_tokenizer", KeyRule::BuiltIn("tokenizer.json is read")),
-    ("resize_vocab", KeyRule::Unless(RESIZE)),
-    ("add_tokens", KeyRule::Nothing(RESIZE)),
-    ("add_special_tokens", KeyRule::Nothing(RESIZE)),
+    ("resize_vocab", KeyRule::Missing("new_tokens")),
+    ("add_tokens", KeyRule::Missing("new_tokens")),
+    ("add_special_tokens", KeyRule::Missing("new_tokens")),
     ("split_special_tokens", KeyRule::Unless("special tokens in a text are always split by the chat template's rules")),
     ("low_cpu_mem_usage", KeyRule::BuiltIn("weights are memory-mapped")),
     ("rope_scaling", KeyRule::By(rope_scaling)),
@@ -51,9 +49,9 @@ const RULES: KeyRules = &[
     ("hf_hub_token", KeyRule::Nothing("set the environment variable HF_TOKEN; a recipe has no secrets")),
     ("ms_hub_token", KeyRule::Nothing("ModelScope is not supported")),
     ("om_hub_token", KeyRule::Nothing("Modelers is not supported")),
-    ("image_max_pixels", KeyRule::Nothing(MEDIA)),
-    ("video_max_pixels", KeyRule::Nothing(MEDIA)),
-    ("media_dir", KeyRule::Nothing(MEDIA)),
+    ("image_max_pixels", KeyRule::Missing("images")),
+    ("video_max_pixels", KeyRule::Missing("images")),
+    ("media_dir", KeyRule::Missing("images")),
     ("freeze_vision_tower", KeyRule::BuiltIn("the models have no vision tower")),
     ("freeze_multi_modal_projector", KeyRule::BuiltIn("the models have no vision tower")),
     // Method.
@@ -238,20 +236,22 @@ const TEMPLATES: &[(&str, &str)] = &[
     ("chatml", "chatml"),
     ("llama3", "llama3"),
     ("qwen", "qwen2.5"),
-    ("qwen3", "qwen3"),
     ("gemma", "gemma"),
     ("gemma2", "gemma"),
     ("gemma3", "gemma"),
-    ("alpaca", "alpaca"),
+];
+
+/// Templates of the same name, and the difference of the built-in one.
+const OTHER_TEMPLATES: &[(&str, &str)] = &[
+    ("qwen3", "only answers after the last question have reasoning, and the last answer has an empty block without it"),
+    ("mistral", "the system message is part of the last user message, not of the first"),
+    ("alpaca", "the text begins with BOS, and an empty line follows the system message"),
 ];
 
 fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match item.text() {
-        Some("mistral") => {
-            let note = "the system message is part of the last user message, not of the first";
-            converter.change(item, [("tokenizer.chat_template", "mistral".into())], note);
-        }
-        _ => hugging_face::template(converter, item, TEMPLATES),
+    match OTHER_TEMPLATES.iter().find(|(name, _)| item.text() == Some(name)) {
+        Some((name, note)) => converter.change(item, [("tokenizer.chat_template", (*name).into())], note),
+        None => hugging_face::template(converter, item, TEMPLATES),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Component, Path, PathBuf};
 
 use super::autocast;
-use super::intervals::steps_or_fraction;
+use super::intervals::{of_epoch, steps_or_fraction};
 use super::output::run_folder;
 use super::resolver::Resolver;
 use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
@@ -218,7 +218,10 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
         output_dir,
         auto_resume: checkpoint.auto_resume == Some(true),
         save_every_n_steps,
-        save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
+        save_every_n_epochs: match checkpoint.saves_per_epoch {
+            Some(n) if n.0 == 1 => 1,
+            _ => checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
+        },
         save_fraction,
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
         save_total_limit: checkpoint.save_total_limit.map(|n| n.0),
@@ -249,7 +252,7 @@ fn save_interval(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSec
         let message = format!("{per_epoch_key} excludes save_every_n_steps and save_every_n_epochs");
         resolver.report_with_advice(&[&per_epoch_key], message, "keep one of them");
     }
-    (0, Some(StepFraction::PerEpoch(per_epoch.0)))
+    (0, of_epoch(per_epoch.0))
 }
 
 /// Checks `save_retain_interval`, which keeps some checkpoints that `save_total_limit` would delete.

@@ -2,56 +2,73 @@
 
 use std::path::PathBuf;
 
-use super::intervals::steps_or_fraction;
+use super::intervals::{of_epoch, steps_or_fraction};
 use super::resolver::Resolver;
 use crate::data::DataPlan;
 use crate::plan::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
-use crate::recipe::{EarlyStoppingMode, HumanFloat, HumanInt, Origin};
-use crate::step_fraction::StepFraction;
+use crate::recipe::{EarlyStoppingMode, HumanInt, Origin, Recipe, StepInterval};
 
 const INTERVAL: &str = "eval_interval";
 const PER_EPOCH: &str = "evals_per_epoch";
 const TASKS: &str = "eval.tasks";
 const METRIC: &str = "metric_for_best_model";
 
-pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
+pub(super) fn resolve_eval_loss(resolver: &mut Resolver, data: &DataPlan, when: &EvalPlan) -> Option<EvalPlan> {
     let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
-    let when = when(resolver, INTERVAL, None);
-    if (when.interval.is_some() || when.fraction.is_some()) && !has_data && !has_tasks {
+    if let Some(key) = interval_key(resolver.recipe()).filter(|_| !has_data && !has_tasks) {
         let advice = "set data.eval_sources, data.train_eval_split or eval.tasks";
-        resolver.note(format!("{INTERVAL} has no effect without evaluation data; {advice}"));
+        resolver.note(format!("{key} has no effect without evaluation data; {advice}"));
     }
     let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
     if on_start && !has_data && !has_tasks {
         let advice = "set data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
         resolver.report_with_advice(&["eval_on_start"], "eval_on_start: no evaluation data are set", advice);
     }
-    has_data.then_some(EvalPlan { on_start, ..when })
+    has_data.then(|| EvalPlan { on_start, ..when.clone() })
 }
 
-/// Returns the steps between evaluations, or the interval as a fraction. Without both (or with 0 in the recipe), evaluations
-/// follow each epoch.
-fn when(resolver: &mut Resolver, key: &str, given: Option<HumanFloat>) -> EvalPlan {
+/// Returns the key that sets an interval.
+fn interval_key(recipe: &Recipe) -> Option<&'static str> {
+    let keys = [
+        (recipe.evals_per_epoch.is_some_and(|n| n.0 > 0), PER_EPOCH),
+        (recipe.eval_interval.is_some_and(|interval| interval.0 > 0.0), INTERVAL),
+    ];
+    keys.into_iter().find_map(|(is_set, key)| is_set.then_some(key))
+}
+
+/// Returns the interval of the loss, and of tasks without their own. Without a key (or with 0), evaluations follow each epoch.
+pub(super) fn resolve_interval(resolver: &mut Resolver) -> EvalPlan {
     let recipe = resolver.recipe();
-    let (interval, fraction) = steps_or_fraction(resolver, key, given.or(recipe.eval_interval));
-    let of_epoch = recipe.evals_per_epoch.filter(|n| n.0 > 0 && given.is_none());
-    if of_epoch.is_some() && recipe.eval_interval.is_some_and(|interval| interval.0 > 0.0) {
+    let Some(per_epoch) = recipe.evals_per_epoch.filter(|n| n.0 > 0) else {
+        return interval(resolver, INTERVAL, recipe.eval_interval);
+    };
+    if recipe.eval_interval.is_some_and(|interval| interval.0 > 0.0) {
         resolver.report_with_advice(&[PER_EPOCH], format!("{PER_EPOCH} excludes {INTERVAL}"), "keep one of them");
     }
-    let fraction = fraction.or(of_epoch.map(|n| StepFraction::PerEpoch(n.0)));
-    let interval = Some(interval).filter(|steps| *steps > 0);
-    let has_key = given.or(recipe.eval_interval).is_some() || of_epoch.is_some();
-    let origin = if has_key { resolver.loaded.origin(&[key, INTERVAL, PER_EPOCH]) } else { Origin::Default };
-    match (interval, fraction) {
+    resolver.pick(PER_EPOCH, Some(per_epoch.0), 1);
+    EvalPlan { interval: None, fraction: of_epoch(per_epoch.0), on_start: recipe.eval_on_start == Some(true) }
+}
+
+/// Returns the interval that a key sets in steps or as a fraction.
+fn interval(resolver: &mut Resolver, key: &str, given: Option<StepInterval>) -> EvalPlan {
+    let (steps, fraction) = steps_or_fraction(resolver, key, given);
+    let interval = Some(steps).filter(|steps| *steps > 0);
+    let when = EvalPlan { interval, fraction, on_start: resolver.recipe().eval_on_start == Some(true) };
+    let origin = if given.is_some() { resolver.loaded.origin(&[key]) } else { Origin::Default };
+    record(resolver, key, &when, origin);
+    when
+}
+
+fn record(resolver: &mut Resolver, key: &str, when: &EvalPlan, origin: Origin) {
+    match (when.interval, when.fraction) {
         (Some(steps), _) => _ = resolver.record(key, steps, origin),
         (None, Some(fraction)) => _ = resolver.record(key, fraction.to_string(), origin),
         (None, None) => _ = resolver.record(key, "each epoch", origin),
     }
-    EvalPlan { interval, fraction, on_start: recipe.eval_on_start == Some(true) }
 }
 
-pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
+pub(super) fn resolve_tasks(resolver: &mut Resolver, when: EvalPlan) -> Option<TasksPlan> {
     let recipe = resolver.recipe();
     let given = &recipe.eval;
     if given.tasks.is_empty() {
@@ -61,7 +78,14 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
         return None;
     }
     resolver.pick(TASKS, Some(&given.tasks), &given.tasks);
-    let when = when(resolver, "eval.interval", given.interval);
+    let when = match given.interval {
+        Some(_) => interval(resolver, "eval.interval", given.interval),
+        None => {
+            let is_set = interval_key(recipe).is_some();
+            record(resolver, "eval.interval", &when, if is_set { Origin::Derived } else { Origin::Default });
+            when
+        }
+    };
     let limit = given.limit.map(|limit| resolver.number("eval.limit", Some(limit), limit.0, 0.0, f64::MAX));
     let chat = resolver.pick("eval.apply_chat_template", given.apply_chat_template, false);
     let fewshot_as_multiturn = resolver.pick("eval.fewshot_as_multiturn", given.fewshot_as_multiturn, chat);

@@ -75,8 +75,9 @@ impl Plan {
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
-        let eval = eval::resolve_eval_loss(&mut resolver, &data);
-        let tasks = eval::resolve_tasks(&mut resolver);
+        let eval_interval = eval::resolve_interval(&mut resolver);
+        let eval = eval::resolve_eval_loss(&mut resolver, &data, &eval_interval);
+        let tasks = eval::resolve_tasks(&mut resolver, eval_interval);
         let early_stopping = eval::resolve_early_stopping(&mut resolver, eval.as_ref(), tasks.as_ref());
         let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref(), early_stopping.as_ref());
         let exit = output::resolve_exit(&mut resolver);

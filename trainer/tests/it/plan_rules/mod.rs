@@ -205,6 +205,7 @@ fn intervals_below_one_and_per_epoch_become_steps() {
     assert_eq!(counted(&["eval_interval=0.25"]), [Some(8), Some(8), Some(0)]);
     assert_eq!(counted(&["eval_interval=0.25", "eval.interval=5"]), [Some(8), Some(5), Some(0)]);
     assert_eq!(counted(&["evals_per_epoch=4"]), [Some(3), Some(3), Some(0)]);
+    assert_eq!(counted(&["eval_interval=1.005K"]), [Some(1005), Some(1005), Some(0)]);
     assert_eq!(counted(&["checkpoint.0.save_every_n_steps=0.5"]), [None, None, Some(15)]);
     assert_eq!(counted(&["checkpoint.0.saves_per_epoch=2"]), [None, None, Some(5)]);
     refused(
@@ -215,6 +216,35 @@ fn intervals_below_one_and_per_epoch_become_steps() {
     let both = "checkpoint=[{output_dir: a, saves_per_epoch: 2, save_every_n_epochs: 1}]";
     refused(&[both], &["checkpoint.0.saves_per_epoch excludes"]);
     refused(&["data.streaming=true", "train_iters=9", "evals_per_epoch=2"], &["evals_per_epoch: not possible"]);
+}
+
+#[test]
+fn once_per_epoch_is_each_epoch() {
+    let tasks = ["data.train_eval_split=[0.9, 0.1]", "eval={tasks: [arc_easy]}"];
+    let plan = plan(&[&tasks[..], &["evals_per_epoch=1", "checkpoint=[{output_dir: a, saves_per_epoch: 1}]"]].concat());
+    assert!(!plan.has_fractions());
+    assert_eq!((plan.eval.unwrap().interval, plan.tasks.unwrap().when.interval), (None, None));
+    assert_eq!((plan.checkpoints[0].save_every_n_steps, plan.checkpoints[0].save_every_n_epochs), (0, 1));
+}
+
+#[test]
+fn evaluations_per_epoch_are_recorded_and_reported_by_their_key() {
+    notes(&["evals_per_epoch=2"], &["evals_per_epoch has no effect without evaluation data"]);
+    let settings = plan(&["data.train_eval_split=[0.9, 0.1]", "evals_per_epoch=2"]).settings;
+    assert!(settings.iter().any(|setting| setting.key == "evals_per_epoch"));
+    assert!(!settings.iter().any(|setting| setting.key == "eval_interval"));
+    for arguments in [&["eval_interval=5", "evals_per_epoch=2"][..], &["eval_interval=1.5"]] {
+        let error = resolve(BASE, &[&["eval={tasks: [arc_easy]}"], arguments].concat()).unwrap_err().to_string();
+        assert_eq!(error.matches("eval_interval").count(), if arguments.len() == 2 { 1 } else { 2 }, "{error}");
+    }
+}
+
+#[test]
+fn a_percentage_of_the_run_is_below_100() {
+    for key in ["eval_interval=100%", "checkpoint=[{output_dir: a, save_every_n_steps: 150%}]"] {
+        refused(&[key], &["a fraction of the run below 1"]);
+    }
+    assert!(plan(&["data.train_eval_split=[0.9, 0.1]", "eval_interval=50%"]).eval.unwrap().fraction.is_some());
 }
 
 #[test]
