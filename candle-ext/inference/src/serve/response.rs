@@ -242,12 +242,14 @@ impl ResponseStream {
             self.send(&chunk);
         }
         self.ready.push_back("data: [DONE]\n\n".to_owned());
+        self.record.end_stream(StatusCode::OK);
         self.has_ended = true;
     }
 
     /// Ends the stream with an error. Closing the receiver cancels the other choices.
     fn fail(&mut self, error: &ApiError) {
         self.send(&error.json());
+        self.record.end_stream(error.status());
         self.events.close();
         self.has_ended = true;
     }
