@@ -15,7 +15,6 @@ pub struct GrammarCompiler {
 }
 
 /// Grammar of a text, and the state after the tokens so far.
-#[derive(Clone)]
 pub struct TokenConstraint {
     matcher: Matcher,
     n_vocab: usize,
@@ -26,6 +25,8 @@ fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 20_000,
         max_grammar_size: 100_000,
+        step_lexer_fuel: 60_000,
+        step_max_items: 30_000,
         verbose_errors: false,
         precompute_large_lexemes: false,
         ..ParserLimits::default()
@@ -64,6 +65,11 @@ impl GrammarCompiler {
 }
 
 impl TokenConstraint {
+    /// Returns a copy with a lexer, and limits, of its own.
+    pub fn independent(&self) -> Self {
+        Self { matcher: self.matcher.deep_clone(), n_vocab: self.n_vocab }
+    }
+
     /// Sets the logits of tokens that cannot continue the text to negative infinity. `stop_ids` may end a complete text.
     pub fn mask(&mut self, logits: &mut [f32], stop_ids: &[u32]) -> Result<()> {
         let allowed: SimpleVob = self.matcher.compute_mask_or_eos().map_err(shortened)?;

@@ -116,11 +116,18 @@ impl ToolCallParser {
     /// Returns the remaining text. An incomplete call is content.
     pub fn finish(&mut self) -> ReplyContent {
         let held = std::mem::take(&mut self.held);
-        let skipped = std::mem::take(&mut self.skipped);
-        let is_separator = |format: &ToolCallFormat| self.separators(format).any(|text| text.starts_with(held.trim()));
-        let follows_call = self.state == ParserState::Calls && self.n_calls > 0;
-        let is_call = follows_call && self.format.as_deref().is_some_and(is_separator);
-        ReplyContent { text: if is_call { String::new() } else { skipped + &held }, calls: Vec::new() }
+        if self.state != ParserState::Calls || self.n_calls == 0 {
+            return ReplyContent { text: std::mem::take(&mut self.skipped) + &held, calls: Vec::new() };
+        }
+        let text = self.text_after_call() + &held;
+        // The rest is the beginning of another call, or of the end.
+        let is_separator = |format: &ToolCallFormat| {
+            let parts = [&*format.opening, &*format.closing, format.separator.as_deref().unwrap_or_default()];
+            parts.iter().any(|part| part.trim().starts_with(text.trim()))
+        };
+        let is_incomplete = self.format.as_deref().is_some_and(is_separator);
+        let text = if is_incomplete { String::new() } else { text };
+        ReplyContent { text, calls: Vec::new() }
     }
 
     fn step(&mut self, format: &ToolCallFormat, parsed: &mut ReplyContent) -> ParserStep {
@@ -214,6 +221,18 @@ impl ToolCallParser {
         texts.chain(["[", "]", ",", ";"]).filter(|text| !text.is_empty()).map(str::to_owned)
     }
 
+    /// Removes the skipped text, and returns it without the end of the last call.
+    fn text_after_call(&mut self) -> String {
+        let skipped = std::mem::take(&mut self.skipped);
+        let text = skipped.trim_start();
+        let closing = self.format.as_deref().map_or("", |format| format.closing.trim());
+        text.strip_prefix(closing).unwrap_or(text).trim_start().to_owned()
+    }
+
+    fn has_called(&self, parsed: &ReplyContent) -> bool {
+        self.n_calls > 0 || !parsed.calls.is_empty()
+    }
+
     /// Returns the call of an object, with the text before it.
     fn call(&self, format: &ToolCallFormat, before: &str, object: &str) -> Option<ToolCall> {
         let value = long_integer::parse(object).ok()?;
@@ -229,17 +248,20 @@ impl ToolCallParser {
 
     /// Continues with content after the calls.
     fn leave_calls(&mut self, parsed: &mut ReplyContent) -> ParserStep {
-        if parsed.calls.is_empty() && self.n_calls == 0 {
+        if !self.has_called(parsed) {
             return self.give_up(parsed);
         }
-        self.skipped.clear();
+        parsed.text += &self.text_after_call();
         self.state = if format_has_tag(self.format.as_deref()) { ParserState::Content } else { ParserState::Plain };
         ParserStep::Continue
     }
 
     /// Returns all text since the last call as content.
     fn give_up(&mut self, parsed: &mut ReplyContent) -> ParserStep {
-        parsed.text += &std::mem::take(&mut self.skipped);
+        parsed.text += &match self.has_called(parsed) {
+            true => self.text_after_call(),
+            false => std::mem::take(&mut self.skipped),
+        };
         self.state = ParserState::Plain;
         ParserStep::Continue
     }
@@ -341,7 +363,8 @@ mod tests {
             check(&hermes(), reply, reply, &[]);
         }
         let first = "<tool_call>{\"name\":\"f\",\"arguments\":{}}</tool_call>";
-        check(&hermes(), &format!("{first}<tool_call>{{\"name\""), "</tool_call><tool_call>{\"name\"", &[("f", "{}")]);
+        check(&hermes(), &format!("{first}<tool_call>{{\"name\""), "<tool_call>{\"name\"", &[("f", "{}")]);
+        check(&hermes(), &format!("{first}\n<tool_call>5"), "<tool_call>5", &[("f", "{}")]);
     }
 
     #[test]
@@ -373,6 +396,18 @@ mod tests {
         check(&array, &format!("[TOOL_CALLS][{call}]"), "", &[("f", "{\"a\":[1]}")]);
         check(&named(), "[TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]g[ARGS]{}", "", &[("f", "{\"a\":1}"), ("g", "{}")]);
         check(&named(), "b[TOOL_CALLS]f[ARGS]5", "b[TOOL_CALLS]f[ARGS]5", &[]);
+    }
+
+    #[test]
+    fn text_after_a_call_is_complete() {
+        let call = "<tool_call>{\"name\":\"f\",\"arguments\":{}}</tool_call>";
+        for text in ["[1] is the source", "] a", ", a", "; a", ",;[a", "[", "[</tool_call> a"] {
+            check(&hermes(), &format!("{call}\n{text}"), text, &[("f", "{}")]);
+        }
+        let llama = format("", None, "");
+        check(&llama, "{\"name\": \"f\", \"arguments\": {}}; So.", "; So.", &[("f", "{}")]);
+        let array = format("[TOOL_CALLS] [", Some(", "), "]");
+        check(&array, "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {}}] ; a", "; a", &[("f", "{}")]);
     }
 
     #[test]

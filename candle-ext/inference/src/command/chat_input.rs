@@ -5,15 +5,18 @@
 
 use std::cell::Cell;
 use std::fs::DirBuilder;
-use std::io::{self, BufRead, IsTerminal};
+use std::io::{self, BufRead, IsTerminal, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::stop_signals::stop_signals;
 use candlewick_runtime::terminal::{print_note, print_prompt};
 use rustix::process::{Signal, getpgrp, kill_process_group};
+use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 use rustyline::completion::Completer;
 use rustyline::config::Behavior;
 use rustyline::error::ReadlineError;
@@ -22,6 +25,9 @@ use rustyline::hint::Hinter;
 use rustyline::history::FileHistory;
 use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 use rustyline::{CompletionType, Config, Editor, Helper};
+use signal_hook::consts::SIGINT;
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
 
 /// The text before and after a message of several lines.
 const BLOCK: &str = "\"\"\"";
@@ -54,7 +60,10 @@ impl ChatInput {
     pub(super) fn open(history: Option<PathBuf>, n_ranks: usize) -> Result<Self> {
         match (io::stdin().is_terminal(), n_ranks) {
             (false, _) => Ok(Self::Pipe),
-            (true, 1) => Ok(Self::Editor(Box::new(LineEditor::open(history).context("failed to open the terminal")?))),
+            (true, 1) => {
+                restore_terminal_at_signals().context("failed to watch for signals")?;
+                Ok(Self::Editor(Box::new(LineEditor::open(history).context("failed to open the terminal")?)))
+            }
             (true, _) => Ok(Self::Prompt),
         }
     }
@@ -74,6 +83,23 @@ impl ChatInput {
             Self::Editor(editor) => editor.next(),
         }
     }
+}
+
+/// Restores the terminal before SIGTERM or SIGHUP ends the process. The editor reads in raw mode, with marked pastes.
+fn restore_terminal_at_signals() -> io::Result<()> {
+    const UNMARKED_PASTES: &[u8] = b"\x1b[?2004l";
+    let settings = tcgetattr(io::stdin())?;
+    let mut signals = Signals::new(stop_signals().into_iter().filter(|signal| *signal != SIGINT))?;
+    let restore = move || {
+        for signal in signals.forever() {
+            let _ = tcsetattr(io::stdin(), OptionalActions::Now, &settings);
+            if io::stderr().is_terminal() {
+                let _ = io::stderr().write_all(UNMARKED_PASTES);
+            }
+            let _ = emulate_default_handler(signal);
+        }
+    };
+    thread::Builder::new().name("terminal".to_owned()).spawn(restore).map(drop)
 }
 
 fn next_line() -> Result<Option<String>> {
@@ -152,7 +178,7 @@ fn load(editor: &mut Editor<ChatHelper, FileHistory>, path: &Path) -> rustyline:
 fn interrupt() -> ! {
     let _ = kill_process_group(getpgrp(), Signal::INT);
     // The handler of the signal ends the process, unless the signal is ignored.
-    std::thread::sleep(Duration::from_secs(1));
+    thread::sleep(Duration::from_secs(1));
     std::process::exit(130)
 }
 

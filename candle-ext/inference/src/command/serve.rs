@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_text::files::open_regular_file;
 use candlewick_text::hub::Hub;
 use clap::Args;
 
@@ -141,8 +142,10 @@ impl ServeOptions {
     }
 }
 
+/// Opens the request log. Writes to a pipe could wait for its reader.
 fn open_log(path: &Path) -> Result<Arc<File>> {
-    let opened = OpenOptions::new().append(true).create(true).open(path);
+    let existing = if path.exists() { open_regular_file(path).map(drop) } else { Ok(()) };
+    let opened = existing.and_then(|()| OpenOptions::new().append(true).create(true).open(path));
     let opened = opened.with_context(|| format!("failed to open --request-log {}", path.display()));
     opened.map(Arc::new).context(ExitCode::Usage)
 }
@@ -171,4 +174,21 @@ pub fn serve(model: &str, options: &ServeOptions, hub: &Hub) -> Result<()> {
         reasoning_format: options.reasoning_format,
     };
     serve::serve(&models, listener, &settings)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_request_log_is_a_regular_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        assert!(open_log(&path).is_ok() && open_log(&path).is_ok());
+        for path in [folder.path(), Path::new("/dev/null")] {
+            let error = format!("{:#}", open_log(path).unwrap_err());
+            assert!(error.contains("not a regular file"), "{error}");
+        }
+    }
 }

@@ -11,7 +11,7 @@ mod unit_by_unit;
 use std::fmt;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{Config, GgufFile, MergedModel, Model, ParamValues, TensorCallback};
@@ -114,6 +114,13 @@ impl PromptLogits {
     /// Compares with other logits, f32 [t, v].
     fn compare(&self, found: &Tensor) -> Result<LogitsDifference> {
         let found: Vec<Vec<f32>> = to_host(found)?.to_vec2()?;
+        let shape = |rows: &[Vec<f32>]| [rows.len(), rows.first().map_or(0, Vec::len)];
+        ensure!(
+            shape(&found) == shape(&self.logits),
+            "the export has logits of shape {:?}, and its source of {:?}",
+            shape(&found),
+            shape(&self.logits)
+        );
         let of_position = |(found, wanted): (&Vec<f32>, &Vec<f32>)| PositionDifference::new(found, wanted);
         let positions: Vec<PositionDifference> = found.par_iter().zip(&self.logits).map(of_position).collect();
         let lost: f64 = positions.iter().map(|position| position.lost).sum();

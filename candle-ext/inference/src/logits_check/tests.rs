@@ -219,3 +219,13 @@ fn a_difference_ignores_a_shift_and_sees_a_swap_and_a_nan() {
         LogitsDifference { n_same_top: 1, largest: f64::NAN, relative: f64::NAN, ..same },
     );
 }
+
+#[test]
+fn logits_of_another_shape_are_an_error() {
+    let source = PromptLogits { prompts: ComparedPrompts(vec![vec![0, 1]]), logits: vec![vec![1.0, 3.0]; 2] };
+    for shape in [(2, 1), (1, 2), (2, 3)] {
+        let found = Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let problem = source.compare(&found).unwrap_err().to_string();
+        assert!(problem.contains("of [2, 2]"), "{problem}");
+    }
+}

@@ -43,6 +43,11 @@ impl ApiError {
         Self { code: Some(code), ..self }
     }
 
+    /// Returns the HTTP status.
+    pub(super) fn status(&self) -> StatusCode {
+        self.status
+    }
+
     /// Returns the error object.
     pub(super) fn json(&self) -> Json {
         let kind = match self.status {

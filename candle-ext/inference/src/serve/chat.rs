@@ -50,14 +50,15 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let prompts = vec![TokenizedPrompt { ids, n_max }];
     let content = generation.response_format.as_ref();
     let reply = tools.reply(model.tool_calls.as_ref(), content, &model.tokenizer)?;
-    let field = if content.is_some() { RESPONSE_FORMAT } else { TOOLS };
-    let constraint = reply.map(|reply| model.constraint(field, reply.grammar(reasoning.start()))).transpose()?;
+    let field = if content.is_some() && !tools.is_forced() { RESPONSE_FORMAT } else { TOOLS };
+    let grammar = reply.map(|reply| model.requested(field, reply.grammar(reasoning.start())));
     let visible = if tools.tools.is_some() { Arc::clone(&model.tool_call_tokens) } else { Arc::default() };
-    let settings = JobSettings { constraint, visible, logprobs, stop_ids: &model.chat_stop_ids };
+    let settings = JobSettings { visible, logprobs, stop_ids: &model.chat_stop_ids };
     let (jobs, events) = generation.jobs(prompts, settings, state);
     let format = ResponseFormat::new(ResponseKind::Chat, &model.name, logprobs.is_some());
     let parser = ReplyParser { reasoning, tool_calls: tools.parser(model.tool_calls.as_ref()) };
-    Ok(ParsedRequest { jobs, events, format, stream: generation.stream, n_prompt, echoes: Vec::new(), parser })
+    let (stream, echoes) = (generation.stream, Vec::new());
+    Ok(ParsedRequest { jobs, events, format, stream, n_prompt, echoes, parser, grammar })
 }
 
 /// Returns the chat template with the request's variables.

@@ -46,8 +46,8 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         check_echo(&echoes, n_prompt * generation.n * n_top.map_or(0, |n_top| n_top + 1))?;
     }
     let format = generation.response_format.as_ref().map(|format| format.grammar(ReasoningStart::None));
-    let constraint = format.map(|grammar| model.constraint(RESPONSE_FORMAT, grammar)).transpose()?;
-    let settings = JobSettings { constraint, visible: Arc::default(), logprobs, stop_ids: &model.stop_ids };
+    let grammar = format.map(|grammar| model.requested(RESPONSE_FORMAT, grammar));
+    let settings = JobSettings { visible: Arc::default(), logprobs, stop_ids: &model.stop_ids };
     let (jobs, events) = generation.jobs(prompts, settings, state);
     let format = ResponseFormat::new(ResponseKind::Completion, &model.name, logprobs.is_some());
     Ok(ParsedRequest {
@@ -58,6 +58,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         n_prompt,
         echoes,
         parser: ReplyParser::default(),
+        grammar,
     })
 }
 

@@ -10,7 +10,6 @@ use super::job::{GenerationEvent, GenerationJob, LogprobOptions};
 use super::reply_grammar::ReplyPart;
 use super::response_format::response_format;
 use super::server_state::ServerState;
-use crate::constraint::TokenConstraint;
 use crate::lm::special_stops;
 use crate::sampler::{LogitBias, SamplingParams, seed_of};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -48,8 +47,6 @@ pub(super) struct TokenizedPrompt {
 
 /// Settings of all jobs of a request.
 pub(super) struct JobSettings<'a> {
-    /// Grammar of the text.
-    pub(super) constraint: Option<TokenConstraint>,
     /// Special tokens that are part of the text.
     pub(super) visible: Arc<[u32]>,
     pub(super) logprobs: Option<LogprobOptions>,
@@ -93,7 +90,7 @@ impl GenerationFields {
         settings: JobSettings<'_>,
         state: &ServerState,
     ) -> (Vec<GenerationJob>, UnboundedReceiver<(usize, GenerationEvent)>) {
-        let JobSettings { constraint, visible, logprobs, stop_ids } = settings;
+        let JobSettings { visible, logprobs, stop_ids } = settings;
         let (events, receiver) = unbounded_channel();
         let stop_ids: Arc<[u32]> =
             stop_ids.iter().copied().chain(special_stops(&state.models[self.model].tokenizer, &self.stop)).collect();
@@ -107,7 +104,7 @@ impl GenerationFields {
                     n_max,
                     sampling: self.sampling,
                     logit_bias: Arc::clone(&self.logit_bias),
-                    constraint: constraint.clone(),
+                    constraint: None,
                     visible: Arc::clone(&visible),
                     seed: seed_of(self.seed, index as u64),
                     stop: Arc::clone(&self.stop),

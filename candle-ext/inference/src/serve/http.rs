@@ -196,7 +196,8 @@ async fn respond(
         parse(Fields::parse(&body.bytes)?, &of_parser)
     })
     .await;
-    let parsed = parsed.map_err(|error| ApiError::internal(&error.into()))??;
+    let mut parsed = parsed.map_err(|error| ApiError::internal(&error.into()))??;
+    parsed.compile_grammar(&state).await?;
     match parsed.stream {
         None => Ok(json_response(&parsed.complete(&state, &record).await?)),
         Some(options) => {

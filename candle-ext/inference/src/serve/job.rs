@@ -20,7 +20,7 @@ pub(super) struct GenerationJob {
     /// Numbers to add to logits.
     pub(super) logit_bias: LogitBias,
     /// Grammar of the text.
-    pub(super) constraint: Option<TokenConstraint>,
+    pub(super) constraint: Option<ReplyConstraint>,
     pub(super) seed: [u8; 32],
     /// Stop strings, none empty.
     pub(super) stop: Arc<[String]>,
@@ -33,6 +33,12 @@ pub(super) struct GenerationJob {
     pub(super) choice: usize,
     /// Receiver of the events. The generation is cancelled if it is closed.
     pub(super) events: UnboundedSender<(usize, GenerationEvent)>,
+}
+
+/// Grammar of a text, and the field of the request that has its schema.
+pub(super) struct ReplyConstraint {
+    pub(super) field: &'static str,
+    pub(super) tokens: TokenConstraint,
 }
 
 /// Log-probabilities to return.

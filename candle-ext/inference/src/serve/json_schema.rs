@@ -3,6 +3,8 @@
 use candlewick_text::long_integer;
 use serde_json::{Map, Value as Json};
 
+use super::schema_limits::check_limits;
+
 /// Largest text of a schema, in bytes.
 const MAX_SCHEMA_BYTES: usize = 64 << 10;
 
@@ -25,6 +27,7 @@ pub(super) fn constraining(schema: Json) -> Result<Json, String> {
     if !matches!(schema, Json::Object(_) | Json::Bool(_)) {
         return Err("the schema is not an object".to_owned());
     }
+    check_limits(&schema)?;
     Ok(if is_combined(&schema) { schema } else { closed(schema) })
 }
 

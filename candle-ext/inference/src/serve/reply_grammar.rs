@@ -276,6 +276,8 @@ mod tests {
         });
         let many: Map<String, Json> = (0..3000).map(|i| (format!("key{i}"), json!({"type": "string"}))).collect();
         let pattern = |pattern: &str| json!({"type": "string", "pattern": pattern});
+        let pattern_properties: Map<String, Json> =
+            (0..20).map(|i| (format!("a{i}"), json!({"type": "null"}))).collect();
         let schemas = [
             nested,
             doubled,
@@ -301,6 +303,11 @@ mod tests {
             json!({"enum": []}),
             json!(false),
             json!({"x-guidance": {"whitespace_pattern": "("}}),
+            json!({"allOf": (0..8).map(|i| pattern(&format!("a{i}"))).collect::<Vec<_>>()}),
+            json!({"allOf": (0..20).map(|i| pattern(&format!("a{i}"))).collect::<Vec<_>>()}),
+            json!({"allOf": (0..8).map(|i| pattern(&format!("a{i}(b|c)*d{{3,9}}"))).collect::<Vec<_>>()}),
+            json!({"patternProperties": pattern_properties, "additionalProperties": {"type": "string"}}),
+            json!({"multipleOf": 9_973}),
         ];
         for schema in schemas {
             let began = Instant::now();

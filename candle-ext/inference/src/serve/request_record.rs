@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::Write as _;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ pub(super) struct RequestReporter {
     pub(super) metrics: ServerMetrics,
     /// File of `--request-log`.
     log: Option<Arc<File>>,
+    /// The first failure to write is reported.
+    has_warned: AtomicBool,
 }
 
 /// Record of a request. It is reported when its last copy is dropped, which a response's stream has.
@@ -38,6 +41,8 @@ struct RequestFacts {
     id: Option<String>,
     model: Option<String>,
     is_streamed: bool,
+    /// Status of a stream that has ended, by its last event or an error.
+    stream_end: Option<StatusCode>,
     /// `None` if the client has closed the connection before the response.
     status: Option<StatusCode>,
     n_prompt: usize,
@@ -69,6 +74,11 @@ impl RequestRecord {
         self.0.facts().status = Some(status);
     }
 
+    /// Sets the result of a streamed response, whose headers have status 200 in any case.
+    pub(super) fn end_stream(&self, status: StatusCode) {
+        self.0.facts().stream_end = Some(status);
+    }
+
     /// Sets the response that the model generates, and counts the tokens of its prompts.
     pub(super) fn set_response(&self, id: &str, model: &str, is_streamed: bool, n_prompt: usize) {
         let mut facts = self.0.facts();
@@ -92,6 +102,16 @@ impl RequestRecord {
     }
 }
 
+impl RequestFacts {
+    /// Returns the status of the whole response; `None` if the client has closed the connection before its end.
+    fn result(&self) -> Option<StatusCode> {
+        match self.status {
+            Some(status) if self.is_streamed && status.is_success() => self.stream_end,
+            status => status,
+        }
+    }
+}
+
 impl OpenRecord {
     fn facts(&self) -> MutexGuard<'_, RequestFacts> {
         self.facts.lock().unwrap_or_else(PoisonError::into_inner)
@@ -101,11 +121,12 @@ impl OpenRecord {
 impl Drop for OpenRecord {
     fn drop(&mut self) {
         let (facts, time) = (self.facts().clone(), self.began.elapsed());
-        let status = facts.status.map_or(CLIENT_CLOSED, |status| status.as_u16());
+        let result = facts.result();
+        let status = result.map_or(CLIENT_CLOSED, |status| status.as_u16());
         self.reporter.metrics.end(self.route, status, time);
         let client = self.client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
         let route = self.route.name();
-        if facts.status.is_none_or(|status| status.is_success()) {
+        if result.is_none_or(|status| status.is_success()) {
             let RequestFacts { n_prompt, n_generated, finish_reasons, .. } = &facts;
             let reasons = finish_reasons.join(",");
             tracing::info!(
@@ -121,8 +142,33 @@ impl Drop for OpenRecord {
             "time_to_first_token": facts.first_token.map(|time| time.as_secs_f64()),
             "finish_reasons": facts.finish_reasons,
         });
-        if let Err(error) = (&**log).write_all(format!("{line}\n").as_bytes()) {
-            tracing::warn!("failed to write the request log: {error}");
+        if let Err(error) = (&**log).write_all(format!("{line}\n").as_bytes())
+            && !self.reporter.has_warned.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!("failed to write the request log, further failures are not reported: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_has_the_status_of_its_end() {
+        let check = |status: u16, end: Option<u16>, want: Option<u16>| {
+            let code = |status| StatusCode::from_u16(status).ok();
+            let facts = RequestFacts {
+                is_streamed: true,
+                status: code(status),
+                stream_end: end.and_then(code),
+                ..RequestFacts::default()
+            };
+            assert_eq!(facts.result(), want.and_then(code), "{status} {end:?}");
+        };
+        check(200, Some(200), Some(200));
+        check(200, Some(503), Some(503));
+        check(200, None, None);
+        check(429, None, Some(429));
     }
 }

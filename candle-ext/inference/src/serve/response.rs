@@ -13,7 +13,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::api_error::ApiError;
 use super::choice::{Choice, chat_logprob};
 use super::generation_fields::StreamOptions;
-use super::job::{GenerationEvent, GenerationJob};
+use super::grammar_threads::RequestedGrammar;
+use super::job::{GenerationEvent, GenerationJob, ReplyConstraint};
 use super::reply_parser::ReplyParser;
 use super::request_record::RequestRecord;
 use super::server_state::{ServerState, seconds_since_1970};
@@ -30,6 +31,8 @@ pub(super) struct ParsedRequest {
     pub(super) echoes: Vec<Arc<str>>,
     /// Parser of each choice.
     pub(super) parser: ReplyParser,
+    /// Grammar of all choices, which is not compiled yet.
+    pub(super) grammar: Option<RequestedGrammar>,
 }
 
 /// Endpoint of a response.
@@ -119,6 +122,17 @@ impl ResponseFormat {
 }
 
 impl ParsedRequest {
+    /// Compiles the grammar of the jobs.
+    pub(super) async fn compile_grammar(&mut self, state: &ServerState) -> Result<(), ApiError> {
+        let Some(grammar) = self.grammar.take() else { return Ok(()) };
+        let field = grammar.field;
+        let constraint = grammar.compile(&state.grammar_threads).await?;
+        // The limits of a grammar are those of each choice.
+        let of_choice = || Some(ReplyConstraint { field, tokens: constraint.independent() });
+        self.jobs.iter_mut().for_each(|job| job.constraint = of_choice());
+        Ok(())
+    }
+
     fn choices(&mut self) -> Vec<Choice> {
         let choice = |_| Choice { parser: self.parser.clone(), ..Choice::default() };
         let mut choices: Vec<Choice> = self.jobs.iter().map(choice).collect();
@@ -242,12 +256,14 @@ impl ResponseStream {
             self.send(&chunk);
         }
         self.ready.push_back("data: [DONE]\n\n".to_owned());
+        self.record.end_stream(StatusCode::OK);
         self.has_ended = true;
     }
 
     /// Ends the stream with an error. Closing the receiver cancels the other choices.
     fn fail(&mut self, error: &ApiError) {
         self.send(&error.json());
+        self.record.end_stream(error.status());
         self.events.close();
         self.has_ended = true;
     }

@@ -9,10 +9,9 @@ use candlewick_ops::to_host;
 use candlewick_parallel::AppendTokens;
 
 use super::api_error::ApiError;
-use super::job::{GenerationEnd, GenerationEvent, GenerationJob, LogprobOptions, TokenLogprobs};
+use super::job::{GenerationEnd, GenerationEvent, GenerationJob, LogprobOptions, ReplyConstraint, TokenLogprobs};
 use super::logprobs::{token_logprobs, token_text};
 use super::prefix_rows::PrefixKey;
-use super::response_format::RESPONSE_FORMAT;
 use crate::constraint::TokenConstraint;
 use crate::generate::length_class;
 use crate::lm::Lm;
@@ -218,10 +217,9 @@ impl<'m> Sequence<'m> {
 
     /// Uses the grammar, if there is one.
     fn constrain<T>(&mut self, use_it: impl FnOnce(&mut TokenConstraint) -> Result<T>) -> Result<Option<T>, ApiError> {
-        let result = self.job.constraint.as_mut().map(use_it).transpose();
-        result.map_err(|error| {
-            let problem = format!("the schema is too complex for this text: {error:#}");
-            ApiError::field(RESPONSE_FORMAT, problem)
+        let Some(ReplyConstraint { field, tokens }) = &mut self.job.constraint else { return Ok(None) };
+        use_it(tokens).map(Some).map_err(|error| {
+            ApiError::field(field, format!("{field}: the schema is too complex for this text: {error:#}"))
         })
     }
 

@@ -1,7 +1,7 @@
 //! State of the server that all requests read.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -18,6 +18,7 @@ use super::access_log::AccessLog;
 use super::api_error::ApiError;
 use super::body::RequestBodyMemory;
 use super::fields::shown;
+use super::grammar_threads::{ModelGrammars, N_GRAMMAR_THREADS, RequestedGrammar};
 use super::job::GenerationJob;
 use super::metrics::WorkerGauges;
 use super::origin::OriginPolicy;
@@ -26,7 +27,6 @@ use super::settings::ServeSettings;
 use super::tool_choice::special_tokens;
 use super::worker::WorkerLimits;
 use crate::answer::batch::BatchLimits;
-use crate::constraint::{GrammarCompiler, TokenConstraint};
 use crate::lm::Lm;
 use crate::reasoning::ReasoningFormat;
 
@@ -46,19 +46,23 @@ pub(super) struct ServerState {
     pub(super) bodies: RequestBodyMemory,
     /// Permit to parse a large body. One thread is left for small ones.
     pub(super) large_parser: Arc<Semaphore>,
+    /// Permits to compile grammars.
+    pub(super) grammar_threads: Arc<Semaphore>,
     pub(super) log: AccessLog,
     pub(super) reporter: Arc<RequestReporter>,
     gauges: Arc<WorkerGauges>,
     /// Number of stop signals.
     pub(super) signals: watch::Receiver<usize>,
-    queue: mpsc::Sender<GenerationJob>,
+    /// Queue of the worker. It closes when the HTTP server ends, even if a thread still reads the state.
+    queue: mpsc::WeakSender<GenerationJob>,
+    max_queue: usize,
 }
 
 /// Address of the server, and the channels between its threads.
 pub(super) struct ServerEndpoints {
     pub(super) address: SocketAddr,
     /// Jobs of the worker.
-    pub(super) queue: mpsc::Sender<GenerationJob>,
+    pub(super) queue: mpsc::WeakSender<GenerationJob>,
     /// Number of stop signals.
     pub(super) signals: watch::Receiver<usize>,
     pub(super) gauges: Arc<WorkerGauges>,
@@ -84,13 +88,14 @@ pub(super) struct ServedModel {
     pub(super) n_vocab: usize,
     /// Bytes of the longest token in the vocabulary.
     max_token_bytes: usize,
-    /// Compiler of grammars, once a request has needed it.
-    grammars: OnceLock<Result<GrammarCompiler, ApiError>>,
+    /// Compiler of grammars for the tokenizer.
+    grammars: Arc<ModelGrammars>,
 }
 
 impl ServedModel {
     fn new(lm: &Lm, name: &str, parent: Option<&str>) -> Self {
         let tokenizer = Arc::clone(lm.tokenizer());
+        let n_vocab = lm.engine().model().config().vocab_size();
         let stop_ids: Arc<[u32]> = tokenizer.eos_ids().iter().copied().collect();
         let end_of_turn = lm.template().and_then(|template| end_of_turn(&tokenizer, template));
         // A template that has exceeded a limit fails from then on, so a copy renders the example.
@@ -105,21 +110,30 @@ impl ServedModel {
             chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
             stop_ids,
             max_token_bytes: max_token_bytes(&tokenizer),
-            grammars: OnceLock::new(),
-            n_vocab: lm.engine().model().config().vocab_size(),
+            grammars: ModelGrammars::new(&tokenizer, n_vocab),
+            n_vocab,
             tokenizer,
         }
     }
 }
 
 impl ServedModel {
-    /// Compiles the grammar of a reply, which the field `name` of the request has.
-    pub(super) fn constraint(&self, name: &'static str, grammar: TopLevelGrammar) -> Result<TokenConstraint, ApiError> {
-        let compiler = self.grammars.get_or_init(|| {
-            GrammarCompiler::new(&self.tokenizer, self.n_vocab).map_err(|error| ApiError::internal(&error))
-        });
-        let compiled = compiler.as_ref().map_err(ApiError::clone)?.compile(grammar);
-        compiled.map_err(|error| ApiError::field(name, format!("{name}: the schema cannot be used: {error:#}")))
+    /// Returns the grammar of a reply, which the field `field` of the request has.
+    pub(super) fn requested(&self, field: &'static str, grammar: TopLevelGrammar) -> RequestedGrammar {
+        RequestedGrammar { field, grammar, compiler: Arc::clone(&self.grammars) }
+    }
+}
+
+/// Shares the grammar compilers of models with one tokenizer.
+fn share_grammars(models: &mut [ServedModel]) {
+    for later in 1..models.len() {
+        let (earlier, rest) = models.split_at_mut(later);
+        let is_equal = |model: &&ServedModel| {
+            Arc::ptr_eq(&model.tokenizer, &rest[0].tokenizer) && model.n_vocab == rest[0].n_vocab
+        };
+        if let Some(model) = earlier.iter().find(is_equal) {
+            rest[0].grammars = Arc::clone(&model.grammars);
+        }
     }
 }
 
@@ -142,8 +156,11 @@ impl ServerState {
         let model = |(idx, (lm, name)): (usize, (&Lm, &String))| {
             ServedModel::new(lm, name, names.first().filter(|_| idx > 0).map(String::as_str))
         };
+        let mut models: Vec<ServedModel> = models.iter().zip(names).enumerate().map(model).collect();
+        share_grammars(&mut models);
         Self {
-            models: models.iter().zip(names).enumerate().map(model).collect(),
+            models,
+            grammar_threads: Arc::new(Semaphore::new(N_GRAMMAR_THREADS)),
             api_key: settings.api_key.clone(),
             max_model_len,
             reasoning_format: settings.reasoning_format,
@@ -161,12 +178,14 @@ impl ServerState {
             gauges,
             signals,
             queue,
+            max_queue: settings.max_queue,
         }
     }
 
     /// Returns the metrics in Prometheus's text format.
     pub(super) fn metrics(&self) -> String {
-        self.reporter.metrics.text(&self.gauges, self.queue.max_capacity() - self.queue.capacity())
+        let n_queued = self.queue.upgrade().map_or(0, |queue| self.max_queue - queue.capacity());
+        self.reporter.metrics.text(&self.gauges, n_queued)
     }
 
     /// Returns the index of the model with this name; without a name, of the first.
@@ -213,7 +232,7 @@ impl ServerState {
 
     /// Fails if a request has more choices than the queue can have.
     pub(super) fn check_number_of_choices(&self, n_prompts: usize, n: usize) -> Result<(), ApiError> {
-        let (n_choices, max) = (n_prompts.saturating_mul(n), self.queue.max_capacity());
+        let (n_choices, max) = (n_prompts.saturating_mul(n), self.max_queue);
         if n_choices <= max {
             return Ok(());
         }
@@ -223,7 +242,8 @@ impl ServerState {
 
     /// Appends the jobs of a request to the queue, all or none.
     pub(super) fn submit(&self, jobs: Vec<GenerationJob>) -> Result<(), ApiError> {
-        match self.queue.try_reserve_many(jobs.len()) {
+        let queue = self.queue.upgrade().ok_or_else(ApiError::stopping)?;
+        match queue.try_reserve_many(jobs.len()) {
             Ok(permits) => {
                 permits.zip(jobs).for_each(|(permit, job)| permit.send(job));
                 Ok(())

@@ -82,6 +82,11 @@ impl RequestTools {
         Ok(Self { tools, choice, parallel })
     }
 
+    /// Returns true if the reply must call a tool.
+    pub(super) fn is_forced(&self) -> bool {
+        self.choice != ToolChoice::Auto
+    }
+
     /// Returns the parser of a reply in the model's format.
     pub(super) fn parser(&self, format: Option<&Arc<ToolCallFormat>>) -> ToolCallParser {
         let (Some(tools), Some(format)) = (&self.tools, format) else { return ToolCallParser::default() };
@@ -98,7 +103,7 @@ impl RequestTools {
         tokenizer: &Tokenizer,
     ) -> Result<Option<ReplyPart>, ApiError> {
         let Some(tools) = &self.tools else { return Ok(content.cloned()) };
-        let is_forced = self.choice != ToolChoice::Auto;
+        let is_forced = self.is_forced();
         let Some(format) = format else {
             let problem =
                 "the model's chat template does not show a format of tool calls that can be forced; use \"auto\"";

@@ -79,6 +79,8 @@ fn a_text_that_is_cut_off_has_the_finish_reason_length() {
 #[test]
 fn formats_that_are_not_supported_are_refused_by_name() {
     let server = Server::start(&[]);
+    let link = |i: usize| (format!("d{i}"), json!({"properties": {"a": {"$ref": format!("#/$defs/d{}", i + 1)}}}));
+    let references = json!({"$defs": (0..400).map(link).collect::<serde_json::Map<_, _>>(), "$ref": "#/$defs/d0"});
     let big = schema(json!({"description": "a".repeat(70_000)}));
     for (format, want) in [
         (schema(json!({"type": "array", "uniqueItems": true})), "uniqueItems"),
@@ -89,6 +91,12 @@ fn formats_that_are_not_supported_are_refused_by_name() {
         (schema(json!(false)), "Unsatisfiable"),
         (schema(json!(3)), "not an object"),
         (big, "at most 65536"),
+        (
+            schema(json!({"allOf": (0..20).map(|i| json!({"pattern": format!("a{i}")})).collect::<Vec<_>>()})),
+            "at most 8",
+        ),
+        (schema(references), "more than 200 levels"),
+        (schema(json!({"multipleOf": 4_294_967_297u64})), "multipleOf is 4294967297"),
         (json!({"response_format": {"type": "xml"}}), "the type \"xml\""),
         (json!({"response_format": {}}), "the type null"),
         (json!({"response_format": {"type": "json_schema"}}), "no object json_schema"),
