@@ -144,7 +144,10 @@ fn a_finished_run_trains_more_epochs() {
     run.train_ok(&[]);
     let output = run.train(&["epochs=2"]);
     run.assert_resumed();
-    assert!(stderr(&output).contains("WARN") && stderr(&output).contains("horizon.epochs: 1 in the checkpoint, 2 now"));
+    assert!(
+        stderr(&output).contains("warning:")
+            && stderr(&output).contains("checkpoint: epochs: 1 in the checkpoint, 2 now")
+    );
     assert_eq!(steps(&run.path().join("run")), (1..=40).collect::<Vec<_>>());
 }
 
