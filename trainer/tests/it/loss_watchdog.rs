@@ -114,7 +114,8 @@ fn a_skipped_spike_changes_neither_weights_nor_optimizer() {
 #[test]
 fn a_run_rewinds_to_the_checkpoint_of_a_stopped_run() {
     let run = spiky();
-    let mut command = run.command("train", &arguments(&["checkpoint=null"]));
+    let watchdog = format!("loss_watchdog={{action: skip, {WATCHDOG}}}");
+    let mut command = run.command("train", &arguments(&[&watchdog, "checkpoint=null"]));
     let output = command.env("CANDLEWICK_TEST_TERMINATE_AT", "step_computed:38").output().unwrap();
     assert_eq!(output.status.code(), Some(75), "{}", stderr(&output));
     train_ok(&run, "rewind", &["checkpoint.0.save_every_n_steps=50"]);

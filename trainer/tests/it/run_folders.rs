@@ -144,8 +144,10 @@ fn a_finished_run_trains_more_epochs() {
     run.train_ok(&[]);
     let output = run.train(&["epochs=2"]);
     run.assert_resumed();
-    let text = stderr(&output);
-    assert!(text.contains("warning: ") && text.contains("epochs: 1 in the checkpoint, 2 now"), "{text}");
+    assert!(
+        stderr(&output).contains("warning:")
+            && stderr(&output).contains("checkpoint: epochs: 1 in the checkpoint, 2 now")
+    );
     assert_eq!(steps(&run.path().join("run")), (1..=40).collect::<Vec<_>>());
 }
 
