@@ -18,6 +18,8 @@ pub struct GrammarCompiler {
 pub struct TokenConstraint {
     matcher: Matcher,
     n_vocab: usize,
+    /// Tokens that continue the text, if they are computed already.
+    allowed: Option<Result<SimpleVob>>,
 }
 
 /// Limits on time and memory of a grammar. A state of the lexer has at most 2 kB, and a unit of fuel is at most 70 ns.
@@ -60,19 +62,24 @@ impl GrammarCompiler {
     /// If the grammar has an unsupported part, or exceeds a limit.
     pub fn compile(&self, grammar: TopLevelGrammar) -> Result<TokenConstraint> {
         let matcher = Matcher::new(Ok(self.factory.create_parser(grammar).map_err(shortened)?));
-        Ok(TokenConstraint { matcher, n_vocab: self.n_vocab })
+        Ok(TokenConstraint { matcher, n_vocab: self.n_vocab, allowed: None })
     }
 }
 
 impl TokenConstraint {
     /// Returns a copy with a lexer, and limits, of its own.
     pub fn independent(&self) -> Self {
-        Self { matcher: self.matcher.deep_clone(), n_vocab: self.n_vocab }
+        Self { matcher: self.matcher.deep_clone(), n_vocab: self.n_vocab, allowed: None }
+    }
+
+    /// Computes the next mask, which takes milliseconds.
+    pub fn prepare(&mut self) {
+        self.allowed = Some(self.matcher.compute_mask_or_eos());
     }
 
     /// Sets the logits of tokens that cannot continue the text to negative infinity. `stop_ids` may end a complete text.
     pub fn mask(&mut self, logits: &mut [f32], stop_ids: &[u32]) -> Result<()> {
-        let allowed: SimpleVob = self.matcher.compute_mask_or_eos().map_err(shortened)?;
+        let allowed = self.allowed.take().unwrap_or_else(|| self.matcher.compute_mask_or_eos()).map_err(shortened)?;
         ensure!(!allowed.is_zero(), "no token of the vocabulary continues the text");
         let stops: Vec<(u32, f32)> = match allowed.get(self.n_vocab) {
             true => stop_ids.iter().filter_map(|id| Some((*id, *logits.get(*id as usize)?))).collect(),
@@ -90,6 +97,7 @@ impl TokenConstraint {
 
     /// Adds a token, and returns true if no token can continue the text.
     pub fn push(&mut self, token: u32) -> Result<bool> {
+        self.allowed = None;
         self.matcher.consume_token(token).map_err(shortened)?;
         Ok(self.matcher.is_stopped())
     }

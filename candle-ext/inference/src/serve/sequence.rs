@@ -204,6 +204,14 @@ impl<'m> Sequence<'m> {
         }
     }
 
+    /// Computes the mask of the next token, if the part ends the tokens so far.
+    pub(super) fn prepare_mask(&mut self, part: &SequencePart) {
+        let samples = self.n_seen + part.n_tokens >= self.ids.len() && self.job.n_max > 0;
+        if let Some(ReplyConstraint { tokens, .. }) = self.job.constraint.as_mut().filter(|_| samples) {
+            tokens.prepare();
+        }
+    }
+
     /// Returns true if the next token is the one with the largest logit.
     pub(super) fn is_argmax(&self) -> bool {
         self.sampler.is_argmax() && self.job.constraint.is_none()

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 use candlewick_parallel::{AppendTokens, KvCachePool};
+use rayon::prelude::*;
 use tokio::sync::mpsc;
 
 use super::api_error::ApiError;
@@ -244,6 +245,7 @@ impl<'m> Worker<'m> {
         let n_rows = rows.len();
         let logits = lm.engine().logits(append.tokens(), if n_rows == 0 { &first_row } else { &rows }, &append)?;
         let logits = Logits::read(&logits.narrow(0, 0, n_rows.max(1))?, self.needs_logits(&parts))?;
+        self.prepare_masks(&parts);
         let mut first = 0;
         for part in &parts {
             let sequence = &mut self.sequences[part.sequence];
@@ -253,6 +255,15 @@ impl<'m> Worker<'m> {
             first += part.n_logits;
         }
         Ok(())
+    }
+
+    /// Computes the masks of all sequences in parallel.
+    fn prepare_masks(&mut self, parts: &[SequencePart]) {
+        let with_part = |(index, sequence)| Some((sequence, parts.iter().find(|part| part.sequence == index)?));
+        let constrained = |(_, sequence): &(usize, &mut Sequence<'m>)| sequence.job.constraint.is_some();
+        let sequences = self.sequences.iter_mut().enumerate().filter(constrained).filter_map(with_part);
+        let mut sequences: Vec<(&mut Sequence<'m>, &SequencePart)> = sequences.collect();
+        sequences.par_iter_mut().for_each(|(sequence, part)| sequence.prepare_mask(part));
     }
 
     /// Returns the next model with a running sequence, after that of the last forward.
