@@ -168,6 +168,7 @@ const DEVICE_EXEMPT: &[Exemption] = &[
 
 /// Files above `ops` and `comm` that write to the terminal themselves.
 const TERMINAL_EXEMPT: &[Exemption] = &[
+    ("candle-ext/inference/src/command/chat_input.rs", "it restores the terminal at a signal"),
     ("candle-ext/inference/src/command/reply_printer.rs", "it escapes the parts of a reply, and adds a style"),
     ("candle-ext/runtime/src/allocator.rs", "it reports the end of memory, without allocations"),
     ("candle-ext/runtime/src/progress/bars.rs", "the writer of print_note and of the log"),

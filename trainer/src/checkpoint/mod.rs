@@ -61,7 +61,7 @@ pub(crate) use state::FP8_STATE;
 pub use state::{CheckpointId, RunState, StateError, TensorChunk, TensorMeta, TrainState};
 pub(crate) use storage::LocalDisk;
 pub use superseded::{
-    EarlierRun, earlier_runs, has_checkpoints, newest_run_start, older_checkpoints, remove_checkpoint,
+    EarlierRunFolder, earlier_runs, has_checkpoints, newest_run_start, older_checkpoints, remove_checkpoint,
     remove_earlier_run, run_starts,
 };
 pub use weights::CheckpointWeights;

@@ -17,7 +17,7 @@ const FORMATS: [CheckpointFormat; 2] = [CheckpointFormat::Sharded, CheckpointFor
 
 /// The folder `run.N` into which a later run moved the checkpoints of an earlier one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EarlierRun {
+pub struct EarlierRunFolder {
     /// The folder.
     pub folder: PathBuf,
     /// The starts of the runs that wrote the checkpoints.
@@ -51,14 +51,15 @@ pub fn newest_run_start(output_dir: &Path) -> Result<Option<u64>, CheckpointErro
 
 /// Returns the folders `run.N` into which later runs moved the checkpoints of earlier ones, oldest first. A folder with
 /// anything else is left out.
-pub fn earlier_runs(output_dir: &Path) -> Result<Vec<EarlierRun>, CheckpointError> {
+pub fn earlier_runs(output_dir: &Path) -> Result<Vec<EarlierRunFolder>, CheckpointError> {
     let mut folders = folders_in(output_dir)?;
     folders.retain(|folder| {
         let is_numbered = Tag::name_of(folder).strip_prefix("run.").is_some_and(|n| n.parse::<u32>().is_ok());
         is_numbered && folders_in(folder).is_ok_and(|inside| !inside.is_empty()) && has_only_checkpoints(folder)
     });
-    let earlier =
-        folders.into_iter().map(|folder| Ok(EarlierRun { run_starts: run_starts(&folder)?, folder, is_newest: true }));
+    let earlier = folders
+        .into_iter()
+        .map(|folder| Ok(EarlierRunFolder { run_starts: run_starts(&folder)?, folder, is_newest: true }));
     let mut earlier = earlier.collect::<Result<Vec<_>, CheckpointError>>()?;
     // A number may be used again, so it says nothing about the age.
     earlier.sort_by_key(|run| (run.run_starts.last().copied(), run.folder.clone()));

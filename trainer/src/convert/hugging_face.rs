@@ -4,7 +4,7 @@ use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::item::ForeignItem;
-use super::saving::has_eval_steps;
+use super::saving::{has_eval_steps, number};
 use crate::recipe::SchedulerKwargs;
 
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
@@ -143,11 +143,6 @@ fn n_evaluations(converter: &Converter<'_>) -> Option<f64> {
         (_, per_epoch) => epochs * per_epoch.unwrap_or(1.0),
     };
     Some(n + if converter.is_on("eval_on_start") { 1.0 } else { 0.0 })
-}
-
-/// Returns a number, without a decimal point if it is whole.
-pub(super) fn number(number: f64) -> Json {
-    if number.fract() == 0.0 { Json::from(number as u64) } else { Json::from(number) }
 }
 
 /// Converts streaming, if the recipe may have it.

@@ -3,7 +3,6 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::converter::Converter;
-use super::hugging_face::number;
 use super::item::ForeignItem;
 use super::report::FindingKind;
 
@@ -129,6 +128,11 @@ fn resumes(converter: &mut Converter<'_>) -> bool {
         }
     }
     resumes
+}
+
+/// Returns a number, without a decimal point if it is whole.
+pub(super) fn number(number: f64) -> Json {
+    if number.fract() == 0.0 { Json::from(number as u64) } else { Json::from(number) }
 }
 
 /// Returns true if `eval_steps` has an effect: without a strategy, or with `steps`.

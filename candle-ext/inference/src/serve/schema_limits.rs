@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value as Json};
 
-/// Largest depth in JSON values, with the values that `$ref` refers to. It has room for 64 references through properties.
+/// Largest depth in JSON values, with the values that `$ref` refers to. A chain of 64 references through properties fits.
 const MAX_DEPTH: usize = 200;
 
 /// Largest number of conditions in [`INTERSECTED`] on one string or number.
@@ -209,7 +209,7 @@ fn check_number(members: &[&Map<String, Json>]) -> Result<(), String> {
     }
 }
 
-/// Checks that the least common multiple of `multipleOf` is small. It is at most the product.
+/// Checks that the least common multiple of `multipleOf` is small. It is at most all of them multiplied.
 fn check_divisors(members: &[&Map<String, Json>]) -> Result<(), String> {
     let divisors: Vec<f64> = members.iter().filter_map(|fields| fields.get("multipleOf")?.as_f64()).collect();
     // 10 to the power of the number of decimal places.
@@ -219,7 +219,7 @@ fn check_divisors(members: &[&Map<String, Json>]) -> Result<(), String> {
     match divisors.is_empty() || product <= MAX_DIVISOR {
         true => Ok(()),
         false => Err(format!(
-            "multipleOf is {}, at most {MAX_DIVISOR} is possible, without the decimal point and for the product of combined ones",
+            "multipleOf is {}, at most {MAX_DIVISOR} is possible, without the decimal point; combined ones are multiplied",
             divisors.iter().map(f64::to_string).collect::<Vec<_>>().join(" and ")
         )),
     }
