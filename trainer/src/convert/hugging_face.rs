@@ -15,8 +15,6 @@ pub(super) const ADAMW: &str = "AdamW is the only optimizer";
 pub(super) const KERNELS: &str = "fused kernels are always used";
 pub(super) const PREPARED: &str = "data are tokenized once and read from the cache; data.streaming needs train_iters, and excludes held-out rows and a mixture";
 pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
-pub(super) const TEMPLATE: &str =
-    "the tokenizer's own chat template applies; tokenizer.chat_template takes a built-in name or a Jinja file instead";
 pub(super) const TOKEN_RATE: &str = "metrics.jsonl has tokens per second";
 
 pub(super) const RULES: KeyRules = &[
@@ -245,15 +243,6 @@ fn scheduler_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
             }
             false => converter.nothing(&entry, "not an argument of the recipe's schedules"),
         }
-    }
-}
-
-/// Converts the name of a chat template. `names` has those with the same text here, and the built-in ones.
-pub(super) fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>, names: &[(&str, &str)]) {
-    let same = names.iter().find(|(name, _)| item.text() == Some(name));
-    match same {
-        Some((_, own)) => converter.map(item, [("tokenizer.chat_template", (*own).into())]),
-        None => converter.change(item, [], TEMPLATE),
     }
 }
 

@@ -5,6 +5,7 @@ mod lora;
 
 use serde_json::{Value as Json, json};
 
+use super::chat_templates::{ForeignTemplate, convert_template, equal_template};
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys, KERNELS, PREPARED, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
@@ -231,28 +232,33 @@ fn fp8(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
-/// Templates of LLaMA-Factory that print the text of a built-in one.
-const TEMPLATES: &[(&str, &str)] = &[
-    ("chatml", "chatml"),
-    ("llama3", "llama3"),
-    ("qwen", "qwen2.5"),
-    ("gemma", "gemma"),
-    ("gemma2", "gemma"),
-    ("gemma3", "gemma"),
-];
-
-/// Templates of the same name, and the difference of the built-in one.
-const OTHER_TEMPLATES: &[(&str, &str)] = &[
-    ("qwen3", "only answers after the last question have reasoning, and the last answer has an empty block without it"),
-    ("mistral", "the system message is part of the last user message, not of the first"),
-    ("alpaca", "the text begins with BOS, and an empty line follows the system message"),
+/// Templates of LLaMA-Factory with a built-in counterpart.
+const TEMPLATES: &[ForeignTemplate] = &[
+    equal_template("chatml", "chatml"),
+    equal_template("llama3", "llama3"),
+    equal_template("qwen", "qwen2.5"),
+    equal_template("gemma", "gemma"),
+    equal_template("gemma2", "gemma"),
+    equal_template("gemma3", "gemma"),
+    ForeignTemplate {
+        name: "qwen3",
+        built_in: "qwen3",
+        difference: "only answers after the last question have reasoning, and the last answer has an empty block without it",
+    },
+    ForeignTemplate {
+        name: "mistral",
+        built_in: "mistral",
+        difference: "the system message is part of the last user message, not of the first",
+    },
+    ForeignTemplate {
+        name: "alpaca",
+        built_in: "alpaca",
+        difference: "the text begins with BOS, and an empty line follows the system message",
+    },
 ];
 
 fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match OTHER_TEMPLATES.iter().find(|(name, _)| item.text() == Some(name)) {
-        Some((name, note)) => converter.change(item, [("tokenizer.chat_template", (*name).into())], note),
-        None => hugging_face::template(converter, item, TEMPLATES),
-    }
+    convert_template(converter, item, TEMPLATES);
 }
 
 fn packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

@@ -6,6 +6,7 @@ mod interpolation;
 
 use serde_json::{Value as Json, json};
 
+use super::chat_templates::{convert_template, equal_template};
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys};
 use super::item::ForeignItem;
@@ -136,7 +137,7 @@ fn refuse_other_recipes(converter: &mut Converter<'_>) {
 }
 
 fn prompt_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    hugging_face::template(converter, item, &[("torchtune.data.ChatMLTemplate", "chatml")]);
+    convert_template(converter, item, &[equal_template("torchtune.data.ChatMLTemplate", "chatml")]);
 }
 
 fn shuffle(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
