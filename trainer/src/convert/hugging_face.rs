@@ -1,5 +1,6 @@
 //! Keys of transformers' `TrainingArguments`, which axolotl and LLaMA-Factory pass on, and other keys of both.
 
+use candlewick_text::quantity::counted;
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
@@ -117,8 +118,10 @@ pub(super) fn early_stopping(converter: &mut Converter<'_>, item: &ForeignItem<'
             match n_evaluations(converter).filter(|n| *n <= patience as f64 + 1.0) {
                 // The first evaluation always improves, and the last one is at the end of the run.
                 Some(n) => {
-                    let note =
-                        format!("the run has {} evaluations, so this cannot end it; set evals_per_epoch", n.ceil());
+                    let note = format!(
+                        "the run has {}, so this cannot end it; set evals_per_epoch",
+                        counted(n.ceil() as u64, "evaluation")
+                    );
                     converter.change(item, mapped, &note);
                 }
                 None => converter.map(item, mapped),

@@ -330,7 +330,7 @@ fn early_stopping_that_cannot_end_the_run_is_reported() {
     };
     assert_eq!(
         note("num_epochs: 1\n").unwrap(),
-        "the run has 1 evaluations, so this cannot end it; set evals_per_epoch"
+        "the run has 1 evaluation, so this cannot end it; set evals_per_epoch"
     );
     assert!(note("num_epochs: 1\nevals_per_epoch: 4\n").is_some());
     assert!(note("num_epochs: 4\neval_steps: 0.25\n").is_some());

@@ -4,6 +4,7 @@ mod components;
 mod datasets;
 mod interpolation;
 
+use candlewick_text::quantity::counted;
 use serde_json::{Value as Json, json};
 
 use super::chat_templates::{convert_template, equal_template};
@@ -277,7 +278,9 @@ fn length(converter: &mut Converter<'_>) {
     match steps {
         Some(item) => {
             let Some(n) = item.whole() else { return converter.fail(&item, "a number of steps") };
-            let note = format!("{n_epochs} epochs of {n} steps; each begins the data anew in torchtune, but not here");
+            let (epochs_in_words, steps_in_words) = (counted(n_epochs, "epoch"), counted(n, "step"));
+            let note =
+                format!("{epochs_in_words} of {steps_in_words}; each begins the data anew in torchtune, but not here");
             converter.change(&item, [("train_iters", (n * n_epochs).into())], &note);
             if let Some(epochs) = epochs {
                 converter.change(&epochs, [("train_iters", (n * n_epochs).into())], &note);
