@@ -31,7 +31,7 @@ pub(super) const RULES: KeyRules = &[
     ("warmup_steps", KeyRule::By(warmup_steps)),
     ("warmup_ratio", KeyRule::By(warmup_ratio)),
     ("optim_args", KeyRule::Unless("AdamW takes no further arguments")),
-    ("neftune_noise_alpha", KeyRule::Missing("neftune")),
+    ("neftune_noise_alpha", KeyRule::MissingFeature("neftune")),
     ("max_steps", KeyRule::By(max_steps)),
     // Data.
     ("group_by_length", KeyRule::Unless("rows are not padded to the longest one, so equal lengths save no time")),
@@ -104,8 +104,8 @@ pub(super) const RULES: KeyRules = &[
     ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
     ("streaming", KeyRule::By(streaming)),
-    ("loraplus_lr_ratio", KeyRule::Missing("loraplus")),
-    ("loraplus_lr_embedding", KeyRule::Missing("loraplus")),
+    ("loraplus_lr_ratio", KeyRule::MissingFeature("loraplus")),
+    ("loraplus_lr_embedding", KeyRule::MissingFeature("loraplus")),
 ];
 
 /// Converts the patience of transformers' `EarlyStoppingCallback`, a number of evaluations.
