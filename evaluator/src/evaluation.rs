@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
+use candlewick_text::quantity::counted;
 use serde_json::{Value as Json, json};
 
 use crate::results::{Results, TaskRun, assemble_results};
@@ -127,7 +128,8 @@ impl<'a> Evaluation<'a> {
             let (name, n) = (&task.config().task, n_truncated(&instances, &own));
             results.data.insert(name.clone(), json!(task.data()));
             if n > 0 {
-                tracing::warn!("{name}: {n} documents were truncated to the model's context length");
+                let were = if n == 1 { "was" } else { "were" };
+                tracing::warn!("{name}: {} {were} truncated to the model's context length", counted(n, "document"));
             }
             if let Some(Json::Object(counts)) = results.n_samples.get_mut(name) {
                 counts.insert("truncated".into(), json!(n));

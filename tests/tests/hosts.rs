@@ -120,7 +120,7 @@ impl Start {
         match self {
             Self::Trainer => format!("exec {trainer}"),
             Self::Launcher => format!(
-                "LAUNCH={} exec scripts/launch --nnodes 2 --node-rank $OMPI_COMM_WORLD_RANK --master-addr {master} \
+                "LAUNCH={} CANDLEWICK_STORE_SECRET=word exec scripts/launch --nnodes 2 --node-rank $OMPI_COMM_WORLD_RANK --master-addr {master} \
                  --master-port 29417 --nproc-per-node 1 -- {trainer}",
                 program("launch").display()
             ),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// An interval between evaluations or checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum StepFraction {
+pub enum FractionalInterval {
     /// This fraction of all steps, above 0 and below 1: `eval_steps` of transformers.
     OfRun(f64),
     /// An epoch divided by this number, above 1: `evals_per_epoch` of axolotl.
@@ -23,7 +23,7 @@ pub struct RunLength {
     pub epoch_steps: usize,
 }
 
-impl StepFraction {
+impl FractionalInterval {
     /// Returns the steps of the interval, rounded up as in transformers; at least 1.
     pub fn steps(self, run: RunLength) -> usize {
         match self {
@@ -33,7 +33,7 @@ impl StepFraction {
     }
 }
 
-impl fmt::Display for StepFraction {
+impl fmt::Display for FractionalInterval {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::OfRun(fraction) => write!(f, "{fraction} of the run"),
@@ -55,12 +55,12 @@ mod tests {
     fn a_fraction_is_rounded_up_to_a_full_step() {
         let run = RunLength { total_steps: 30, epoch_steps: 10 };
         for (fraction, want) in [
-            (StepFraction::OfRun(0.25), 8),
-            (StepFraction::OfRun(0.1), 3),
-            (StepFraction::OfRun(1e-9), 1),
-            (StepFraction::PerEpoch(1), 10),
-            (StepFraction::PerEpoch(4), 3),
-            (StepFraction::PerEpoch(99), 1),
+            (FractionalInterval::OfRun(0.25), 8),
+            (FractionalInterval::OfRun(0.1), 3),
+            (FractionalInterval::OfRun(1e-9), 1),
+            (FractionalInterval::PerEpoch(1), 10),
+            (FractionalInterval::PerEpoch(4), 3),
+            (FractionalInterval::PerEpoch(99), 1),
         ] {
             assert_eq!(fraction.steps(run), want, "{fraction}");
         }

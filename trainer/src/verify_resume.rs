@@ -11,6 +11,7 @@ use candlewick_comm::World;
 use candlewick_runtime::process_group::ProcessGroup;
 use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_text_file};
 use candlewick_text::hub::Hub;
+use candlewick_text::quantity::counted;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -168,8 +169,8 @@ fn compare(n_ranks: usize, check: ResumeCheck) -> Result<ResumeReport> {
     let resumed_from = resumed_from(&check.folder.join(RESUMED))?;
     ensure!(
         steps.len() == check.steps && other_steps.len() == check.steps,
-        "failed to compare {} steps: the run has {}; lower --steps",
-        check.steps,
+        "failed to compare {}: the run has {}; lower --steps",
+        counted(check.steps, "step"),
         steps.len().min(other_steps.len())
     );
     ensure!(
@@ -249,7 +250,7 @@ impl ResumeReport {
 impl fmt::Display for StepNumbers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { loss, grad_norm, lr, tokens } = self;
-        write!(f, "loss {loss}, grad norm {grad_norm}, lr {lr}, {tokens} tokens")
+        write!(f, "loss {loss}, grad norm {grad_norm}, lr {lr}, {}", counted(*tokens, "token"))
     }
 }
 

@@ -8,7 +8,7 @@ use candle_core::Device;
 use crate::rank_env::{Launcher, Master, RankEnv};
 #[cfg(any(target_os = "linux", feature = "cuda"))]
 use crate::rendezvous::PeerRendezvous;
-use crate::store::{Client, Server};
+use crate::store::{Client, Server, StoreSecret};
 use crate::{Error, Options, Result, StagedGroup, World};
 
 /// Communication backend of a world.
@@ -82,6 +82,10 @@ fn connect_to_store(env: &RankEnv, options: Options) -> Result<(Client, Option<S
     let master = env.master.as_ref().map_err(|error| join_error(env, error.to_string()))?;
     let Master { addr, port, agent_hosts_store } = master;
     let secret = env.store_secret.clone();
+    if secret.is_none() && !agent_hosts_store && !env.is_single_node() {
+        let variable = StoreSecret::VARIABLE;
+        return Err(join_error(env, format!("{variable} is not set; set it to one secret for the ranks of all nodes")));
+    }
     let is_host = env.rank == 0 && !agent_hosts_store;
     let host = is_host.then(|| Server::bind_for(addr, *port, secret.clone())).transpose()?;
     let store = Client::connect_with_secret(addr, *port, options.timeout, secret)?;
@@ -175,6 +179,18 @@ mod tests {
     fn ranks_rendezvous_in_the_launchers_store() {
         check(&CommBackend::Host(HostBackend::Local));
         check(&CommBackend::Staged(HostBackend::Local, Device::Cpu));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn ranks_of_several_nodes_need_a_secret_of_their_own_store() {
+        for rank in 0..2 {
+            let master = Master { addr: "127.0.0.1".to_owned(), port: 1, agent_hosts_store: false };
+            let env = RankEnv { rank, world_size: 2, master: Ok(master), ..RankEnv::single() };
+            let error = World::join(&env, &CommBackend::Host(HostBackend::Local), Options::default()).err();
+            let message = error.expect("the secret is missing").to_string();
+            assert!(message.contains("CANDLEWICK_STORE_SECRET is not set"), "{message}");
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ use candle_core::{D, Tensor};
 use candlewick_model::{LengthClass, Model};
 use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, KvCache};
+use candlewick_text::quantity::counted;
 use serde::{Deserialize, Serialize};
 
 use crate::sampler::{SamplingParamError, SamplingParams, TokenSampler, seed_of};
@@ -53,7 +54,9 @@ impl fmt::Display for Timings {
         let Self { prompt_tokens, prompt_time, new_tokens, tokens_per_second, .. } = self;
         write!(
             f,
-            "{new_tokens} tokens, {tokens_per_second:.1} tokens/s (prompt: {prompt_tokens} tokens, {prompt_time:.2} s)"
+            "{}, {tokens_per_second:.1} tokens/s (prompt: {}, {prompt_time:.2} s)",
+            counted(*new_tokens, "token"),
+            counted(*prompt_tokens, "token")
         )
     }
 }
@@ -140,9 +143,9 @@ fn check_prompt(prompt: &[u32], context: usize) -> Result<()> {
     ensure!(
         prompt.len() < context,
         anyhow!(
-            "failed to generate: the prompt has {} tokens, but the model's context has {context} \
-             (max_position_embeddings) for prompt and answer; shorten the prompt",
-            prompt.len()
+            "failed to generate: the prompt has {}, but the model's context has {context} (max_position_embeddings) for \
+             prompt and answer; shorten the prompt",
+            counted(prompt.len(), "token")
         )
         .context(ExitCode::Data)
     );
@@ -191,8 +194,8 @@ impl GenerateOptions {
         }
         if *max_new_tokens >= context {
             return refuse(format!(
-                "--max-new-tokens {max_new_tokens}: the model's context has {context} tokens, of which the prompt needs \
-                 at least 1"
+                "--max-new-tokens {max_new_tokens}: the model's context has {}, of which the prompt needs at least 1",
+                counted(context, "token")
             ));
         }
         Ok(())

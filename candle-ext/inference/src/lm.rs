@@ -97,7 +97,7 @@ impl Lm {
     }
 
     /// Loads a PEFT adapter on top of this model, or none. This model must have none. Both models share the base weights, unless
-    /// the adapter has embedding layers.
+    /// the adapter replaces some.
     /// Collective: all ranks of the model's groups must call it.
     pub fn with_adapter(&self, adapter: Option<&Path>) -> Result<Self> {
         let (config, groups) = &self.parallel;
@@ -122,7 +122,7 @@ impl Lm {
             Some(adapter) => adapter.open_base(folder)?,
             None => (Config::read(folder)?, Checkpoint::open(folder)?),
         };
-        let base = base.filter(|_| adapter.as_ref().is_none_or(|adapter| adapter.embedding_layers().is_empty()));
+        let base = base.filter(|_| adapter.as_ref().is_none_or(|adapter| adapter.replacements().is_empty()));
         parallel_config.check_can_split(&config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The output layer runs on few tokens, so its cost is neglected.

@@ -9,6 +9,7 @@ use candlewick_comm::{Collective, KeepAlive, Reduce, Solo};
 use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, to_host};
 use candlewick_parallel::ParallelGroups;
+use candlewick_text::quantity::counted;
 
 use candlewick_runtime::exit::ExitCode;
 
@@ -59,16 +60,17 @@ impl ParallelConfig {
         ensure!(
             n_ranks.is_multiple_of(n_parts),
             usage(format!(
-                "{n_ranks} ranks cannot hold copies of a model over {n_parts} ranks each (--tensor-parallel-size {tensor_parallel} times \
-                 --pipeline-parallel-size {pipeline_parallel}); start a multiple of {n_parts}"
+                "{} cannot hold copies of a model over {n_parts} ranks each (--tensor-parallel-size {tensor_parallel} times \
+                 --pipeline-parallel-size {pipeline_parallel}); start a multiple of {n_parts}",
+                counted(n_ranks, "rank")
             ))
         );
         let (n_in_stage, expert_parallel) = (n_ranks / pipeline_parallel, self.expert_parallel);
         ensure!(
             n_in_stage.is_multiple_of(expert_parallel),
             usage(format!(
-                "--expert-parallel-size {expert_parallel}: the {n_in_stage} ranks of a pipeline stage cannot be divided \
-                 by it"
+                "--expert-parallel-size {expert_parallel}: the {} of a pipeline stage cannot be divided by it",
+                counted(n_in_stage, "rank")
             ))
         );
         Ok(())

@@ -20,10 +20,11 @@ pub fn text(plan: &LaunchPlan, node_resources: &NodeResources) -> String {
         variables: &node_resources.variables,
     };
     let mut text = format!(
-        "# node {} of {}, {} workers, {}\n",
+        "# node {} of {}, {} {}, {}\n",
         generation.group_rank,
         generation.participants.len(),
         plan.local_world_size,
+        if plan.local_world_size == 1 { "worker" } else { "workers" },
         store_description(plan)
     );
     for local_rank in 0..plan.local_world_size {

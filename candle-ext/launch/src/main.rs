@@ -76,7 +76,7 @@ fn print_document(command: &DocumentCommand) -> i32 {
 }
 
 fn show_world(variables: &Variables) -> i32 {
-    match RankEnv::from_variables(variables) {
+    match RankEnv::of_this_process(variables) {
         Ok(world) => {
             console::write(StdStream::Out, format!("{world}\n").as_bytes());
             OK

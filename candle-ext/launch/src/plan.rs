@@ -25,8 +25,8 @@ pub struct LaunchPlan {
     pub run_id: String,
     /// Role of the workers.
     pub role: String,
-    /// Answers clients of the store that do not send its secret.
-    pub allow_torch_clients: bool,
+    /// Secret of the stores; `None` if clients without it are let in.
+    pub store_secret: Option<StoreSecret>,
     /// Address at which other nodes reach this node.
     pub local_addr: Option<String>,
     /// Maximum number of restarts of the worker group.
@@ -146,6 +146,16 @@ pub enum PlanError {
         /// Number of nodes.
         n_nodes: usize,
     },
+    /// The nodes' store would answer every client that reaches its port.
+    #[error(
+        "protect the store of {n_nodes} nodes: {} is not set; set it to one secret on every node, or let in clients without \
+         it by --allow-torch-clients",
+        StoreSecret::VARIABLE
+    )]
+    MissingSecret {
+        /// Number of nodes.
+        n_nodes: usize,
+    },
     /// A flag has an invalid value.
     #[error("read {flag}: {problem}")]
     InvalidValue {
@@ -171,13 +181,14 @@ impl LaunchPlan {
         let local_world_size = local_world_size(cli, node_resources)?;
         let nodes = if cli.nodes.standalone { NodeRange { min: 1, max: 1 } } else { cli.nodes.nnodes };
         let faults = &cli.faults;
+        let rendezvous = rendezvous(cli)?;
         Ok(Self {
             nodes,
             local_world_size,
-            rendezvous: rendezvous(cli)?,
+            rendezvous,
+            store_secret: store_secret(cli, nodes, node_resources)?,
             run_id: if cli.nodes.standalone { random_id() } else { cli.nodes.rdzv_id.clone() },
             role: cli.workers.role.clone(),
-            allow_torch_clients: lets_in_torch(cli),
             local_addr: cli.nodes.local_addr.clone(),
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
@@ -365,6 +376,18 @@ fn threads(local_world_size: usize, node_resources: &NodeResources) -> BTreeMap<
     let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", rayon_threads)];
     let has_several = local_world_size >= 2;
     wanted.into_iter().filter(|(name, _)| has_several && !node_resources.variables.contains_key(*name)).collect()
+}
+
+/// Returns the secret of the stores: that of the environment, else a random one if all clients are on this node.
+fn store_secret(cli: &Cli, nodes: NodeRange, node_resources: &NodeResources) -> Result<Option<StoreSecret>, PlanError> {
+    if lets_in_torch(cli) {
+        return Ok(None);
+    }
+    match StoreSecret::from_variable(node_resources.variables.get(StoreSecret::VARIABLE)) {
+        None if nodes.max > 1 => Err(PlanError::MissingSecret { n_nodes: nodes.max }),
+        None => Ok(Some(StoreSecret::new(format!("{:032x}", rand::random::<u128>())))),
+        given => Ok(given),
+    }
 }
 
 /// Returns true if the store answers clients that do not send its secret.

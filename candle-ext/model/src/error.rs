@@ -75,7 +75,7 @@ impl ModelError {
     /// Returns the key of config.json with an invalid value.
     pub fn config_key(&self) -> Option<&str> {
         match self {
-            Self::ConfigKey { key, .. } => Some(key),
+            Self::ConfigKey { key, .. } | Self::LoraKey { key, .. } => Some(key),
             _ => None,
         }
     }

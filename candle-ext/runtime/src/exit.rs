@@ -140,12 +140,7 @@ fn io_code(error: &io::Error) -> Option<ExitCode> {
     }
 }
 
-/// Parses the process's arguments, or prints clap's message and returns the exit code.
-pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
-    parse_arguments_from(std::env::args_os())
-}
-
-/// Parses `arguments` like [`parse_arguments`]. The first is the program's name.
+/// Parses `arguments`, or prints clap's message and returns the exit code. The first argument is the program's name.
 pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<C, ExitCode> {
     C::try_parse_from(arguments).map_err(|error| {
         // clap returns --help and --version as errors for stdout. A closed pipe is not an error.

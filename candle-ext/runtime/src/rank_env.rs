@@ -13,6 +13,6 @@ use crate::exit::ExitCode;
 pub fn rank_env() -> Result<RankEnv> {
     let variables =
         std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let env = RankEnv::from_variables(&variables.collect());
+    let env = RankEnv::of_this_process(&variables.collect());
     env.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_text::files::write_atomically;
+use candlewick_text::quantity::counted;
 use clap::Args;
 
 use crate::results::{Comparison, IntervalMethod, MetricDifference, SkippedMetric, compare, comparison_page};
@@ -76,9 +77,11 @@ fn problem(difference: &MetricDifference, args: &CompareArgs) -> Option<String> 
     let mut bounds = args.fail_below.iter().filter(|bound| bound.is_about(task, metric)).peekable();
     bounds.peek()?;
     if *n_unpaired > 0 && !args.allow_unpaired {
+        let are = if *n_unpaired == 1 { "is" } else { "are" };
         return Some(format!(
-            "{task}: {n_unpaired} samples of {metric},{filter} are in one run only, {n} in both; compare runs over the same \
-             documents, or add --allow-unpaired"
+            "{task}: {} of {metric},{filter} {are} in one run only, {n} in both; compare runs over the same documents, or \
+             add --allow-unpaired",
+            counted(*n_unpaired, "sample")
         ));
     }
     // A NaN improvement is below any bound.
@@ -107,8 +110,14 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
         let by = if d.interval_by == IntervalMethod::Bootstrap { ", interval by bootstrap" } else { "" };
         let unpaired = if d.n_unpaired == 0 { String::new() } else { format!(", {} unpaired", d.n_unpaired) };
         lines.push(format!(
-            "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {} samples{unpaired}{lower}{by}",
-            d.task, d.metric, d.filter, d.a, d.b, d.difference, d.n
+            "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {}{unpaired}{lower}{by}",
+            d.task,
+            d.metric,
+            d.filter,
+            d.a,
+            d.b,
+            d.difference,
+            counted(d.n, "sample")
         ));
         let ids = |gained: bool| -> Vec<String> {
             let flips = d.flips.iter().filter(|flip| (flip.b > flip.a) == gained);

@@ -18,7 +18,7 @@ const FINDINGS: [SampleWarning; 5] = [
 
 /// Handling of rows with messages or tool calls that the chat template does not render.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(super) enum UnrenderedRows {
+pub(super) enum UnrenderedRowHandling {
     /// Fail, and name the first row
     #[default]
     Error,
@@ -31,7 +31,7 @@ pub(super) enum UnrenderedRows {
 /// Tokenized rows of a data set.
 #[derive(Debug, Default)]
 pub(super) struct EvalLossRows {
-    unrendered_rows: UnrenderedRows,
+    unrendered_rows: UnrenderedRowHandling,
     /// Sequences with targets, each with the location of its row, for messages.
     pub(super) sequences: Vec<(String, Sample)>,
     /// Number of rows with at least one sequence.
@@ -52,14 +52,14 @@ struct FindingCount {
 }
 
 impl EvalLossRows {
-    pub(super) fn new(unrendered_rows: UnrenderedRows) -> Self {
+    pub(super) fn new(unrendered_rows: UnrenderedRowHandling) -> Self {
         Self { unrendered_rows, ..Self::default() }
     }
 
     /// Adds a row and the sequences that it is split into. Sequences without target tokens are skipped.
     pub(super) fn add(&mut self, place: String, whole: &Sample, sequences: Vec<Sample>) {
         self.n_read += 1;
-        let is_dropped = self.unrendered_rows == UnrenderedRows::Drop && whole.sample_warnings.has_unrendered();
+        let is_dropped = self.unrendered_rows == UnrenderedRowHandling::Drop && whole.sample_warnings.has_unrendered();
         let sequences = if is_dropped { Vec::new() } else { sequences };
         for (finding, found) in FINDINGS.into_iter().zip(&mut self.found) {
             found.count_if(whole.sample_warnings.contains(finding), &place);
@@ -77,7 +77,7 @@ impl EvalLossRows {
     /// that are dropped or masked are no error.
     pub(super) fn refuse_unrendered(&self, template: &str) -> Result<()> {
         let FindingCount { n_rows, first } = &self.unrendered;
-        if *n_rows == 0 || self.unrendered_rows != UnrenderedRows::Error {
+        if *n_rows == 0 || self.unrendered_rows != UnrenderedRowHandling::Error {
             return Ok(());
         }
         let what = self.unrendered_parts.describe_unrendered(template);
@@ -95,7 +95,7 @@ impl EvalLossRows {
         let described = FINDINGS.iter().map(|finding| finding.describe(template));
         let found = described.zip(&self.found);
         let handling =
-            if self.unrendered_rows == UnrenderedRows::Drop { "are skipped" } else { "are scored without them" };
+            if self.unrendered_rows == UnrenderedRowHandling::Drop { "are skipped" } else { "are scored without them" };
         let unrendered = format!("{} and {handling}", self.unrendered_parts.describe_unrendered(template));
         let found = found.chain([(unrendered, &self.unrendered)]);
         let all = found.chain([("have no target tokens and are skipped".to_owned(), &self.without_targets)]);
@@ -154,9 +154,10 @@ mod tests {
 
     #[test]
     fn rows_that_are_not_rendered_are_dropped_or_scored_in_part() {
-        for (handling, n_rows, want) in
-            [(UnrenderedRows::Drop, 1, "are skipped"), (UnrenderedRows::Mask, 2, "are scored without them")]
-        {
+        for (handling, n_rows, want) in [
+            (UnrenderedRowHandling::Drop, 1, "are skipped"),
+            (UnrenderedRowHandling::Mask, 2, "are scored without them"),
+        ] {
             let mut rows = EvalLossRows::new(handling);
             for finding in [None, Some(SampleWarning::MessageNotRendered)] {
                 let whole = sample(&[false, true], finding);

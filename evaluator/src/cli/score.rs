@@ -11,7 +11,7 @@ use candlewick_text::source::{NullFieldRemoval, RowSource, SampleBy, WithoutNull
 use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
-use super::eval_loss_rows::{EvalLossRows, UnrenderedRows};
+use super::eval_loss_rows::{EvalLossRows, UnrenderedRowHandling};
 use candlewick_inference::command::{ModelOptions, ParallelArgs, TemplateOptions};
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{EvalRanks, run_on_ranks};
@@ -67,8 +67,8 @@ struct DatasetArgs {
     ignore_empty_think: bool,
     /// Handling of rows with messages or tool calls that the chat template does not render, as
     /// `data.unrendered_messages` in a recipe
-    #[arg(long, conflicts_with = "text", value_enum, default_value_t = UnrenderedRows::Error)]
-    unrendered_messages: UnrenderedRows,
+    #[arg(long, conflicts_with = "text", value_enum, default_value_t = UnrenderedRowHandling::Error)]
+    unrendered_messages: UnrenderedRowHandling,
     /// Prepend BOS to each plain text, as `data.add_bos_token` in a recipe [default: as the tokenizer does]
     #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,

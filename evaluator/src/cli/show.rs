@@ -6,6 +6,7 @@ use anyhow::{Result, anyhow};
 use candlewick_model::Config;
 use candlewick_text::hub::{Hub, ModelFiles};
 use candlewick_text::printable::printable;
+use candlewick_text::quantity::counted;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use clap::Args;
 use serde_json::{Value as Json, json};
@@ -75,7 +76,8 @@ fn show(
     let task = Task::open(hub, config, paths, options)?;
     let n = task.docs().len();
     if args.doc >= n {
-        let problem = format!("failed to show {}: it has {n} documents, numbered from 0", task.config().task);
+        let problem =
+            format!("failed to show {}: it has {}, numbered from 0", task.config().task, counted(n, "document"));
         return Err(anyhow!(problem).context(ExitCode::Usage));
     }
     let instances = task.instances(if options.compat { &before } else { options })?;
@@ -185,11 +187,11 @@ fn request(instance: &Instance, tokens: Option<&RequestTokenizer>) -> Result<Jso
 fn text(task: &Json, with_tokens: bool) -> String {
     let field = |value: &Json, key: &str| value[key].as_str().unwrap_or_default().to_owned();
     let mut out = format!(
-        "{}: document {} of {}, {} examples\n{}\n",
+        "{}: document {} of {}, {}\n{}\n",
         field(task, "task"),
         task["doc_id"],
         task["n_docs"],
-        task["num_fewshot"],
+        counted(task["num_fewshot"].as_u64().unwrap_or(0), "example"),
         field(task, "files")
     );
     let requests = task["requests"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -211,10 +213,11 @@ fn text(task: &Json, with_tokens: bool) -> String {
             let (n, context) = joined("context_tokens");
             let cut = request["truncated"].as_u64().filter(|n| *n > 0);
             let cut = cut.map_or_else(String::new, |n| format!(" (and {n} before, cut off)"));
-            let _ = writeln!(out, "\n{n} tokens{cut}: {context}");
+            let _ = writeln!(out, "\n{}{cut}: {context}", counted(n, "token"));
             if request.get("continuation_tokens").is_some() {
                 let (n, continuation) = joined("continuation_tokens");
-                let _ = writeln!(out, "{n} tokens are scored: {continuation}");
+                let are = if n == 1 { "is" } else { "are" };
+                let _ = writeln!(out, "{} {are} scored: {continuation}", counted(n, "token"));
             }
         }
     }

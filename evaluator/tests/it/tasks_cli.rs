@@ -71,7 +71,7 @@ fn a_prompt_is_shown_as_it_is_sent_to_the_model() {
     let data = format!("gsm8k={}", fixtures().join("data/gsm8k").display());
     let text = said(&["show", "gsm8k", "--doc", "1", "--data", &data, "--num-fewshot", "1", "--compat", "lm-eval"]);
     let head = format!(
-        "gsm8k: document 1 of 3, 1 examples\ntest = {folder}/test.jsonl (3 documents), examples: train = {folder}/train.jsonl",
+        "gsm8k: document 1 of 3, 1 example\ntest = {folder}/test.jsonl (3 documents), examples: train = {folder}/train.jsonl",
         folder = fixtures().join("data/gsm8k").display()
     );
     assert!(text.starts_with(&head), "{text}");
@@ -146,7 +146,7 @@ fn one_file_named_after_the_task_is_its_split() {
     let data = format!("mmlu_*={path}");
     let text = said(&["show", "mmlu_virology", "--data", &data, "--num-fewshot", "1"]);
     let head = format!(
-        "mmlu_virology: document 0 of 2, 1 examples\ntest = {path}/virology_test.jsonl (2 documents), examples: dev = \
+        "mmlu_virology: document 0 of 2, 1 example\ntest = {path}/virology_test.jsonl (2 documents), examples: dev = \
          {path}/virology_dev.jsonl (4 documents)\n"
     );
     assert!(text.starts_with(&head), "{text}");
@@ -478,7 +478,7 @@ fn another_python_file_is_refused_unless_it_is_allowed() {
     let task = task.to_str().unwrap();
     refused(&["show", task], 2, &["hard.yaml:", "utils.py differs from lm-eval 0.4.13", "--allow-changed-python"]);
     let text = said(&["show", task, "--doc", "1", "--allow-changed-python"]);
-    let want = "hard: document 1 of 2, 1 examples\ntest = DATA (2 documents)\n\n--- request 1 of 1: generate_until ---\n\
+    let want = "hard: document 1 of 2, 1 example\ntest = DATA (2 documents)\n\n--- request 1 of 1: generate_until ---\n\
                 Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
     assert!(text.starts_with(&want.replace("DATA", &data)), "{text}");
 }

@@ -18,6 +18,7 @@ mod module_cycles;
 mod names;
 mod pages;
 mod parity;
+mod plurals;
 mod prefetch;
 mod prose;
 mod ranks;

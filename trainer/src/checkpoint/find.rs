@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
+use candlewick_text::quantity::counted;
 
 use super::error::CheckpointError;
 use super::manifest::{MANIFEST, Manifest, STATE};
@@ -106,7 +107,7 @@ fn read_manifest(dir: &Path) -> Result<Manifest, String> {
     for file in &manifest.files {
         let metadata = std::fs::metadata(dir.join(&file.name)).map_err(|error| format!("{}: {error}", file.name))?;
         if metadata.len() != file.size {
-            return Err(format!("{} has {} bytes, not {}", file.name, metadata.len(), file.size));
+            return Err(format!("{} has {}, not {}", file.name, counted(metadata.len(), "byte"), file.size));
         }
     }
     Ok(manifest)

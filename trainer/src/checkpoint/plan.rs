@@ -7,7 +7,7 @@ use candlewick_text::quantity::every_n;
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::FloatDtype;
-use crate::step_fraction::{RunLength, StepFraction};
+use crate::step_fraction::{FractionalInterval, RunLength};
 
 /// A resolved entry of a recipe's `checkpoint` list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,7 +25,7 @@ pub struct CheckpointPlan {
     pub save_every_n_epochs: usize,
     /// The interval as a fraction of the run or of an epoch, which becomes steps when the data are counted.
     #[serde(default)]
-    pub save_fraction: Option<StepFraction>,
+    pub save_fraction: Option<FractionalInterval>,
     /// Save after the last step.
     pub save_end_of_training: bool,
     /// Keep only this many of the newest checkpoints; `None` keeps all.
@@ -145,7 +145,7 @@ impl fmt::Display for CheckpointPlan {
         let intervals = [(self.save_every_n_steps, "step"), (self.save_every_n_epochs, "epoch")];
         intervals.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", {}", every_n(*n, unit)))?;
         if let Some(fraction) = self.save_fraction {
-            let every = if let StepFraction::OfRun(_) = fraction { "every " } else { "" };
+            let every = if let FractionalInterval::OfRun(_) = fraction { "every " } else { "" };
             write!(f, ", {every}{fraction}")?;
         }
         let flags = [

@@ -40,7 +40,7 @@ impl Retention<'_> {
     }
 
     pub(crate) fn prune_with(&self, storage: &dyn Storage, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
-        let removed = self.surplus(newest)?;
+        let removed = self.checkpoints_to_delete(newest)?;
         for dir in &removed {
             remove(storage, dir, || self.plan.format.failpoint("removing", newest.step))?;
         }
@@ -48,7 +48,7 @@ impl Retention<'_> {
     }
 
     /// Returns the checkpoints that a prune deletes.
-    pub(super) fn surplus(&self, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
+    pub(super) fn checkpoints_to_delete(&self, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
         let Self { plan, run_start, save_total_limit, scores } = *self;
         let CheckpointPlan { format, output_dir, .. } = plan;
         let mut checkpoints = format.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;

@@ -115,7 +115,7 @@ pub fn older_checkpoints(plan: &CheckpointPlan, scores: &Scores) -> Result<Vec<P
     };
     let is_linked = |dir: &PathBuf| linked.iter().any(|target| target.file_name() == dir.file_name());
     let Some((run_start, newest)) = newest_complete_of(plan.format, &plan.output_dir)? else { return Ok(Vec::new()) };
-    let mut older = Retention { plan, run_start, save_total_limit: 1, scores }.surplus(newest)?;
+    let mut older = Retention { plan, run_start, save_total_limit: 1, scores }.checkpoints_to_delete(newest)?;
     older.retain(|dir| !is_linked(dir));
     Ok(older)
 }

@@ -12,7 +12,7 @@ use jiff::Timestamp;
 
 use super::Ui;
 use super::disk_usage::{bytes_of, last_used};
-use crate::data::{CacheEntryState, default_cache_dir, describe_cache_entry, remove_cache_entry};
+use crate::data::{CacheEntryUse, default_cache_dir, describe_cache_entry, remove_cache_entry};
 use crate::estimate::format_bytes;
 use crate::exit::ExitCode;
 
@@ -140,17 +140,17 @@ fn remove(args: &RmArgs, ui: &Ui) -> Result<ExitCode> {
     let mut n_bytes = 0;
     for entry in entries.iter().filter(|entry| entry.is_selected(args)) {
         let removed = match args.dry_run {
-            true => CacheEntryState::Unused,
+            true => CacheEntryUse::Unused,
             false => {
                 remove_cache_entry(&entry.path).with_context(|| format!("failed to remove {}", entry.path.display()))?
             }
         };
         let done = match (removed, args.dry_run) {
-            (CacheEntryState::InUse, _) => "kept, in use:",
-            (CacheEntryState::Unused, true) => "would remove",
-            (CacheEntryState::Unused, false) => "removed",
+            (CacheEntryUse::InUse, _) => "kept, in use:",
+            (CacheEntryUse::Unused, true) => "would remove",
+            (CacheEntryUse::Unused, false) => "removed",
         };
-        n_bytes += if removed == CacheEntryState::Unused { entry.bytes } else { 0 };
+        n_bytes += if removed == CacheEntryUse::Unused { entry.bytes } else { 0 };
         ui.print(&format!("{:>10}  {done} {}", format_bytes(entry.bytes), entry.name))?;
     }
     let done = if args.dry_run { "in all; without --dry-run they are removed" } else { "removed in all" };

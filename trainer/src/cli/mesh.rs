@@ -79,6 +79,7 @@ fn stages(plan: &Plan) -> Result<String> {
             let head = if layout.is_last(stage, chunk) { format!("{mtp}, head") } else { String::new() };
             match blocks.len() {
                 0 => format!("{embedding}no block{head}"),
+                1 => format!("{embedding}1 block ({}){head}", blocks.start),
                 n => format!("{embedding}{n} blocks ({} to {}){head}", blocks.start, blocks.end - 1),
             }
         });
@@ -102,6 +103,7 @@ fn schedule(plan: &Plan) -> Result<String> {
     }
     let table = PipelineSchedule::new(pipeline.schedule_kind(), pipeline.stages, pipeline.chunks, n_micros);
     Ok(format!(
-        "\n{n_micros} micro-batches; a backward pass, in brackets, takes twice the time of a forward pass\n{table}\n"
+        "\n{}; a backward pass, in brackets, takes twice the time of a forward pass\n{table}\n",
+        counted(n_micros, "micro-batch")
     ))
 }

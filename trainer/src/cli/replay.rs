@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use candlewick_comm::rank_env::RankEnv;
 use candlewick_text::printable::printable;
+use candlewick_text::quantity::counted;
 use clap::Args;
 use serde_json::Value;
 
@@ -132,7 +133,11 @@ fn text(report: &ReplayReport, n_rows: usize) -> String {
         Some(dir) => format!("of {}, after step {}", dir.display(), report.weights_after_step),
         None => "at the start of the run".to_owned(),
     };
-    let mut out = format!("step {step}: {reason}\nweights: {weights}\n{n_tokens} tokens, {n_targets} targets\n\n");
+    let mut out = format!(
+        "step {step}: {reason}\nweights: {weights}\n{}, {}\n\n",
+        counted(*n_tokens, "token"),
+        counted(*n_targets, "target")
+    );
     out += &format!("{:<12}{:>14}{:>14}\n", "", "in the run", "replayed");
     let value = |value: Option<f64>| value.map_or_else(|| "not finite".to_owned(), |value| format!("{value:.6}"));
     let row = |name: &str, of: fn(&ReplayTotals) -> Option<f64>| {
@@ -160,7 +165,11 @@ fn sequence_text(sequence: &ReplayedSequence) -> String {
     let sources = sources.join(", ");
     let shown: String = text.chars().take(SHOWN).collect();
     let more = if shown.len() < text.len() { " ..." } else { "" };
-    let head = format!("--- {loss}, {n_targets} targets, {n_tokens} tokens, micro-batch {micro_batch}: {sources}");
+    let head = format!(
+        "--- {loss}, {}, {}, micro-batch {micro_batch}: {sources}",
+        counted(*n_targets, "target"),
+        counted(*n_tokens, "token")
+    );
     format!("{head}\n{}{more}\n", printable(&shown))
 }
 

@@ -24,7 +24,7 @@ pub(super) enum KeyRule {
     /// The recipe has no such key if the value is set to anything but false, 0 or an empty text.
     Unless(&'static str),
     /// The recipe has no such key, as with `Unless`: the word names a missing feature.
-    Missing(&'static str),
+    MissingFeature(&'static str),
     /// The function converts the key, with other keys.
     By(fn(&mut Converter<'_>, &ForeignItem<'_>)),
     /// The function of another key, or the last function of the toolkit, reads it.
@@ -92,9 +92,9 @@ impl<'s> Converter<'s> {
             KeyRule::To(key) => self.map(item, [(key, item.scalar())]),
             KeyRule::BuiltIn(note) => self.built_in(item, note),
             KeyRule::Nothing(why) => self.nothing(item, why),
-            KeyRule::Unless(_) | KeyRule::Missing(_) if is_off(item) => self.built_in(item, "off"),
+            KeyRule::Unless(_) | KeyRule::MissingFeature(_) if is_off(item) => self.built_in(item, "off"),
             KeyRule::Unless(why) => self.nothing(item, why),
-            KeyRule::Missing(word) => self.missing(item, word),
+            KeyRule::MissingFeature(word) => self.missing(item, word),
             KeyRule::By(convert) => convert(self, item),
             KeyRule::Elsewhere => {}
         }

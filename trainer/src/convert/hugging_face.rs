@@ -1,5 +1,6 @@
 //! Keys of transformers' `TrainingArguments`, which axolotl and LLaMA-Factory pass on, and other keys of both.
 
+use candlewick_text::quantity::counted;
 use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
@@ -15,8 +16,6 @@ pub(super) const ADAMW: &str = "AdamW is the only optimizer";
 pub(super) const KERNELS: &str = "fused kernels are always used";
 pub(super) const PREPARED: &str = "data are tokenized once and read from the cache; data.streaming needs train_iters, and excludes held-out rows and a mixture";
 pub(super) const SYSTEM_MESSAGE: &str = "put the system message into the rows or the chat template";
-pub(super) const TEMPLATE: &str =
-    "the tokenizer's own chat template applies; tokenizer.chat_template takes a built-in name or a Jinja file instead";
 pub(super) const TOKEN_RATE: &str = "metrics.jsonl has tokens per second";
 
 pub(super) const RULES: KeyRules = &[
@@ -32,7 +31,7 @@ pub(super) const RULES: KeyRules = &[
     ("warmup_steps", KeyRule::By(warmup_steps)),
     ("warmup_ratio", KeyRule::By(warmup_ratio)),
     ("optim_args", KeyRule::Unless("AdamW takes no further arguments")),
-    ("neftune_noise_alpha", KeyRule::Missing("neftune")),
+    ("neftune_noise_alpha", KeyRule::MissingFeature("neftune")),
     ("max_steps", KeyRule::By(max_steps)),
     // Data.
     ("group_by_length", KeyRule::Unless("rows are not padded to the longest one, so equal lengths save no time")),
@@ -105,8 +104,8 @@ pub(super) const RULES: KeyRules = &[
     ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
     ("streaming", KeyRule::By(streaming)),
-    ("loraplus_lr_ratio", KeyRule::Missing("loraplus")),
-    ("loraplus_lr_embedding", KeyRule::Missing("loraplus")),
+    ("loraplus_lr_ratio", KeyRule::MissingFeature("loraplus")),
+    ("loraplus_lr_embedding", KeyRule::MissingFeature("loraplus")),
 ];
 
 /// Converts the patience of transformers' `EarlyStoppingCallback`, a number of evaluations.
@@ -119,8 +118,10 @@ pub(super) fn early_stopping(converter: &mut Converter<'_>, item: &ForeignItem<'
             match n_evaluations(converter).filter(|n| *n <= patience as f64 + 1.0) {
                 // The first evaluation always improves, and the last one is at the end of the run.
                 Some(n) => {
-                    let note =
-                        format!("the run has {} evaluations, so this cannot end it; set evals_per_epoch", n.ceil());
+                    let note = format!(
+                        "the run has {}, so this cannot end it; set evals_per_epoch",
+                        counted(n.ceil() as u64, "evaluation")
+                    );
                     converter.change(item, mapped, &note);
                 }
                 None => converter.map(item, mapped),
@@ -245,15 +246,6 @@ fn scheduler_kwargs(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
             }
             false => converter.nothing(&entry, "not an argument of the recipe's schedules"),
         }
-    }
-}
-
-/// Converts the name of a chat template. `names` has those with the same text here, and the built-in ones.
-pub(super) fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>, names: &[(&str, &str)]) {
-    let same = names.iter().find(|(name, _)| item.text() == Some(name));
-    match same {
-        Some((_, own)) => converter.map(item, [("tokenizer.chat_template", (*own).into())]),
-        None => converter.change(item, [], TEMPLATE),
     }
 }
 

@@ -4,6 +4,7 @@
 //! and resolved before it is returned, and errors have the line of the converted file.
 
 mod axolotl;
+mod chat_templates;
 mod converter;
 mod draft;
 mod hugging_face;

@@ -211,7 +211,7 @@ fn shared_lock(path: &Path) -> Option<File> {
 
 /// The use of a cache entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CacheEntryState {
+pub(crate) enum CacheEntryUse {
     InUse,
     Unused,
 }
@@ -235,17 +235,17 @@ pub(crate) fn describe_cache_entry(path: &Path) -> Option<String> {
 
 /// Removes a file or folder of a cache, unless a run uses it. A file system without locks keeps its entries. Rows of a
 /// Snowflake query are removed always: a run that has opened them reads on.
-pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryState> {
+pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryUse> {
     if !path.is_dir() {
-        return std::fs::remove_file(path).map(|()| CacheEntryState::Unused);
+        return std::fs::remove_file(path).map(|()| CacheEntryUse::Unused);
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     if name.ends_with(UNFINISHED) && last_written(path).is_some_and(|since| since < DAY) {
-        return Ok(CacheEntryState::InUse);
+        return Ok(CacheEntryUse::InUse);
     }
     // An exclusive lock needs a file that is open for writing on network file systems.
     match File::options().read(true).write(true).open(path.join(CHECKSUM_FILE)) {
-        Ok(file) if file.try_lock().is_err() => return Ok(CacheEntryState::InUse),
+        Ok(file) if file.try_lock().is_err() => return Ok(CacheEntryUse::InUse),
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
@@ -258,7 +258,7 @@ pub(crate) fn remove_cache_entry(path: &Path) -> io::Result<CacheEntryState> {
         }
         std::fs::rename(path, &removed)?;
     }
-    std::fs::remove_dir_all(removed).map(|()| CacheEntryState::Unused)
+    std::fs::remove_dir_all(removed).map(|()| CacheEntryUse::Unused)
 }
 
 /// Refuses an entry that another user owns, unless it is root.
@@ -413,12 +413,12 @@ mod tests {
         let store = write(&cache, &key("a"), &[1, 2]).unwrap();
         let path = cache.path(&key("a"));
         assert_eq!(describe_cache_entry(&path), Some("data/train.jsonl".into()));
-        assert_eq!(remove_cache_entry(&path).unwrap(), CacheEntryState::InUse);
+        assert_eq!(remove_cache_entry(&path).unwrap(), CacheEntryUse::InUse);
         assert_eq!(why(&cache, &key("a")), "hit");
         drop(store);
         std::fs::create_dir(folder.path().join(".b.incomplete")).unwrap();
-        assert_eq!(remove_cache_entry(&folder.path().join(".b.incomplete")).unwrap(), CacheEntryState::InUse);
-        assert_eq!(remove_cache_entry(&path).unwrap(), CacheEntryState::Unused);
+        assert_eq!(remove_cache_entry(&folder.path().join(".b.incomplete")).unwrap(), CacheEntryUse::InUse);
+        assert_eq!(remove_cache_entry(&path).unwrap(), CacheEntryUse::Unused);
         assert_eq!(names(folder.path()), [".b.incomplete"]);
         std::fs::write(folder.path().join("notes.txt"), "mine").unwrap();
         assert_eq!(describe_cache_entry(&folder.path().join("notes.txt")), None);

@@ -101,11 +101,6 @@ impl TrainLoader {
         n_steps(self.rows.len(), &self.plan)
     }
 
-    /// Returns the number of finished epochs, with a fraction.
-    pub fn epochs_done(&self) -> f64 {
-        self.cursor.epoch as f64 + self.cursor.step_in_epoch as f64 / self.steps_in_epoch() as f64
-    }
-
     /// Returns the packing efficiency of this epoch.
     pub fn packing_stats(&self) -> PackingStats {
         PackingStats::of(&self.rows, &self.dataset, self.plan.max_length)

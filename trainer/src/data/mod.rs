@@ -40,7 +40,7 @@ mod properties;
 
 pub use batch::{Batch, GlobalBatch, IGNORE_INDEX};
 pub use cache::default_cache_dir;
-pub(crate) use cache::{CacheEntryState, describe_cache_entry, remove_cache_entry};
+pub(crate) use cache::{CacheEntryUse, describe_cache_entry, remove_cache_entry};
 pub use dataset::{Dataset, SampleRef};
 pub use error::{DataError, LongSamples};
 pub use loader::{Cursor, EvalLoader, TrainLoader};

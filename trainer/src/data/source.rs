@@ -287,7 +287,7 @@ fn sample_rows(plan: &SourcePlan, n_rows: usize) -> Result<Vec<u32>, DataError> 
         Sampling::Ratio(ratio) => (ratio * n_rows as f64) as usize,
     };
     if count > n_rows {
-        return Err(wrong(format!("sample_count is {count}, but the source has {n_rows} rows; lower it")));
+        return Err(wrong(format!("sample_count is {count}, but the source has {}; lower it", counted(n_rows, "row"))));
     }
     if count == 0 {
         return Err(wrong(format!("sample_ratio or sample_count selects none of its {n_rows} rows; raise it")));

@@ -33,7 +33,7 @@ fn number_of(path: &Path) -> Option<usize> {
 }
 
 /// Renames the files of an earlier run, except run.json, to the first number that none of them has.
-pub(super) fn set_aside(log: &LogPlan) -> io::Result<()> {
+pub(super) fn rename_earlier_files(log: &LogPlan) -> io::Result<()> {
     let n = number(log);
     files(log).iter().filter(|path| is_renamed(path)).try_for_each(|path| fs::rename(path, numbered(path, n)))
 }

@@ -49,7 +49,7 @@ impl Reporter {
         let total_steps = run.total_steps;
         let terminal = Terminal::new(plan.console, done, total_steps);
         if start == RunStart::Fresh {
-            earlier_files::set_aside(plan)?;
+            earlier_files::rename_earlier_files(plan)?;
         }
         let trackers = trackers::open(plan, start, &terminal)?;
         let metrics_file = plan.metrics_path.as_deref().filter(|path| path.is_file());

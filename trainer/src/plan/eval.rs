@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::checkpoint::Moment;
 use crate::recipe::JsonMap;
-use crate::step_fraction::{RunLength, StepFraction};
+use crate::step_fraction::{FractionalInterval, RunLength};
 
 /// The metric name of the evaluation loss.
 pub const EVAL_LOSS: &str = "loss/eval";
@@ -17,7 +17,7 @@ pub struct EvalPlan {
     /// Steps between evaluations; `None` evaluates after each epoch. The last step is always evaluated.
     pub interval: Option<usize>,
     /// The interval as a fraction. [`Plan::with_counted_steps`](super::Plan::with_counted_steps) replaces it by `interval`.
-    pub fraction: Option<StepFraction>,
+    pub fraction: Option<FractionalInterval>,
     /// True if a fresh run is evaluated before its first step.
     pub on_start: bool,
 }

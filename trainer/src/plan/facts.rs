@@ -130,8 +130,9 @@ impl Plan {
         // The first evaluation always improves, and the last one is at the end of the run.
         (n <= patience + 1).then(|| {
             format!(
-                "early_stopping cannot end this run: its patience is {patience} evaluations, and the run has {n}; set \
-                 evals_per_epoch or eval_interval, or lower early_stopping.patience"
+                "early_stopping cannot end this run: its patience is {}, and the run has {n}; set evals_per_epoch or \
+                 eval_interval, or lower early_stopping.patience",
+                counted(patience, "evaluation")
             )
         })
     }

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::foreign_keys::{FOREIGN_KEYS, ForeignKey};
 use super::json_schema;
-use super::missing_features::missing_feature_advice;
+use super::missing_features::{missing_feature_advice, search_word};
 
 /// A key of the schema: `data.max_length`, `checkpoint.N.save_total_limit`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -108,7 +108,8 @@ fn foreign_key(path: &str) -> Option<&'static ForeignKey> {
 }
 
 fn find_foreign(name: &str) -> Option<&'static ForeignKey> {
-    FOREIGN_KEYS.iter().find(|foreign| foreign.name == name)
+    let word = search_word(name);
+    FOREIGN_KEYS.iter().find(|foreign| foreign.name == word)
 }
 
 /// Returns the path of a flag of Megatron-LM such as `moe_aux_loss_coeff` in the section `moe`.

@@ -13,7 +13,7 @@ use super::dialect::{RecipeDialect, detect};
 use super::error::{Fault, RecipeError, RecipeSource};
 use super::missing_features::missing_feature_advice;
 use super::node::{RecipeLocation, RecipeNode, RecipeValue, quoted};
-use super::shipped_data::{CachedFiles, use_cached_files};
+use super::shipped_data::{ShippedDataFiles, use_cached_files};
 use super::{Recipe, base, overrides, shipped, tilde};
 
 /// A recipe with the location of each key.
@@ -25,7 +25,7 @@ pub struct Loaded {
     source: Arc<RecipeSource>,
     notes: Vec<String>,
     dialect: RecipeDialect,
-    cached_files: Vec<CachedFiles>,
+    cached_files: Vec<ShippedDataFiles>,
 }
 
 /// The origin of a setting.
@@ -95,7 +95,7 @@ impl Loaded {
 
     /// Writes the shipped data files that the recipe reads from the cache folder.
     pub fn write_cached_files(&self) -> Result<(), RecipeError> {
-        self.cached_files.iter().try_for_each(CachedFiles::write).map_err(|fault| self.error(vec![fault]))
+        self.cached_files.iter().try_for_each(ShippedDataFiles::write).map_err(|fault| self.error(vec![fault]))
     }
 
     /// Returns one line for each deprecated key, with its file and line.

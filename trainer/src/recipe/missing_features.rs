@@ -36,6 +36,10 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "prm",
             "online_dpo",
             "dpo_beta",
+            "beta",
+            "ref_model",
+            "reference_model_deepspeed",
+            "dpo_prompt_truncation_mode",
             "trl",
         ],
     },
@@ -60,12 +64,39 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "double_quantization",
             "4bit",
             "8bit",
+            "4_bit",
+            "8_bit",
         ],
     },
     MissingFeature {
         name: "DoRA",
         instead: "LoRA, with `use_rslora: true` at high ranks",
         words: &["dora", "use_dora", "peft_use_dora", "qdora"],
+    },
+    MissingFeature {
+        name: "biases of an adapter, and repeated layers",
+        instead: "`bias: none`, or training all weights",
+        words: &["lora_only", "lora_bias", "train_bias", "layer_replication", "bias"],
+    },
+    MissingFeature {
+        name: "offload to NVMe disks (ZeRO-Infinity)",
+        instead: "`device: cpu` for the optimizer and the weights, or ZeRO stage 3 on more ranks",
+        words: &["nvme", "nvme_path", "zero_infinity", "aio"],
+    },
+    MissingFeature {
+        name: "averages of weights over steps (EMA, SWA)",
+        instead: "the best checkpoint by `metric_for_best_model`",
+        words: &["ema", "ema_decay", "swa", "use_ema"],
+    },
+    MissingFeature {
+        name: "attention to a part of the tokens (shifted sparse attention, LongLoRA)",
+        instead: "`context_parallel_size`, which divides a long row over ranks",
+        words: &["s2_attention", "shift_attn", "longlora", "sparse_attention"],
+    },
+    MissingFeature {
+        name: "speculative decoding and beam search",
+        instead: "`trainer serve`, or the exported model in vLLM",
+        words: &["speculative_decoding", "assisted_generation", "beam_search", "num_beams"],
     },
     MissingFeature {
         name: "other adapters and their initializations (PiSSA, LoftQ, IA3, prefix tuning, LoRA+)",
@@ -89,6 +120,10 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "oft",
             "boft",
             "loraplus",
+            "lora_plus",
+            "prompt_encoder",
+            "gaussian",
+            "orthogonal",
             "loraplus_lr_ratio",
             "loraplus_lr_embedding",
             "relora",
@@ -123,6 +158,9 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "new_tokens",
             "new_special_tokens",
             "special_tokens",
+            "pad_token",
+            "eos_token",
+            "bos_token",
             "additional_special_tokens",
             "resize_vocab",
             "resize_token_embeddings",
@@ -188,6 +226,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "freeze_trainable_modules",
             "freeze_extra_modules",
             "frozen_parameters",
+            "unfreeze",
             "trainable_layers",
         ],
     },
@@ -233,16 +272,21 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
     },
     MissingFeature {
         name: "GPUs of Apple, AMD and Intel (mps, ROCm, XPU)",
-        instead: "`device: cpu`, or an NVIDIA GPU",
-        words: &["mps", "metal", "rocm", "hip", "xpu", "npu", "tpu", "xla", "use_ipex", "use_mps_device"],
+        instead: "`device: cpu`, or an NVIDIA GPU with `device: cuda`",
+        words: &["mps", "metal", "rocm", "hip", "xpu", "npu", "hpu", "tpu", "xla", "use_ipex", "use_mps_device"],
     },
 ];
 
 /// Returns advice about a key, a value or a word of a missing feature.
 pub(crate) fn missing_feature_advice(word: &str) -> Option<String> {
-    let word = word.rsplit('.').next().unwrap_or(word).to_lowercase().replace('-', "_");
+    let word = search_word(word.rsplit('.').next().unwrap_or(word));
     let feature = MISSING_FEATURES.iter().find(|feature| feature.words.contains(&word.as_str()))?;
     Some(format!("{}: not supported; use {}", feature.name, feature.instead))
+}
+
+/// Returns a word as the tables of keys and features have it: `Flash-Attention` is `flash_attention`.
+pub(super) fn search_word(word: &str) -> String {
+    word.trim().to_lowercase().replace(['-', ' '], "_")
 }
 
 #[cfg(test)]
@@ -254,7 +298,7 @@ mod tests {
     fn a_word_means_one_missing_feature() {
         let words: Vec<&str> = MISSING_FEATURES.iter().flat_map(|feature| feature.words).copied().collect();
         assert_eq!(words.iter().collect::<BTreeSet<_>>().len(), words.len());
-        assert!(words.iter().all(|word| *word == word.to_lowercase().replace('-', "_")));
+        assert!(words.iter().all(|word| *word == search_word(word)));
     }
 
     #[test]

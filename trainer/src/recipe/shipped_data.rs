@@ -44,12 +44,12 @@ static FILES: &[ShippedFile] = &files![
 
 /// The files of a path in a shipped recipe, which the run reads from the cache folder.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct CachedFiles {
+pub(super) struct ShippedDataFiles {
     path: &'static str,
     location: RecipeLocation,
 }
 
-impl CachedFiles {
+impl ShippedDataFiles {
     /// Writes the files that the cache folder lacks.
     pub(super) fn write(&self) -> Result<(), Fault> {
         files_at(self.path).try_for_each(|file| {
@@ -65,14 +65,14 @@ impl CachedFiles {
 
 /// Replaces paths of shipped data in the values that shipped recipes set, if no such file exists here. The new path is in
 /// the cache folder. Returns the replaced ones.
-pub(super) fn use_cached_files(tree: &mut RecipeNode, source: &RecipeSource) -> Vec<CachedFiles> {
+pub(super) fn use_cached_files(tree: &mut RecipeNode, source: &RecipeSource) -> Vec<ShippedDataFiles> {
     let mut replaced = Vec::new();
     for_each_text(tree, &mut |text, location| {
         let RecipeLocation::File { file, .. } = location else { return };
         let path = shipped::at(source.file(file).0).and_then(|_| shipped_path(text));
         if let Some(path) = path.filter(|path| !is_present(Path::new(path))) {
             *text = cached(path).to_string_lossy().into_owned();
-            replaced.push(CachedFiles { path, location });
+            replaced.push(ShippedDataFiles { path, location });
         }
     });
     replaced

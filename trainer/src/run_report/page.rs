@@ -122,8 +122,11 @@ fn notes(run: &ReportedRun) -> Vec<String> {
         notes.push(format!("{metrics} has no step. train_log_iter_interval selects the steps that a run records."));
     }
     if let [first, ..] = rows.malformed() {
-        let n = rows.malformed().len();
-        notes.push(format!("{n} lines of {metrics} are not records and are left out; the first is line {first}."));
+        let left_out = match rows.malformed().len() {
+            1 => format!("1 line of {metrics} is no record and is left out"),
+            n => format!("{n} lines of {metrics} are no records and are left out"),
+        };
+        notes.push(format!("{left_out}; the first is line {first}."));
     }
     if n_records > MOST_POINTS {
         let n = grouped(n_records);

@@ -106,7 +106,7 @@ fn a_wrong_recipe_exits_with_2_before_anything_is_written() {
     folder.check(&["check", "missing.yaml"], 2, "missing.yaml: cannot read the recipe");
     for command in ["check", "train"] {
         folder.check(&[command, "r.yaml", "optimizer.lrr=1"], 2, "error: argument `optimizer.lrr=1`: unknown key");
-        folder.check(&[command, "r.yaml", "beta=0.1"], 2, "not implemented yet");
+        folder.check(&[command, "r.yaml", "beta=0.1"], 2, "not supported; use `type: sft` here, then TRL");
         folder.check(&[command, "r.yaml", "model={name_or_path: ./none}"], 2, "there is no folder ./none");
         folder.check(&[command, "r.yaml", "model.config.model_type=bert"], 2, "r.yaml");
     }

@@ -127,6 +127,15 @@ fn an_unknown_key_exits_with_2_and_a_suggestion() {
         let is_missing = text.contains("error: unknown key") && text.contains(part);
         assert!(output.status.code() == Some(2) && is_missing, "{word}: {text}");
     }
+    for word in super::plan_rules::WORDS.split_whitespace().chain(["reward model", "4-bit", "Flash Attention"]) {
+        let output = run(folder().path(), &["explain", word], &[]);
+        let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        let answers = ["is a key of another toolkit: use `", "not supported; use ", "   = "];
+        let is_answered = answers.iter().any(|part| text.contains(part));
+        let is_guess =
+            text.contains("did you mean") || text.lines().nth(1).is_none_or(|line| line.contains("have all keys"));
+        assert!(is_answered && !is_guess, "{word}: {text}");
+    }
     check(&["explain", "lora_rnk"], 2, &["error: unknown key", "= did you mean `lora_rank` of other toolkits?"]);
 }
 

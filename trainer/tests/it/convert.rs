@@ -168,6 +168,11 @@ fn a_template_by_name_is_the_built_in_one_that_prints_the_same_text() {
     for (text, want) in [
         (format!("{AXOLOTL}chat_template: chatml\n"), json!("chatml")),
         (format!("{AXOLOTL}chat_template: qwen_25\n"), json!("qwen2.5")),
+        (format!("{AXOLOTL}chat_template: gemma3n\n"), json!("gemma")),
+        (format!("{AXOLOTL}chat_template: mistral_v2v3\n"), json!("mistral")),
+        (format!("{AXOLOTL}chat_template: mistral_v7_tekken\n"), Value::Null),
+        (format!("{AXOLOTL}chat_template: alpaca\n"), Value::Null),
+        (format!("{AXOLOTL}chat_template: tokenizer_default_fallback_chatml\n"), Value::Null),
         (format!("{AXOLOTL}chat_template: jamba\n"), Value::Null),
         (llama_factory("gemma2"), json!("gemma")),
         (llama_factory("mistral"), json!("mistral")),
@@ -325,7 +330,7 @@ fn early_stopping_that_cannot_end_the_run_is_reported() {
     };
     assert_eq!(
         note("num_epochs: 1\n").unwrap(),
-        "the run has 1 evaluations, so this cannot end it; set evals_per_epoch"
+        "the run has 1 evaluation, so this cannot end it; set evals_per_epoch"
     );
     assert!(note("num_epochs: 1\nevals_per_epoch: 4\n").is_some());
     assert!(note("num_epochs: 4\neval_steps: 0.25\n").is_some());

@@ -265,7 +265,7 @@ fn losses_that_are_not_finite_and_an_incomplete_last_line_are_marked_and_left_ou
     let loss = &curves(&page)["runs"][0]["series"]["loss"];
     assert_eq!((&loss["step"], &loss["not_finite"]), (&json!([1, 3]), &json!([2])));
     assert!(page.contains("<dt>Losses that are not finite</dt><dd>1</dd>"));
-    assert!(page.contains("1 lines of") && page.contains("the first is line 4"), "{page}");
+    assert!(page.contains("1 line of") && page.contains("the first is line 4"), "{page}");
     assert!(page.contains("exit code 5: the loss of &lt;b&gt;step 3"));
     let Some(browser) = Browser::find() else { return };
     let OpenedPage { dom, console } = browser.open(&folder.path().join("report.html"), "");

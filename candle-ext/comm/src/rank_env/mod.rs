@@ -8,6 +8,7 @@
 
 mod env;
 mod error;
+mod interactive;
 mod launcher;
 mod mpi;
 mod nodelist;
@@ -20,10 +21,20 @@ use std::fmt;
 use crate::store::StoreSecret;
 pub use env::{Master, RankEnv, Variables};
 pub use error::RankEnvError;
+use interactive::has_interactive_shell;
 pub use launcher::Launcher;
 use reader::{DEFAULT_PORT, LOOPBACK, Reader};
 
 impl RankEnv {
+    /// Reads the rank of this process from its environment variables.
+    ///
+    /// In an interactive shell of Slurm, a process is the only rank: the shell has the variables of a task, but the other tasks of
+    /// its step run no program.
+    pub fn of_this_process(variables: &Variables) -> Result<Self, RankEnvError> {
+        let env = Self::from_variables(variables)?;
+        Ok(if env.launcher == Launcher::Slurm && has_interactive_shell() { Self::single() } else { env })
+    }
+
     /// Reads a process's rank from its environment variables.
     pub fn from_variables(variables: &Variables) -> Result<Self, RankEnvError> {
         let reader = Reader(variables);

@@ -294,7 +294,11 @@ fn shortened(text: &str) -> String {
 /// Prints notes about a reply, and its speed.
 fn print_notes(ChatReply { answer, n_dropped, .. }: &ChatReply) {
     if *n_dropped > 0 {
-        print_note(&format!("note: the context is full: the oldest {n_dropped} messages were dropped"));
+        let dropped = match n_dropped {
+            1 => "the oldest message was dropped".to_owned(),
+            n => format!("the oldest {n} messages were dropped"),
+        };
+        print_note(&format!("note: the context is full: {dropped}"));
     }
     match answer.finish_reason {
         FinishReason::Context => print_note("note: the answer ends where the model's context is full"),

@@ -68,7 +68,7 @@ impl Rendezvous {
             }
         };
         let is_single_node = plan.nodes.max <= 1;
-        let secret = secret_of(plan, node_resources);
+        let secret = plan.store_secret.clone();
         let server = match is_host.then(|| bind(endpoint, is_single_node, secret.as_ref())).transpose() {
             // Two launchers on one machine may both be candidates. The first to bind the port is the host.
             Err(RendezvousError::PortInUse { .. }) if !is_host_certain && !is_single_node => None,
@@ -255,14 +255,6 @@ impl Rendezvous {
         std::thread::sleep(POLL_INTERVAL);
         interrupted().map_or(Ok(()), |signal| Err(RendezvousError::Interrupted(signal)))
     }
-}
-
-/// Returns the secret of the stores: that of the environment, else a random one if all clients are on this node.
-fn secret_of(plan: &LaunchPlan, node_resources: &NodeResources) -> Option<StoreSecret> {
-    let is_single_node = plan.nodes.max <= 1;
-    let given = StoreSecret::from_variable(node_resources.variables.get(StoreSecret::VARIABLE));
-    let random = || StoreSecret::new(format!("{:032x}", rand::random::<u128>()));
-    given.or_else(|| is_single_node.then(random)).filter(|_| !plan.allow_torch_clients)
 }
 
 /// The shortest reply timeout of the store. It is the heartbeat timeout otherwise; a host under load may need longer.

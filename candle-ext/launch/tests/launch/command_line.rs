@@ -27,6 +27,8 @@ fn an_invalid_command_line_exits_with_2_and_starts_nothing() {
         ("--nnodes 2 --master-addr h --master-port 0 true", "requires a fixed port"),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0 true", "requires a fixed port"),
         ("--nnodes 2 --node-rank 2 --master-addr h true", "start node 2 of 2: --node-rank counts from 0"),
+        ("--nnodes 2 --master-addr h true", "CANDLEWICK_STORE_SECRET is not set"),
+        ("--dry-run --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint h true", "CANDLEWICK_STORE_SECRET is not set"),
         ("--rdzv-backend c10d --rdzv-endpoint h:x true", "`x` is not a port"),
         ("--rdzv-conf timeout=soon true", "timeout=soon is not a number of seconds"),
         ("--rdzv-conf timeuot=3 true", "`timeuot` is none of"),
@@ -68,7 +70,8 @@ fn a_dry_run_prints_shell_commands() {
 #[test]
 fn a_dry_run_of_one_of_two_nodes() {
     let line = "--dry-run --nnodes 2 --node-rank 1 --master-addr node0 --max-restarts 3 trainer train r.yaml";
-    insta::assert_snapshot!(launch(&line.split(' ').collect::<Vec<_>>()).exits_with(0).stdout);
+    let output = start(command(&line.split(' ').collect::<Vec<_>>()).env("CANDLEWICK_STORE_SECRET", "word")).wait();
+    insta::assert_snapshot!(output.exits_with(0).stdout);
 }
 
 #[test]
@@ -107,7 +110,8 @@ fn a_huge_timeout_is_accepted() {
 #[test]
 fn node_0_logs_a_master_addr_of_another_machine() {
     let arguments = ["--nnodes", "2", "--master-addr", "192.0.2.1", "--rdzv-conf", "timeout=0", "true"];
-    launch(&arguments).stderr_contains(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
+    let output = start(command(&arguments).env("CANDLEWICK_STORE_SECRET", "word")).wait();
+    output.stderr_contains(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
 }
 
 #[test]

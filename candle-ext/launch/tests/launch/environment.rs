@@ -29,7 +29,7 @@ fn run(nodes: &[Vec<String>]) -> Vec<Variables> {
         .iter()
         .map(|flags| {
             let worker = ["sh", "-c", WORKER, path.to_str().unwrap(), "${local_rank}"].map(str::to_owned);
-            start(&mut command(&[flags.clone(), worker.to_vec()].concat()))
+            start(command(&[flags.clone(), worker.to_vec()].concat()).env("CANDLEWICK_STORE_SECRET", "word"))
         })
         .collect();
     for agent in agents {

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candlewick_comm::store::Client;
+use candlewick_comm::store::{Client, StoreSecret};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{CWD, Mode, inotify, mkfifoat};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -174,9 +174,12 @@ pub(crate) fn wait_for_count(store: &Client, key: &str) {
     }
 }
 
-/// Connects to the store of a launcher, once it has started.
+/// Secret of the stores of several nodes.
+pub(crate) const STORE_SECRET: &str = "secret-of-tests";
+
+/// Connects to the store of a launcher with [`STORE_SECRET`], once it has started.
 pub(crate) fn connect_to_store(port: u16) -> Client {
-    Client::connect("127.0.0.1", port, TIMEOUT).unwrap()
+    Client::connect_with_secret("127.0.0.1", port, TIMEOUT, Some(StoreSecret::new(STORE_SECRET))).unwrap()
 }
 
 /// Creates a FIFO as a gate: `: < PATH` blocks a script until a process opens the gate.

@@ -9,8 +9,8 @@ use candlewick_comm::store::{Client, Error, StoreSecret};
 use rustix::process::Signal;
 
 use crate::launcher::{
-    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, command, connect_to_store, create_gate, free_port, open_gate,
-    start, start_script, temp_folder, wait_for_count, wait_for_file,
+    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, STORE_SECRET, command, connect_to_store, create_gate,
+    free_port, open_gate, start, start_script, temp_folder, wait_for_count, wait_for_file,
 };
 
 struct Job {
@@ -44,7 +44,9 @@ fn node_command(job: &Job, rank: usize, script: &str) -> Command {
     }
     arguments.extend(job.flags);
     arguments.extend(["--", "sh", "-c", script]);
-    command(&arguments)
+    let mut command = command(&arguments);
+    command.env(StoreSecret::VARIABLE, STORE_SECRET);
+    command
 }
 
 const PRINT_RANKS: &str = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE";
@@ -196,14 +198,46 @@ fn clients_of_the_launchers_store_need_its_secret() {
 }
 
 #[test]
+fn several_nodes_need_a_secret_unless_they_let_in_torch() {
+    for job in [static_rendezvous(free_port()), c10d_rendezvous(free_port(), "1:2", &[])] {
+        let output = start(node_command(&job, 0, "exit 0").env_remove(StoreSecret::VARIABLE)).wait();
+        output.exits_with(2).stderr_contains(&[StoreSecret::VARIABLE, "--allow-torch-clients"]);
+    }
+    for is_open in [false, true] {
+        let flags: &[&str] = if is_open { &["--allow-torch-clients"] } else { &[] };
+        let job = Job { flags, ..static_rendezvous(free_port()) };
+        let (_folder, path) = temp_folder();
+        let script = format!("echo $CANDLEWICK_STORE_SECRET > {0}/secret$RANK; : < {0}/end$RANK", path.display());
+        for rank in 0..3 {
+            create_gate(&path.join(format!("end{rank}")));
+        }
+        let nodes = [0, 1].map(|rank| {
+            let mut command = node_command(&job, rank, &script);
+            if is_open {
+                command.env_remove(StoreSecret::VARIABLE);
+            }
+            start(&mut command)
+        });
+        for rank in 0..3 {
+            let secret = wait_for_file(&path.join(format!("secret{rank}")));
+            assert_eq!(secret, if is_open { "" } else { STORE_SECRET });
+        }
+        let stranger = Client::connect("127.0.0.1", job.port, Duration::from_secs(10));
+        assert_eq!(matches!(stranger, Err(Error::Refused { .. })), !is_open);
+        let _gates: Vec<_> = (0..3).map(|rank| open_gate(&path.join(format!("end{rank}")))).collect();
+        for node in nodes {
+            node.wait().exits_with(0);
+        }
+    }
+}
+
+#[test]
 fn launchers_with_different_secrets_report_the_variable() {
     let job = static_rendezvous(free_port());
     let host = start(node_command(&job, 0, "exec sleep infinity").env(StoreSecret::VARIABLE, "first-secret"));
-    for secret in ["second-secret", ""] {
-        let output = start(node_command(&job, 1, "exit 0").env(StoreSecret::VARIABLE, secret)).wait();
-        output.exits_with(1).stderr_contains(&["the store refuses the secret", StoreSecret::VARIABLE]);
-        assert!(!output.stderr.contains("first-secret") && !output.stderr.contains("second-secret"));
-    }
+    let output = start(node_command(&job, 1, "exit 0").env(StoreSecret::VARIABLE, "second-secret")).wait();
+    output.exits_with(1).stderr_contains(&["the store refuses the secret", StoreSecret::VARIABLE]);
+    assert!(!output.stderr.contains("first-secret") && !output.stderr.contains("second-secret"));
     host.signal(Signal::TERM);
     host.wait();
     let mut dry_run = command(&["--dry-run", "--", "sh", "-c", "exit"]);
@@ -236,7 +270,9 @@ fn restarted_workers_get_an_empty_store() {
             let at = [0, 1, 2].map(|rank| wait_for_file(&path.join(format!("at{attempt}.{rank}"))));
             assert!(at.iter().all(|other| *other == at[0]), "{at:?}");
             let (host, port) = at[0].split_once(' ').unwrap();
-            let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
+            let secret = Some(StoreSecret::new(STORE_SECRET));
+            let client = Client::connect_with_secret(host, port.parse().unwrap(), Duration::from_secs(10), secret);
+            let client = client.unwrap();
             assert!(!client.check(&["key"]).unwrap());
             client.set("key", b"value").unwrap();
             gates.push(open_gate(&path.join(format!("end{attempt}"))));

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use candlewick_comm::store::StoreSecret;
 use candlewick_launch::cli::Cli;
 use candlewick_launch::node_resources::NodeResources;
 use candlewick_launch::plan::{LaunchPlan, RendezvousPlan};
@@ -35,7 +36,8 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     let arguments = std::iter::once("launch".to_owned()).chain(words(&case["args"]));
     let cli = Cli::try_parse_from(arguments).ok()?;
     let n_gpus = case["gpus"].as_u64().unwrap() as usize;
-    let node_resources = NodeResources { n_cores, n_gpus, hostname: "h".into(), variables: BTreeMap::new() };
+    let variables = BTreeMap::from([(StoreSecret::VARIABLE.to_owned(), "word".to_owned())]);
+    let node_resources = NodeResources { n_cores, n_gpus, hostname: "h".into(), variables };
     let plan = LaunchPlan::resolve(&cli, &node_resources).ok()?;
     let (backend, endpoint, mut options) = match &plan.rendezvous {
         RendezvousPlan::Static { master, node_rank, .. } => {
@@ -112,7 +114,7 @@ fn environment_variables_set_the_defaults_of_torchrun() {
         let variables =
             case["env"].as_object().unwrap().iter().map(|(k, v)| (k.clone(), v.as_str().unwrap().to_owned()));
         let mut command = command(&[["--dry-run".to_owned()].to_vec(), words(&case["args"])].concat());
-        let output = command.envs(variables).output().unwrap();
+        let output = command.envs(variables).env(StoreSecret::VARIABLE, "word").output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap().replace('\'', "");
         let theirs = &case["settings"];
         if theirs["max_nodes"] != 1 && theirs["rdzv_backend"] == "static" {

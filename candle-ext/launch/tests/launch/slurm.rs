@@ -9,10 +9,13 @@ use crate::launcher::temp_folder;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
+/// Shell command that prints the length of the store's secret, if the job has one.
+const PRINT_SECRET: &str = r#"echo "${CANDLEWICK_STORE_SECRET:+a secret of ${#CANDLEWICK_STORE_SECRET} characters}""#;
+
 /// Runs a job whose `srun` exits with `code`. Returns its exit code and the arguments of `srun` and `scontrol`.
 fn run(job: &str, code: i32) -> (Option<i32>, String) {
     let (_folder, path) = temp_folder();
-    write_stub(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
+    write_stub(&path.join("srun"), &format!("{PRINT_SECRET}; echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
     write_stub(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
     let output = Command::new(format!("{ROOT}/scripts/slurm/{job}.slurm"))
         .args(["recipe.yaml", "train_iters=5"])

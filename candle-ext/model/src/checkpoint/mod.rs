@@ -21,6 +21,7 @@ pub(crate) use element::with_elements;
 pub use element::{Element, little_endian};
 pub use header::{HeaderEntry, encode_header, read_header};
 pub use reader::Checkpoint;
+pub(crate) use reader::first_names;
 pub use staging::StagingFolder;
 pub use unfinished::{UNFINISHED_MARKER, mark_unfinished, remove_unfinished, unmark_finished};
 pub use writer::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};

@@ -116,10 +116,9 @@ impl Checkpoint {
         Ok(entries)
     }
 
-    /// Removes `prefix` from the names that have it.
-    pub(crate) fn strip_prefix(mut self, prefix: &str) -> Self {
-        let strip = |name: String| name.strip_prefix(prefix).map(str::to_string).unwrap_or(name);
-        self.tensors = self.tensors.into_iter().map(|(name, place)| (strip(name), place)).collect();
+    /// Renames all tensors.
+    pub(crate) fn rename(mut self, new_name: impl Fn(&str) -> String) -> Self {
+        self.tensors = self.tensors.into_iter().map(|(name, place)| (new_name(&name), place)).collect();
         self
     }
 
@@ -199,7 +198,7 @@ impl Checkpoint {
             "{} no LoRA factor of this model: {}; without it the adapter computes another function. Merge the adapter with \
              PEFT (`merge_and_unload`), and use the merged model",
             count(unexpected.len(), "tensor"),
-            first(&unexpected)
+            first_names(&unexpected)
         );
         Err(ModelError::mismatch(&self.folder, problem))
     }
@@ -239,7 +238,7 @@ impl Checkpoint {
             }
             _ => "; config.json and the weights must belong together",
         };
-        format!("{} missing: {}{hint}", count(missing.len(), "tensor"), first(missing))
+        format!("{} missing: {}{hint}", count(missing.len(), "tensor"), first_names(missing))
     }
 
     pub(super) fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedShard, &StoredTensor), ModelError> {
@@ -376,7 +375,7 @@ fn notes(unexpected: Vec<&str>) -> Vec<String> {
     let unknown: Vec<&str> = unexpected.into_iter().filter(|name| !is_harmless(name)).collect();
     match unknown.is_empty() {
         true => Vec::new(),
-        false => vec![format!("{} not used: {}", count(unknown.len(), "tensor"), first(&unknown))],
+        false => vec![format!("{} not used: {}", count(unknown.len(), "tensor"), first_names(&unknown))],
     }
 }
 
@@ -385,7 +384,7 @@ fn count(n: usize, what: &str) -> String {
 }
 
 /// Returns the first few names, followed by "..." if there are more.
-fn first(names: &[&str]) -> String {
+pub(crate) fn first_names(names: &[&str]) -> String {
     let shown = names[..names.len().min(5)].join(", ");
     if names.len() > 5 { format!("{shown}, ...") } else { shown }
 }

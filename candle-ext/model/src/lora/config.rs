@@ -64,11 +64,18 @@ const PEFT: &[&str] = &[
     "alora_invocation_tokens",
     "arrow_config",
     "corda_config",
+    "ensure_weight_tying",
     "eva_config",
+    "fan_in_fan_out",
+    "layer_replication",
     "loftq_config",
+    "lora_bias",
     "lora_ga_config",
     "megatron_config",
+    "modules_to_save",
+    "trainable_token_indices",
     "use_bdlora",
+    "use_dora",
     "use_qalora",
 ];
 
@@ -76,22 +83,15 @@ const PEFT: &[&str] = &[
 const FIXED: &[(&str, &str, &str)] = &[
     ("peft_type", "LORA", "LORA is the only adapter"),
     ("task_type", "CAUSAL_LM", "only CAUSAL_LM models are trained"),
-    ("bias", "none", "training biases together with an adapter is not implemented; use none"),
-    ("init_lora_weights", "true", "only PEFT's default initialisation is implemented; use true"),
+    ("bias", "none", "biases are not trained together with an adapter; use none"),
+    ("init_lora_weights", "true", "PEFT's default is the only initialization; use true"),
 ];
 
-const NOT_IMPLEMENTED: &[(&str, &str)] = &[
-    (
-        "modules_to_save",
-        "training whole modules together with an adapter is not implemented; train all weights, or more target_modules",
-    ),
-    ("use_dora", "DoRA is not implemented; use LoRA, with use_rslora at high ranks"),
-    ("lora_bias", "a bias on B is not implemented"),
-    ("fan_in_fan_out", "the linear layers of these models store [outputs, inputs]"),
-    ("trainable_token_indices", "training single tokens is not implemented"),
-    ("layer_replication", "repeating layers is not implemented"),
-    ("ensure_weight_tying", "no adapter sits on a tied layer"),
-];
+/// Keys about tensors that an adapter folder has besides its factors, and a recipe does not train.
+const KEYS_OF_REPLACEMENTS: [&str; 2] = ["modules_to_save", "bias"];
+
+/// Remedy of an adapter folder that needs an unsupported key.
+const MERGE_WITH_PEFT: &str = "; merge the adapter with PEFT (`merge_and_unload`), and use the merged model";
 
 /// First version of PEFT with inputs and outputs of 3-D parameters in the order of these adapter folders.
 const PARAMETERS_VERSION: [u32; 3] = [0, 19, 1];
@@ -102,7 +102,7 @@ impl LoraConfig {
         match value {
             Value::Object(map) => {
                 map.keys().try_for_each(|key| refuse_unknown(key))?;
-                Self::from_map(map)
+                Self::from_map(map, "")
             }
             other => Err(ModelError::lora("peft_type", format!("expected an object, found {}", shorten(other)))),
         }
@@ -111,14 +111,21 @@ impl LoraConfig {
     /// Parses PEFT's adapter_config.json, such as [`LoraConfig::to_json`] returns.
     pub fn from_peft_json(value: &Value) -> Result<Self, ModelError> {
         match value {
-            Value::Object(map) => Self::from_map(map),
+            Value::Object(map) => Self::from_folder(map),
             other => Err(ModelError::lora("peft_type", format!("expected an object, found {}", shorten(other)))),
         }
     }
 
-    /// Parses the keys of a recipe or of an adapter folder.
-    pub(super) fn from_map(map: &Map<String, Value>) -> Result<Self, ModelError> {
-        map.iter().try_for_each(|(key, value)| refuse_unsupported(key, value))?;
+    /// Parses the keys of an adapter folder, whose tensors show the replaced modules and biases.
+    pub(super) fn from_folder(map: &Map<String, Value>) -> Result<Self, ModelError> {
+        let mut map = map.clone();
+        map.retain(|key, _| !KEYS_OF_REPLACEMENTS.contains(&key.as_str()));
+        Self::from_map(&map, MERGE_WITH_PEFT)
+    }
+
+    /// Parses the keys of a recipe or of an adapter folder. An error about an unsupported key has the remedy.
+    fn from_map(map: &Map<String, Value>, remedy: &str) -> Result<Self, ModelError> {
+        map.iter().try_for_each(|(key, value)| refuse_unsupported(key, value, remedy))?;
         let keys = Keys::new(map);
         let target_parameters = parameters(keys)?;
         // PEFT's default for these model families, without target_parameters.
@@ -229,8 +236,7 @@ fn parameters(keys: Keys) -> Result<Vec<String>, ModelError> {
 /// Rejects an unknown key of a recipe. Unknown keys in a file of a newer PEFT are accepted.
 fn refuse_unknown(key: &str) -> Result<(), ModelError> {
     let known = READ.iter().chain(INERT).chain(PEFT).copied();
-    let known: Vec<&str> =
-        known.chain(FIXED.iter().map(|(key, ..)| *key)).chain(NOT_IMPLEMENTED.iter().map(|(key, _)| *key)).collect();
+    let known: Vec<&str> = known.chain(FIXED.iter().map(|(key, ..)| *key)).collect();
     if known.contains(&key) {
         return Ok(());
     }
@@ -238,7 +244,7 @@ fn refuse_unknown(key: &str) -> Result<(), ModelError> {
     Err(ModelError::lora(key, format!("not supported{hint}")))
 }
 
-fn refuse_unsupported(key: &str, value: &Value) -> Result<(), ModelError> {
+fn refuse_unsupported(key: &str, value: &Value, remedy: &str) -> Result<(), ModelError> {
     let neutral = match value {
         Value::Null | Value::Bool(false) => true,
         Value::Number(n) => n.as_f64() == Some(0.0),
@@ -254,16 +260,14 @@ fn refuse_unsupported(key: &str, value: &Value) -> Result<(), ModelError> {
         let text = value.as_str().map_or_else(|| value.to_string(), str::to_string);
         return match text == *only {
             true => Ok(()),
-            false => Err(ModelError::lora(key, format!("{} is not supported: {reason}", shorten(value)))),
+            false => Err(ModelError::lora(key, format!("{} is not supported: {reason}{remedy}", shorten(value)))),
         };
     }
-    match NOT_IMPLEMENTED.iter().find(|(name, _)| *name == key) {
-        Some((_, reason)) => Err(ModelError::lora(key, format!("{} is not supported: {reason}", shorten(value)))),
-        None => {
-            let hint = did_you_mean(key, READ.iter().copied());
-            Err(ModelError::lora(key, format!("not supported{hint}")))
-        }
-    }
+    let problem = match PEFT.contains(&key) {
+        true => format!("{} is not supported{remedy}", shorten(value)),
+        false => format!("not supported{}{remedy}", did_you_mean(key, READ.iter().copied())),
+    };
+    Err(ModelError::lora(key, problem))
 }
 
 fn rank(key: &str, r: usize) -> Result<usize, ModelError> {

@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
+use candlewick_text::quantity::counted;
 
 use super::config::exchanges_parameters;
 use super::{BASE_MODEL_RECORD, BaseModelRecord, LoraConfig};
 use crate::{
     Config, Model, ModelError, ParamSpec,
-    checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, write_json, write_shard},
+    checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, first_names, write_json, write_shard},
     config::json::read_object,
     unit::{EMBEDDING, LM_HEAD},
 };
@@ -16,7 +17,13 @@ use crate::{
 /// Prefix that PEFT puts before every parameter name.
 const PREFIX: &str = "base_model.model.";
 
-/// Tensors besides LoRA factors that PEFT saves after a change of the vocabulary, or with `save_embedding_layers`.
+/// Part of a name that PEFT puts between a layer with an adapter and its own tensors.
+const BASE_LAYER: &str = ".base_layer";
+
+/// The part of a name that only LoRA factors and other tensors of adapters have.
+const FACTOR: &str = ".lora_";
+
+/// Tensors that replace those of the base model with another number of rows after a change of the vocabulary.
 const EMBEDDING_LAYERS: [&str; 2] = [EMBEDDING, LM_HEAD];
 
 /// A memory-mapped PEFT adapter folder.
@@ -24,7 +31,7 @@ const EMBEDDING_LAYERS: [&str; 2] = [EMBEDDING, LM_HEAD];
 pub struct AdapterFolder {
     /// LoRA configuration.
     pub config: LoraConfig,
-    /// LoRA factors, named as by [`Model::adapter_params`], and embedding layers.
+    /// LoRA factors, named as by [`Model::adapter_params`], and tensors that replace those of the base model.
     pub weights: Checkpoint,
     /// Identity of the base weights, if the folder records it.
     pub base: Option<BaseModelRecord>,
@@ -35,7 +42,7 @@ impl LoraConfig {
     pub fn read(folder: &Path) -> Result<Self, ModelError> {
         let path = folder.join("adapter_config.json");
         let map = read_object(&path)?;
-        let config = Self::from_map(&map).map_err(|e| e.in_file(&path))?;
+        let config = Self::from_folder(&map).map_err(|e| e.in_file(&path))?;
         let has_exchanged_parameters = !config.target_parameters.is_empty() && exchanges_parameters(&map);
         let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"));
         let skips_expert_modules = weights.is_ok_and(|weights| !weights.names().any(is_of_single_expert));
@@ -53,7 +60,8 @@ impl AdapterFolder {
                 "it has adapter_model.bin, a pickle, which is not read; load the adapter with peft, and save it again";
             return Err(ModelError::mismatch(folder, problem));
         }
-        let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?.strip_prefix(PREFIX);
+        let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?;
+        let weights = weights.rename(name_in_model);
         Ok(Self { config, weights, base: BaseModelRecord::read(folder)? })
     }
 
@@ -79,33 +87,59 @@ impl AdapterFolder {
         staging.commit()
     }
 
-    /// Returns the names of the embedding layers that replace those of the base model.
-    pub fn embedding_layers(&self) -> Vec<&'static str> {
-        EMBEDDING_LAYERS.into_iter().filter(|name| self.weights.shape(name).is_some()).collect()
+    /// Returns the names of the tensors that replace those of the base model: modules of `modules_to_save`, biases, and the
+    /// embedding layers that PEFT saves after a change of the vocabulary, or with `save_embedding_layers`.
+    pub fn replacements(&self) -> Vec<&str> {
+        self.weights.names().filter(|name| !name.contains(FACTOR)).collect()
     }
 
-    /// Opens config and weights of the base model in a folder. Embedding layers of the adapter replace those of the base
-    /// model, and their number of rows its vocabulary size.
+    /// Opens config and weights of the base model in a folder. Tensors of the adapter replace those of the base model, and the
+    /// rows of its embedding layers the vocabulary size. [`Model::check_adapter`] reports tensors that the base model lacks.
     ///
     /// # Errors
-    /// If the adapter was trained on other weights, or its embedding layers do not fit.
+    /// If the adapter was trained on other weights, or a tensor does not fit.
     pub fn open_base(&self, folder: &Path) -> Result<(Config, Checkpoint), ModelError> {
         let (config, mut base) = (Config::read(folder)?, Checkpoint::open(folder)?);
         self.check_base(&base)?;
-        let names = self.embedding_layers();
-        let Some(n_rows) = self.n_embeddings(&config)? else { return Ok((config, base)) };
-        if !config.tied() && n_rows != config.vocab_size() && names.len() < EMBEDDING_LAYERS.len() {
-            let (first, n_tokens) = (names[0], config.vocab_size());
+        let embeddings = self.embedding_layers();
+        let n_rows = self.n_embeddings(&config)?.unwrap_or(config.vocab_size());
+        if !config.tied() && n_rows != config.vocab_size() && embeddings.len() < EMBEDDING_LAYERS.len() {
+            let (first, n_tokens) = (embeddings[0], config.vocab_size());
             let problem = format!(
                 "`{first}` has {n_rows} rows and the other embedding layer is that of the base model, with {n_tokens}; save \
                  the adapter again with both (`save_embedding_layers=True`)"
             );
             return Err(ModelError::mismatch(self.weights.folder(), problem));
         }
+        let mut names = self.replacements();
+        names.retain(|name| base.shape(name).is_some() || EMBEDDING_LAYERS.contains(name));
+        if names.is_empty() {
+            return Ok((config, base));
+        }
+        self.check_shapes(&names, &base)?;
         // Of tied layers, the adapter may store one.
-        let replaced = if config.tied() { EMBEDDING_LAYERS.as_slice() } else { names.as_slice() };
-        base.replace(replaced, &self.weights, &names)?;
+        let tied = EMBEDDING_LAYERS.as_slice();
+        let removed = if config.tied() && !embeddings.is_empty() { tied } else { &[] };
+        base.replace(removed, &self.weights, &names)?;
         Ok((config.with_vocab_size(n_rows), base))
+    }
+
+    /// Returns the names of the embedding layers among the replacements.
+    fn embedding_layers(&self) -> Vec<&'static str> {
+        EMBEDDING_LAYERS.into_iter().filter(|name| self.weights.shape(name).is_some()).collect()
+    }
+
+    /// Verifies that tensors besides embedding layers have the shapes of the base model.
+    fn check_shapes(&self, names: &[&str], base: &Checkpoint) -> Result<(), ModelError> {
+        let shapes = names.iter().map(|name| (name, self.weights.shape(name), base.shape(name)));
+        for (name, found, wanted) in shapes.filter(|(name, ..)| !EMBEDDING_LAYERS.contains(name)) {
+            if found != wanted {
+                let (found, wanted) = (found.unwrap_or_default(), wanted.unwrap_or_default());
+                let problem = format!("tensor `{name}` has shape {found:?}, but the base model has {wanted:?}");
+                return Err(ModelError::mismatch(self.weights.folder(), problem));
+            }
+        }
+        Ok(())
     }
 
     /// Returns the number of rows of the embedding layers; `None` without any. A vocabulary without the padding of the base
@@ -132,19 +166,20 @@ impl AdapterFolder {
         Ok(n_rows)
     }
 
-    /// Verifies that the adapter has no embedding layers, which would not be trained and saved with it.
+    /// Verifies that the adapter replaces no tensor of the base model. Such tensors would not be trained and saved with it.
     ///
     /// # Errors
-    /// If it has some.
+    /// If it replaces some.
     pub fn check_trainable(&self) -> Result<(), ModelError> {
-        let names = self.embedding_layers();
+        let names = self.replacements();
         if names.is_empty() {
             return Ok(());
         }
         let problem = format!(
-            "the adapter has embedding layers of its own ({}), and training from it would lose them; merge it with `trainer \
+            "the adapter replaces {} of its base model ({}), and training from it would lose them; merge it with `trainer \
              merge`, and train a new adapter on the merged model",
-            names.join(", ")
+            counted(names.len(), "tensor"),
+            first_names(&names)
         );
         Err(ModelError::mismatch(self.weights.folder(), problem))
     }
@@ -171,13 +206,22 @@ impl AdapterFolder {
 }
 
 impl Model {
-    /// Checks that the weights of an adapter folder have all LoRA factors, and no other tensor except embedding layers.
+    /// Checks that the weights of an adapter folder have all LoRA factors, and no other tensor except those that replace a
+    /// tensor of this model.
     ///
     /// # Errors
     /// If a factor is missing or has another shape, or another tensor would be ignored.
     pub fn check_adapter(&self, weights: &Checkpoint) -> Result<(), ModelError> {
-        weights.check_adapter(self.adapter_params(), &EMBEDDING_LAYERS)
+        let mut others: Vec<&str> = self.base_params().map(|param| param.name.as_str()).collect();
+        others.extend(EMBEDDING_LAYERS);
+        weights.check_adapter(self.adapter_params(), &others)
     }
+}
+
+/// Returns the name without PEFT's prefix, and that of a replacement without the marker of a layer with an adapter.
+fn name_in_model(name: &str) -> String {
+    let name = name.strip_prefix(PREFIX).unwrap_or(name);
+    if name.contains(FACTOR) { name.to_owned() } else { name.replace(BASE_LAYER, "") }
 }
 
 /// Returns true for the tensor of a module of one expert, such as `mlp.experts.0.gate_proj`.

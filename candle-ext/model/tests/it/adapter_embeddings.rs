@@ -85,8 +85,10 @@ fn refused(base: &str, adapter: &str, tensors: &[(&str, usize, f32)], parts: &[&
 
 #[test]
 fn a_tensor_of_an_adapter_that_is_not_applied_is_refused_by_name() {
-    let norm = "model.norm.weight";
+    let norm = "model.norms.weight";
     refused("qwen2", "qwen2-lora", &[(norm, 1, 1.0)], &["1 tensor is no LoRA factor", norm, "merge_and_unload"]);
+    let narrow = "model.layers.0.self_attn.v_proj.weight";
+    refused("qwen2", "qwen2-lora", &[(narrow, 3, 1.0)], &[narrow, "[3, 16]", "the base model has [8, 16]"]);
     let factor = "model.layers.0.self_attn.q_proj.lora_A.weight";
     refused("qwen2", "qwen2-lora", &[(factor, 3, 1.0)], &["1 tensor is no LoRA factor of this model", factor]);
     let vector = "model.layers.1.self_attn.q_proj.lora_magnitude_vector";

@@ -49,7 +49,7 @@ fn an_adapter_folder_survives_a_round_trip() {
     assert_eq!(logits(&again), logits(&tiny));
 }
 
-fn load(folder: &Path) -> Tiny {
+pub(crate) fn load(folder: &Path) -> Tiny {
     let checkpoint = Checkpoint::open(folder).unwrap();
     let plain = Model::new(Config::read(folder).unwrap(), None).unwrap();
     assert!(checkpoint.check(plain.base_params()).unwrap().is_empty());
@@ -271,7 +271,7 @@ fn unsupported_settings_are_refused_by_name() {
     refused(json!({"rank_pattern": {"up_prj": 4}}), &["rank_pattern", "`up_prj` matches no module"]);
     refused(json!({"exclude_modules": ["up_prj"]}), &["exclude_modules", "`up_prj` matches no module"]);
     refused(json!({"layers_to_transform": [99]}), &["layers_to_transform", "there is no layer 99"]);
-    refused(json!({"use_dora": true}), &["use_dora", "DoRA"]);
+    refused(json!({"use_dora": true}), &["use_dora", "true is not supported"]);
     refused(json!({"peft_type": "IA3"}), &["peft_type", "IA3"]);
     refused(json!({"bias": "all"}), &["bias", "all", "none"]);
     refused(json!({"init_lora_weights": "pissa"}), &["init_lora_weights", "pissa"]);

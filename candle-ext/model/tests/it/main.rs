@@ -12,6 +12,7 @@ mod expert_weighting;
 mod gguf;
 mod merging;
 mod parity;
+mod peft_folders;
 mod rope;
 mod tiny;
 mod upcycling;

@@ -158,7 +158,7 @@ impl Tiny {
     }
 }
 
-fn read(checkpoint: &Checkpoint, param: &ParamSpec) -> Tensor {
+pub(crate) fn read(checkpoint: &Checkpoint, param: &ParamSpec) -> Tensor {
     checkpoint.param(param, DType::F32, &Device::Cpu).unwrap()
 }
 

@@ -1,5 +1,5 @@
 //! Built-in chat templates: their texts equal those of other programs, their loss masks, and the tokens that they need.
-//! `tests/reference/built_in_templates.py` writes the texts.
+//! `tests/reference/built_in_templates.py` and `axolotl_templates.py` write the texts.
 
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{GENERATION_CONFIG, end_of_turn, generation_config_with_end_of_turn};
@@ -59,6 +59,17 @@ fn a_template_prints_what_the_program_of_the_format_prints() {
         assert_eq!(template(name).render(&chat, ending).unwrap(), golden["text"].as_str().unwrap(), "{golden}");
     }
     assert_eq!(goldens.len(), 39);
+}
+
+#[test]
+fn a_template_prints_what_axolotl_prints() {
+    let goldens: Vec<Json> = serde_json::from_str(include_str!("../fixtures/chat/axolotl.json")).unwrap();
+    for golden in &goldens {
+        let text =
+            template(golden["template"].as_str().unwrap()).render(&conversation(golden), AddGenerationPrompt::No);
+        assert_eq!(text.unwrap(), golden["text"].as_str().unwrap(), "{golden}");
+    }
+    assert_eq!(goldens.len(), 54);
 }
 
 #[test]

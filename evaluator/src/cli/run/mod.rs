@@ -34,7 +34,7 @@ use candlewick_runtime::progress::{ProgressDisplay, set_progress_display};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::run_id::RunId;
 use candlewick_runtime::terminal::print_note;
-use stop::StopWithCache;
+use stop::StopSignalWatch;
 
 #[derive(Debug, Args)]
 pub(super) struct RunArgs {
@@ -148,7 +148,7 @@ pub(super) fn run(args: &RunArgs, hub: &Hub) -> Result<ExitCode> {
         let output = args.output_path.as_ref().map(|path| ResultsFolder::new(path, &args.model.model, id.file_stamp()));
         let log = args.use_cache.clone().or(output.as_ref().map(ResultsFolder::response_cache_folder));
         // Without a cache there is nothing to keep, and a signal ends the process at once.
-        let stop = log.as_deref().map(StopWithCache::watch).transpose()?;
+        let stop = log.as_deref().map(StopSignalWatch::watch).transpose()?;
         let settings = args.request_args.settings(args.seeds().resolve(id.run).0, log.clone());
         let answers = EngineBackend::new(&lm, settings, ranks.inference_group())?;
         let max_length = answers.max_length();

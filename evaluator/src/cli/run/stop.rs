@@ -9,12 +9,12 @@ use candlewick_runtime::stop_signals::{LastSignal, SignalReaction, stop_signals}
 use candlewick_runtime::terminal::print_note;
 
 /// Watch for the stop signals of an evaluation whose responses are cached.
-pub(super) struct StopWithCache<'a> {
+pub(super) struct StopSignalWatch<'a> {
     signal: LastSignal,
     folder: &'a Path,
 }
 
-impl<'a> StopWithCache<'a> {
+impl<'a> StopSignalWatch<'a> {
     /// Installs the handlers. `folder` is the response cache.
     pub(super) fn watch(folder: &'a Path) -> Result<Self> {
         let signal = LastSignal::watch(stop_signals()).context("failed to watch for signals")?;

@@ -10,6 +10,10 @@ use super::table::{Attack, pipe, write};
 
 const CACHED: &[&str] = &["evaluator", "score", "--model", "tiny/base", "--text", "Say yes."];
 
+const ABSENT: &[&str] = &["tiny/base", "config.json is not in the cache"];
+const IRREGULAR: &[&str] = &["config.json", "no regular file"];
+const NO_REVISION: &[&str] = &["tiny/base", "no files of revision \"main\""];
+
 pub(crate) const ATTACKS: &[Attack] = &[
     Attack {
         name: "a locked file with other bytes in the cache",
@@ -27,55 +31,48 @@ pub(crate) const ATTACKS: &[Attack] = &[
         code: 3,
         words: &["recipe.yaml.lock", "its sha256 is ", "expected 0000", "run `trainer prefetch recipe.yaml`"],
     },
-    Attack {
-        name: "a cached file that is a link to itself",
-        path: "model",
-        apply: |model| replace_config(model, |config| symlink("config.json", config).unwrap()),
-        command: CACHED,
-        code: 3,
-        words: &["tiny/base", "config.json is not in the cache"],
-    },
-    Attack {
-        name: "a cached file that is a dangling link",
-        path: "model",
-        apply: |model| replace_config(model, |config| symlink("/nowhere", config).unwrap()),
-        command: CACHED,
-        code: 3,
-        words: &["tiny/base", "config.json is not in the cache"],
-    },
-    Attack {
-        name: "a cached file that is a link to a device without an end",
-        path: "model",
-        apply: |model| replace_config(model, |config| symlink("/dev/zero", config).unwrap()),
-        command: CACHED,
-        code: 6,
-        words: &["config.json", "no regular file"],
-    },
-    Attack {
-        name: "a cached file that is a pipe",
-        path: "model",
-        apply: |model| replace_config(model, pipe),
-        command: CACHED,
-        code: 6,
-        words: &["config.json", "no regular file"],
-    },
-    Attack {
-        name: "a cached revision that is a link to a device without an end",
-        path: "model",
-        apply: |model| replace_revision(model, |revision| symlink("/dev/zero", revision).unwrap()),
-        command: CACHED,
-        code: 3,
-        words: &["tiny/base", "no files of revision \"main\""],
-    },
-    Attack {
-        name: "a cached revision that leads to another folder",
-        path: "model",
-        apply: |model| replace_revision(model, |revision| write(revision, "../../../models--tiny--base")),
-        command: CACHED,
-        code: 3,
-        words: &["tiny/base", "no files of revision \"main\""],
-    },
+    cached(
+        "config.json in the cache: a link to itself",
+        |model| replace_config(model, |it| symlink("config.json", it).unwrap()),
+        3,
+        ABSENT,
+    ),
+    cached(
+        "config.json in the cache: a dangling link",
+        |model| replace_config(model, |it| symlink("/nowhere", it).unwrap()),
+        3,
+        ABSENT,
+    ),
+    cached(
+        "config.json in the cache: a link to a device without an end",
+        |model| replace_config(model, device),
+        6,
+        IRREGULAR,
+    ),
+    cached("config.json in the cache: a pipe", |model| replace_config(model, pipe), 6, IRREGULAR),
+    cached(
+        "the revision in the cache: a link to a device without an end",
+        |model| replace_revision(model, device),
+        3,
+        NO_REVISION,
+    ),
+    cached(
+        "the revision in the cache: a path to another folder",
+        |model| replace_revision(model, |it| write(it, "../../../models--tiny--base")),
+        3,
+        NO_REVISION,
+    ),
 ];
+
+/// Creates the row of a damaged model in the Hub cache.
+const fn cached(name: &'static str, apply: fn(&Path), code: i32, words: &'static [&'static str]) -> Attack {
+    Attack { name, path: "model", apply, command: CACHED, code, words }
+}
+
+/// Links a path to a device without an end.
+fn device(path: &Path) {
+    symlink("/dev/zero", path).unwrap();
+}
 
 fn commit() -> String {
     "1".repeat(40)

@@ -287,7 +287,7 @@ fn all_ranks_skip_an_incomplete_checkpoint() {
         check_end(
             &end,
             6,
-            &["no checkpoint there is complete", "state.json has 1 bytes", "no manifest.json", "Restore one"],
+            &["no checkpoint there is complete", "state.json has 1 byte,", "no manifest.json", "Restore one"],
         );
     }
 }

@@ -7,6 +7,7 @@ mod ranks;
 
 use serde_json::{Value as Json, json};
 
+use super::chat_templates::{ForeignTemplate, convert_template, equal_template};
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys, KERNELS, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
@@ -38,12 +39,12 @@ const RULES: KeyRules = &[
     ("fp8", KeyRule::By(model::fp8)),
     ("fp8_enable_fsdp_float8_all_gather", KeyRule::By(model::fp8_gather)),
     ("special_tokens", KeyRule::By(model::special_tokens)),
-    ("tokens", KeyRule::Missing("new_tokens")),
-    ("added_tokens_overrides", KeyRule::Missing("new_tokens")),
-    ("resize_token_embeddings_to_32x", KeyRule::Missing("new_tokens")),
-    ("shrink_embeddings", KeyRule::Missing("new_tokens")),
+    ("tokens", KeyRule::MissingFeature("new_tokens")),
+    ("added_tokens_overrides", KeyRule::MissingFeature("new_tokens")),
+    ("resize_token_embeddings_to_32x", KeyRule::MissingFeature("new_tokens")),
+    ("shrink_embeddings", KeyRule::MissingFeature("new_tokens")),
     ("embeddings_skip_upcast", KeyRule::BuiltIn("the embedding has model.dtype")),
-    ("unfrozen_parameters", KeyRule::Missing("unfrozen_parameters")),
+    ("unfrozen_parameters", KeyRule::MissingFeature("unfrozen_parameters")),
     ("attn_implementation", KeyRule::By(model::attention)),
     ("eager_attention", KeyRule::By(model::eager)),
     ("flash_attention", KeyRule::BuiltIn("fused attention is the default")),
@@ -228,16 +229,28 @@ fn curriculum(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
-/// Templates of axolotl that print the text of a built-in one.
-const TEMPLATES: &[(&str, &str)] = &[
-    ("chatml", "chatml"),
-    ("llama3", "llama3"),
-    ("qwen_25", "qwen2.5"),
-    ("qwen3", "qwen3"),
-    ("gemma", "gemma"),
-    ("gemma3", "gemma"),
-    ("mistral_v2v3", "mistral"),
+/// Templates of axolotl with a built-in counterpart (tests/reference/axolotl_templates.py compares their texts).
+const TEMPLATES: &[ForeignTemplate] = &[
+    equal_template("chatml", "chatml"),
+    equal_template("llama3", "llama3"),
+    equal_template("qwen_25", "qwen2.5"),
+    equal_template("qwen3", "qwen3"),
+    ForeignTemplate {
+        name: "gemma",
+        built_in: "gemma",
+        difference: "a system message is part of the first user message; there it is an error",
+    },
+    equal_template("gemma3", "gemma"),
+    equal_template("gemma3n", "gemma"),
+    ForeignTemplate {
+        name: "mistral_v2v3",
+        built_in: "mistral",
+        difference: "a system message is part of the last user message; there it is lost in rows that end with an answer",
+    },
 ];
+
+/// Prefix of the names of templates for tokenizers without their own.
+const FALLBACK: &str = "tokenizer_default_fallback_";
 
 fn chat_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     match item.text() {
@@ -245,7 +258,11 @@ fn chat_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
         Some("jinja") if converter.get("chat_template_jinja").is_some() => {
             converter.built_in(item, "chat_template_jinja has the template");
         }
-        _ => hugging_face::template(converter, item, TEMPLATES),
+        Some(name) if name.starts_with(FALLBACK) => {
+            let note = "the tokenizer's own chat template applies; without one, set tokenizer.chat_template";
+            converter.change(item, [], note);
+        }
+        _ => convert_template(converter, item, TEMPLATES),
     }
 }
 

@@ -14,11 +14,11 @@ pub(super) const RULES: KeyRules = &[
     ("lora_dropout", KeyRule::Elsewhere),
     ("lora_target", KeyRule::Elsewhere),
     ("use_rslora", KeyRule::Elsewhere),
-    ("use_dora", KeyRule::Missing("dora")),
+    ("use_dora", KeyRule::MissingFeature("dora")),
     ("pissa_init", KeyRule::Unless("PEFT's default initialization is the only one")),
     ("pissa_iter", KeyRule::BuiltIn("has no effect without pissa_init")),
     ("pissa_convert", KeyRule::BuiltIn("has no effect without pissa_init")),
-    ("additional_target", KeyRule::Missing("modules_to_save")),
+    ("additional_target", KeyRule::MissingFeature("modules_to_save")),
     (
         "create_new_adapter",
         KeyRule::Unless("merge the adapter first with `trainer merge`, and train a new one on the result"),
@@ -28,9 +28,9 @@ pub(super) const RULES: KeyRules = &[
     ("quantization_type", KeyRule::BuiltIn(QUANTIZED)),
     ("double_quantization", KeyRule::BuiltIn(QUANTIZED)),
     ("quantization_device_map", KeyRule::BuiltIn(QUANTIZED)),
-    ("freeze_trainable_layers", KeyRule::Missing("freeze")),
-    ("freeze_trainable_modules", KeyRule::Missing("freeze")),
-    ("freeze_extra_modules", KeyRule::Missing("freeze")),
+    ("freeze_trainable_layers", KeyRule::MissingFeature("freeze")),
+    ("freeze_trainable_modules", KeyRule::MissingFeature("freeze")),
+    ("freeze_extra_modules", KeyRule::MissingFeature("freeze")),
 ];
 
 /// Converts the method. LoRA is the default.

@@ -5,6 +5,7 @@ mod lora;
 
 use serde_json::{Value as Json, json};
 
+use super::chat_templates::{ForeignTemplate, convert_template, equal_template};
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys, KERNELS, PREPARED, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
@@ -19,9 +20,9 @@ const RULES: KeyRules = &[
     ("adapter_name_or_path", KeyRule::By(lora::continued)),
     ("cache_dir", KeyRule::Nothing("set the environment variable HF_HOME")),
     ("use_fast_tokenizer", KeyRule::BuiltIn("tokenizer.json is read")),
-    ("resize_vocab", KeyRule::Missing("new_tokens")),
-    ("add_tokens", KeyRule::Missing("new_tokens")),
-    ("add_special_tokens", KeyRule::Missing("new_tokens")),
+    ("resize_vocab", KeyRule::MissingFeature("new_tokens")),
+    ("add_tokens", KeyRule::MissingFeature("new_tokens")),
+    ("add_special_tokens", KeyRule::MissingFeature("new_tokens")),
     ("split_special_tokens", KeyRule::Unless("special tokens in a text are always split by the chat template's rules")),
     ("low_cpu_mem_usage", KeyRule::BuiltIn("weights are memory-mapped")),
     ("rope_scaling", KeyRule::By(rope_scaling)),
@@ -49,9 +50,9 @@ const RULES: KeyRules = &[
     ("hf_hub_token", KeyRule::Nothing("set the environment variable HF_TOKEN; a recipe has no secrets")),
     ("ms_hub_token", KeyRule::Nothing("ModelScope is not supported")),
     ("om_hub_token", KeyRule::Nothing("Modelers is not supported")),
-    ("image_max_pixels", KeyRule::Missing("images")),
-    ("video_max_pixels", KeyRule::Missing("images")),
-    ("media_dir", KeyRule::Missing("images")),
+    ("image_max_pixels", KeyRule::MissingFeature("images")),
+    ("video_max_pixels", KeyRule::MissingFeature("images")),
+    ("media_dir", KeyRule::MissingFeature("images")),
     ("freeze_vision_tower", KeyRule::BuiltIn("the models have no vision tower")),
     ("freeze_multi_modal_projector", KeyRule::BuiltIn("the models have no vision tower")),
     // Method.
@@ -231,28 +232,33 @@ fn fp8(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
     }
 }
 
-/// Templates of LLaMA-Factory that print the text of a built-in one.
-const TEMPLATES: &[(&str, &str)] = &[
-    ("chatml", "chatml"),
-    ("llama3", "llama3"),
-    ("qwen", "qwen2.5"),
-    ("gemma", "gemma"),
-    ("gemma2", "gemma"),
-    ("gemma3", "gemma"),
-];
-
-/// Templates of the same name, and the difference of the built-in one.
-const OTHER_TEMPLATES: &[(&str, &str)] = &[
-    ("qwen3", "only answers after the last question have reasoning, and the last answer has an empty block without it"),
-    ("mistral", "the system message is part of the last user message, not of the first"),
-    ("alpaca", "the text begins with BOS, and an empty line follows the system message"),
+/// Templates of LLaMA-Factory with a built-in counterpart.
+const TEMPLATES: &[ForeignTemplate] = &[
+    equal_template("chatml", "chatml"),
+    equal_template("llama3", "llama3"),
+    equal_template("qwen", "qwen2.5"),
+    equal_template("gemma", "gemma"),
+    equal_template("gemma2", "gemma"),
+    equal_template("gemma3", "gemma"),
+    ForeignTemplate {
+        name: "qwen3",
+        built_in: "qwen3",
+        difference: "only answers after the last question have reasoning, and the last answer has an empty block without it",
+    },
+    ForeignTemplate {
+        name: "mistral",
+        built_in: "mistral",
+        difference: "the system message is part of the last user message, not of the first",
+    },
+    ForeignTemplate {
+        name: "alpaca",
+        built_in: "alpaca",
+        difference: "the text begins with BOS, and an empty line follows the system message",
+    },
 ];
 
 fn template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    match OTHER_TEMPLATES.iter().find(|(name, _)| item.text() == Some(name)) {
-        Some((name, note)) => converter.change(item, [("tokenizer.chat_template", (*name).into())], note),
-        None => hugging_face::template(converter, item, TEMPLATES),
-    }
+    convert_template(converter, item, TEMPLATES);
 }
 
 fn packing(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {

@@ -4,8 +4,10 @@ mod components;
 mod datasets;
 mod interpolation;
 
+use candlewick_text::quantity::counted;
 use serde_json::{Value as Json, json};
 
+use super::chat_templates::{convert_template, equal_template};
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys};
 use super::item::ForeignItem;
@@ -136,7 +138,7 @@ fn refuse_other_recipes(converter: &mut Converter<'_>) {
 }
 
 fn prompt_template(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
-    hugging_face::template(converter, item, &[("torchtune.data.ChatMLTemplate", "chatml")]);
+    convert_template(converter, item, &[equal_template("torchtune.data.ChatMLTemplate", "chatml")]);
 }
 
 fn shuffle(converter: &mut Converter<'_>, item: &ForeignItem<'_>) {
@@ -276,7 +278,9 @@ fn length(converter: &mut Converter<'_>) {
     match steps {
         Some(item) => {
             let Some(n) = item.whole() else { return converter.fail(&item, "a number of steps") };
-            let note = format!("{n_epochs} epochs of {n} steps; each begins the data anew in torchtune, but not here");
+            let (epochs_in_words, steps_in_words) = (counted(n_epochs, "epoch"), counted(n, "step"));
+            let note =
+                format!("{epochs_in_words} of {steps_in_words}; each begins the data anew in torchtune, but not here");
             converter.change(&item, [("train_iters", (n * n_epochs).into())], &note);
             if let Some(epochs) = epochs {
                 converter.change(&epochs, [("train_iters", (n * n_epochs).into())], &note);

@@ -8,7 +8,7 @@ use super::output::run_folder;
 use super::resolver::Resolver;
 use crate::checkpoint::{CheckpointFormat, CheckpointPlan};
 use crate::recipe::{CheckpointSection, CheckpointType, FloatDtype, Origin};
-use crate::step_fraction::StepFraction;
+use crate::step_fraction::FractionalInterval;
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
     check_save_name(resolver);
@@ -243,7 +243,11 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointS
 }
 
 /// Returns the interval in steps, 0 if there is none, or as a fraction.
-fn save_interval(resolver: &mut Resolver, path: &str, checkpoint: &CheckpointSection) -> (usize, Option<StepFraction>) {
+fn save_interval(
+    resolver: &mut Resolver,
+    path: &str,
+    checkpoint: &CheckpointSection,
+) -> (usize, Option<FractionalInterval>) {
     let [steps_key, per_epoch_key] = ["save_every_n_steps", "saves_per_epoch"].map(|key| format!("{path}.{key}"));
     let (steps, fraction) = steps_or_fraction(resolver, &steps_key, checkpoint.save_every_n_steps);
     let Some(per_epoch) = checkpoint.saves_per_epoch.filter(|n| n.0 > 0) else { return (steps, fraction) };

@@ -133,15 +133,12 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
         Some((_, DisabledValue::False)) if *value == Value::Bool(false) => {}
         Some(_) => {
             let advice = "remove the key, or set it to false";
-            resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+            resolver.report_missing(&[path], &format!("{path}: {value}"), advice);
         }
-        None => {
-            let (problem, advice) = match foreign_key_advice(path) {
-                Some(advice) => (format!("unknown key `{path}`"), advice),
-                None => (format!("`{path}` is not implemented yet"), "remove the key".to_owned()),
-            };
-            resolver.report_with_advice(&[path], problem, advice);
-        }
+        None => match foreign_key_advice(path) {
+            Some(advice) => resolver.report_with_advice(&[path], format!("unknown key `{path}`"), advice),
+            None => resolver.report_missing(&[path], path, "remove the key"),
+        },
     }
 }
 
@@ -153,7 +150,7 @@ fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
         "device" if matches!(value.as_str(), Some("cpu" | "none")) => {}
         "device" => {
             let advice = "use cpu, or none to keep the optimizer with the weights";
-            resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+            resolver.report_missing(&[path], &format!("{path}: {value}"), advice);
         }
         "ratio" if !number(value).is_some_and(|share| (0.0..=1.0).contains(&share)) => {
             resolver
@@ -188,7 +185,7 @@ fn check_offload_param(resolver: &mut Resolver, key: &str, path: &str, value: &V
         }
         "device" => {
             let advice = "use cpu, or none to keep the weights on the GPU";
-            resolver.report_with_advice(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+            resolver.report_missing(&[path], &format!("{path}: {value}"), advice);
         }
         "pin_memory" => check_pinning(resolver, path, value),
         _ => check_only(resolver, key, path, value),

@@ -2,16 +2,16 @@
 
 use super::resolver::Resolver;
 use crate::recipe::{HumanInt, StepInterval};
-use crate::step_fraction::StepFraction;
+use crate::step_fraction::FractionalInterval;
 
 /// Returns an interval in steps, 0 if there is none, or the fraction of the run that a number below 1 is.
 pub(super) fn steps_or_fraction(
     resolver: &mut Resolver,
     key: &str,
     given: Option<StepInterval>,
-) -> (usize, Option<StepFraction>) {
+) -> (usize, Option<FractionalInterval>) {
     match given.map_or(0.0, |interval| interval.0) {
-        fraction if fraction > 0.0 && fraction < 1.0 => (0, Some(StepFraction::OfRun(fraction))),
+        fraction if fraction > 0.0 && fraction < 1.0 => (0, Some(FractionalInterval::OfRun(fraction))),
         steps => match HumanInt::from_f64(steps) {
             Some(steps) => (steps.0, None),
             None => {
@@ -25,6 +25,6 @@ pub(super) fn steps_or_fraction(
 }
 
 /// Returns an epoch divided by `n`. `None` is each epoch: epochs of packed rows differ in length.
-pub(super) fn of_epoch(n: usize) -> Option<StepFraction> {
-    (n > 1).then_some(StepFraction::PerEpoch(n))
+pub(super) fn of_epoch(n: usize) -> Option<FractionalInterval> {
+    (n > 1).then_some(FractionalInterval::PerEpoch(n))
 }

@@ -39,7 +39,7 @@ mod watchdog;
 use candlewick_ops::DeviceChoice;
 
 use crate::plan::{Plan, ResolvedSetting};
-use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError};
+use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError, missing_feature_advice};
 
 pub(crate) use environment::is_path;
 pub use environment::{
@@ -55,7 +55,7 @@ impl Plan {
     /// Resolves a recipe. Fails with all faults of the recipe at once.
     pub fn resolve(loaded: &Loaded, env: &Environment) -> Result<Self, RecipeError> {
         let mut resolver = Resolver::new(loaded, env);
-        refused::refuse_unimplemented_keys(&mut resolver);
+        refused::refuse_unsupported_keys(&mut resolver);
         deepspeed::check_section(&mut resolver);
         let kind = batches::resolve_kind(&mut resolver);
         dialect::note_defaults(&mut resolver, kind);
@@ -160,7 +160,11 @@ fn summarized_keys(loaded: &Loaded, settings: &[ResolvedSetting]) -> Vec<Resolve
 fn device(resolver: &mut Resolver) -> DeviceChoice {
     let name = resolver.pick("device", resolver.recipe().device.clone(), "auto".into());
     let device = name.parse().unwrap_or_else(|problem: String| {
-        resolver.report(&["device"], format!("device: {problem}"));
+        let message = format!("device: {problem}");
+        match missing_feature_advice(name.split(':').next().unwrap_or(&name)) {
+            Some(advice) => resolver.report_with_advice(&["device"], message, advice),
+            None => resolver.report(&["device"], message),
+        }
         DeviceChoice::Auto
     });
     let is_placed = resolver.env.world.machines != Machines::Unknown;

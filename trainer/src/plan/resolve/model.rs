@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use candlewick_model::{Config, LoraConfig, Model};
+use candlewick_model::{Config, LoraConfig, Model, ModelError};
 use candlewick_ops::{AttentionChoice, AttentionImpl, GroupedGemmImpl};
 use candlewick_text::hub::{LocalModel, local_model};
 use candlewick_text::template::{ChatTemplateSource, check_variable};
@@ -13,7 +13,7 @@ use super::{TempDir, autocast, deepspeed};
 use crate::plan::{CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 use crate::recipe::{
     ActivationCheckpoint, AttnImplementation, BaseStorage, ConfigSource, ExpertsImplementation, FloatDtype, HumanInt,
-    ModelType, Origin,
+    ModelType, Origin, missing_feature_advice,
 };
 
 /// The most MTP layers, as a guard against typing errors. Published models have at most 3.
@@ -242,9 +242,21 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
             None => adapter,
         }),
         Err(error) => {
-            resolver.report(&[key], format!("{key}: {error}"));
+            report_adapter_error(resolver, key, &error);
             None
         }
+    }
+}
+
+/// Reports an invalid adapter, with the replacement of a missing feature in its config.
+fn report_adapter_error(resolver: &mut Resolver, key: &str, error: &ModelError) {
+    let name = error.config_key().unwrap_or_default();
+    let value = resolver.recipe().model.peft_config.as_ref().and_then(|map| map.get(name)?.as_str());
+    let advice = value.and_then(missing_feature_advice).or_else(|| missing_feature_advice(name));
+    let (at, message) = (format!("{key}.{name}"), format!("{key}: {error}"));
+    match advice {
+        Some(advice) => resolver.report_with_advice(&[&at, key], message, advice),
+        None => resolver.report(&[&at, key], message),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use candlewick_model::{Model, QkNorm};
 use candlewick_ops::{FP8_BLOCK, GroupedGemmImpl};
+use candlewick_text::quantity::counted;
 
 use super::model::EXPERTS;
 use super::resolver::{Resolver, degree_advice, one_of};
@@ -92,7 +93,8 @@ pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stag
     if !fits(&expert) {
         let possible = (1..=n_in_stage).filter(fits);
         let (message, advice) = if n_experts.is_multiple_of(expert) {
-            let message = format!("{SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided by {expert}");
+            let ranks = counted(n_in_stage, "rank");
+            let message = format!("{SIZE}: the {ranks} of a pipeline stage cannot be divided by {expert}");
             (message, degree_advice(resolver, possible))
         } else {
             (format!("{SIZE}: {n_experts} experts cannot be divided by {expert}"), one_of(possible))
@@ -106,8 +108,8 @@ pub(super) fn expert_ranks(resolver: &mut Resolver, model: &ModelPlan, n_in_stag
     if !fits(&tensor) {
         let message = if width.is_multiple_of(tensor) {
             format!(
-                "{TENSOR_SIZE}: the {n_in_stage} ranks of a pipeline stage cannot be divided into {expert} expert-parallel \
-                 groups of {tensor}"
+                "{TENSOR_SIZE}: the {} of a pipeline stage cannot be divided into {expert} expert-parallel groups of {tensor}",
+                counted(n_in_stage, "rank")
             )
         } else {
             format!("{TENSOR_SIZE}: the intermediate size {width} of an expert cannot be divided by {tensor}")

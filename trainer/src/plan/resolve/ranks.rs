@@ -2,6 +2,7 @@
 
 use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, AttentionImpl};
+use candlewick_text::quantity::counted;
 
 use super::model::ATTENTION;
 use super::resolver::{Resolver, degree_advice, one_of};
@@ -37,8 +38,8 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sharing) => size,
         (_, Some(size)) => {
             let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sharing);
-            let mut message =
-                format!("{}: {n_ranks} ranks cannot be divided into groups of {size}", deepspeed::SHARD_SIZE);
+            let ranks = counted(n_ranks, "rank");
+            let mut message = format!("{}: {ranks} cannot be divided into groups of {size}", deepspeed::SHARD_SIZE);
             if sharing > 1 {
                 message += &format!(", each a multiple of the {sharing} ranks that share a sequence");
             }

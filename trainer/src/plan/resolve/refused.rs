@@ -1,10 +1,10 @@
-//! Keys of the schema that are not implemented yet. Each is an error if it would change the run.
+//! Keys of the schema without support. Each is an error if it would change the run.
 
 use super::resolver::Resolver;
 use crate::recipe::DataType;
 
-/// Adds an error for each set key that is not implemented and would change the run.
-pub(super) fn refuse_unimplemented_keys(resolver: &mut Resolver) {
+/// Adds an error for each set key that is not supported and would change the run.
+pub(super) fn refuse_unsupported_keys(resolver: &mut Resolver) {
     preferences(resolver);
     code(resolver);
     without_effect(resolver);
@@ -64,7 +64,6 @@ fn code(resolver: &mut Resolver) {
 fn refuse(resolver: &mut Resolver, key: &str, is_set: bool) {
     if is_set {
         let what = resolver.loaded.scalar(key).map_or(key.to_owned(), |value| format!("{key}: {value}"));
-        let advice = "remove the key, or set it to its default";
-        resolver.report_with_advice(&[key], format!("`{what}` is not implemented yet"), advice);
+        resolver.report_missing(&[key], &what, "remove the key, or set it to its default");
     }
 }

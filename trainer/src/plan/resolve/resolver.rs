@@ -4,7 +4,9 @@ use serde::Serialize;
 
 use super::environment::Environment;
 use crate::plan::ResolvedSetting;
-use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeDialect, RecipeError};
+use crate::recipe::{
+    Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeDialect, RecipeError, missing_feature_advice,
+};
 
 pub(super) struct Resolver<'a> {
     pub(super) loaded: &'a Loaded,
@@ -81,6 +83,15 @@ impl<'a> Resolver<'a> {
     /// Reports a fault at a key, with advice.
     pub(super) fn report_with_advice(&mut self, keys: &[&str], message: impl Into<String>, advice: impl Into<String>) {
         self.faults.push(self.loaded.fault_at(keys, message).note(advice));
+    }
+
+    /// Reports a key or value without support, such as `beta: 0.1`, with the replacement of the missing feature if it is one, else
+    /// with the advice.
+    pub(super) fn report_missing(&mut self, keys: &[&str], what: &str, advice: impl Into<String>) {
+        let (key, value) = what.split_once(": ").unwrap_or((what, ""));
+        let feature = missing_feature_advice(value.trim_matches('"')).or_else(|| missing_feature_advice(key));
+        let advice = feature.unwrap_or_else(|| advice.into());
+        self.report_with_advice(keys, format!("`{what}` is not supported"), advice);
     }
 
     pub(super) fn note(&mut self, note: impl Into<String>) {

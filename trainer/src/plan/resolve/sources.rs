@@ -116,7 +116,7 @@ fn load_arguments(resolver: &mut Resolver, path: &str, kwargs: &JsonMap) -> Load
                     "streaming" => "remove the key, and set data.streaming: true".to_owned(),
                     _ => format!("remove the key; supported keys: {}", READ.join(", ")),
                 };
-                resolver.report_with_advice(&[&at], format!("`{at}` is not implemented yet"), advice);
+                resolver.report_missing(&[&at], &at, advice);
                 continue;
             }
         };

@@ -72,7 +72,7 @@ fn check(resolver: &mut Resolver, name: &str, value: &Value) {
                 "remove the key; supported keys: add_special_tokens, padding, truncation, max_length, {}",
                 INERT.join(", ")
             );
-            return resolver.report_with_advice(&[&key, KEY], format!("`{key}` is not implemented yet"), advice);
+            return resolver.report_missing(&[&key, KEY], &key, advice);
         }
     };
     resolver.report(&[&key, KEY], format!("{key}: expected {want}, found {value}"));

@@ -282,7 +282,7 @@ fn tokenize_kwargs_cut_plain_text_and_nothing_else() {
         ("{truncation: only_second, max_length: 4}", "expected true, false, longest_first or only_first"),
         ("{max_length: 0, truncation: true}", "expected a whole number"),
         ("{padding: max_length}", "data.pad_to pads rows"),
-        ("{stride: 3}", "`tokenizer.tokenize_kwargs.stride` is not implemented yet"),
+        ("{stride: 3}", "`tokenizer.tokenize_kwargs.stride` is not supported"),
     ] {
         refused(&["type=causal", &kwargs(text)], &[want]);
     }

@@ -81,7 +81,7 @@ fn the_optimizer_may_be_offloaded_to_the_host() {
     refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a fraction of the parameters from 0 to 1"]);
     refused(&[&format!("{offload}.ratio=0.5")], &["ratio: nothing is offloaded", "offload_optimizer.device: cpu"]);
     refused(&[&cpu, &format!("{offload}.pin_memory=3")], &["expected true or false, found 3"]);
-    refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not implemented yet"]);
+    refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not supported"]);
     let weights = "deepspeed.zero_optimization.offload_param.device=cpu";
     let stage_3 = "deepspeed.zero_optimization.stage=3";
     let offloaded = plan(&[weights, &cpu, stage_3]);

@@ -80,7 +80,7 @@ fn no_entry_uses_the_folder_of_the_stop_checkpoint() {
 }
 
 #[test]
-fn unimplemented_keys_are_refused_by_name() {
+fn unsupported_keys_are_refused_by_name() {
     for argument in [
         "beta=0.1",
         "ref_model={name_or_path: x}",
@@ -91,7 +91,7 @@ fn unimplemented_keys_are_refused_by_name() {
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
     ] {
         let key = argument.split('=').next().unwrap();
-        refused(&[argument], &[&format!("argument `{argument}`:"), key, "not implemented yet"]);
+        refused(&[argument], &[&format!("argument `{argument}`:"), key, "` is not supported"]);
     }
     for argument in
         ["type=grpo", "type=dpo", "data.type=kto", "use_dora=true", "optimizer.type=adamw_8bit", "qlora=true"]
@@ -105,12 +105,58 @@ fn unimplemented_keys_are_refused_by_name() {
     refused(&["code=mine.py"], &["code: Python code (mine.py) is not supported"]);
 }
 
+/// Words of other toolkits that are no keys of a recipe.
+pub(super) const WORDS: &str = "
+    dpo ipo kto orpo simpo grpo ppo rlhf reward_model online_dpo trl qlora 4bit 4-bit 8bit load_in_4bit load_in_8bit bnb gptq awq
+    bnb_4bit_quant_type lora peft adapter dora use_dora modules_to_save trainable_token_indices neftune neftune_noise_alpha pissa
+    prefix_tuning ia3 loraplus lora_plus lora_bias freeze unfreeze flash_attention flash-attention flash_attention_2 flash_attn sdpa
+    xformers liger liger_kernel use_liger_kernel unsloth zero zero1 zero2 zero3 zero_offload offload nvme cpu_offload
+    fsdp fsdp2 fsdp_config ddp accelerate vision multimodal images classification distillation kd muon adafactor lion adam8bit
+    paged_adamw_8bit adamw_8bit galore ema swa gradient_checkpointing mixed_precision amp bf16 fp16 tf32 compile
+    torch_compile mps rocm xpu tpu gguf quantization resume warmup cosine packing sample_packing multipack sequence_packing
+    curriculum tools tool_calling chat_template system_prompt special_tokens add_tokens pad_token eos_token bos_token rope_scaling
+    yarn long_context ring_attention s2_attention shift_attn speculative_decoding beam_search mtp lr learning_rate max_steps
+    num_epochs batch_size save_safetensors push_to_hub comet trackio swanlab clearml neptune tensorboard streaming device_map
+    trust_remote_code low_cpu_mem_usage use_cache ddp_find_unused_parameters dataloader_num_workers group_by_length";
+
+#[test]
+fn words_of_other_toolkits_get_their_key_or_a_replacement() {
+    for word in WORDS.split_whitespace() {
+        let message = resolve(BASE, &[&format!("{word}=true")]).err().unwrap_or_else(|| panic!("{word} is accepted"));
+        let message = message.to_string();
+        let is_answered = ["not supported; use ", "= use `", "= remove the key: ", "`"]
+            .iter()
+            .any(|part| message.lines().skip(1).any(|line| line.contains(part) && !line.contains("-v lists the keys")));
+        assert!(is_answered && !message.contains("did you mean"), "{word}: {message}");
+    }
+}
+
+#[test]
+fn values_of_other_toolkits_get_a_replacement() {
+    for (argument, part) in [
+        ("device=mps", "GPUs of Apple, AMD and Intel (mps, ROCm, XPU): not supported; use `device: cpu`, or"),
+        ("device=xpu:0", "not supported; use `device: cpu`"),
+        ("device=tpu", "not supported; use `device: cpu`"),
+        ("device=rocm", "not supported; use `device: cpu`"),
+        ("model.peft_config={use_dora: true}", "DoRA: not supported; use LoRA"),
+        ("model.peft_config={modules_to_save: [lm_head]}", "not supported; use training all weights"),
+        ("model.peft_config={init_lora_weights: pissa}", "not supported; use LoRA, or rsLoRA"),
+        ("model.peft_config={peft_type: IA3}", "not supported; use LoRA, or rsLoRA"),
+        ("model.peft_config={bias: lora_only}", "not supported; use `bias: none`"),
+        ("deepspeed.zero_optimization.offload_optimizer.device=nvme", "not supported; use `device: cpu`"),
+        ("model.quantize_base=nf4", "not supported; use `model.quantize_base: fp8`"),
+        ("ref_model={name_or_path: x}", "not supported; use `type: sft` here, then TRL"),
+    ] {
+        refused(&[argument], &[part]);
+    }
+}
+
 #[test]
 fn all_refused_keys_are_listed_with_their_lines() {
     let error = resolve("label_smoothing: 0\nmodel: {name_or_path: a}\nbeta: 1\n", &[]).unwrap_err();
     let message = error.to_string();
-    assert!(message.contains("recipes/r.yaml:1:1: `label_smoothing: 0` is not implemented yet"), "{message}");
-    assert!(message.contains("recipes/r.yaml:3:1: `beta: 1` is not implemented yet"), "{message}");
+    assert!(message.contains("recipes/r.yaml:1:1: `label_smoothing: 0` is not supported"), "{message}");
+    assert!(message.contains("recipes/r.yaml:3:1: `beta: 1` is not supported"), "{message}");
     assert!(message.contains("data.sources: no training data are set"), "{message}");
     assert_eq!(error.faults().len(), 3);
 }

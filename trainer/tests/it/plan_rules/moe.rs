@@ -72,7 +72,7 @@ fn the_expert_parallel_degree_divides_ranks_and_experts() {
     let too_many = ["expert_parallel_size=4", "pipeline_parallel_size=2", "gradient_accumulation_steps=2"];
     refused_with_experts(4, &too_many, &["6 experts cannot be divided by 4", "use 1 or 2"]);
     refused_with_experts(4, &["expert_parallel_size=3"], &["the 4 ranks of a pipeline stage cannot be divided by 3"]);
-    let alone = ["the 1 ranks of a pipeline stage cannot be divided by 2", "start the ranks that the recipe needs"];
+    let alone = ["the 1 rank of a pipeline stage cannot be divided by 2", "start the ranks that the recipe needs"];
     refused_with_experts(1, &["expert_parallel_size=2"], &alone);
     refused_with_experts(4, &["expert_parallel_size=0"], &["expected at least 1, found 0"]);
 }
