@@ -285,6 +285,17 @@ fn the_size_of_a_run_is_printed_before_the_first_step() {
     let output = run.command("preprocess", &["train_iters=2"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     sizes.iter().for_each(|words| assert!(text.contains(words), "no {words:?} in:\n{text}"));
+    // Packing makes the epochs differ.
+    let packed =
+        ["data.pack_samples=true", "data.max_length=128", "micro_batch_size=1", "gradient_accumulation_steps=1"];
+    for (horizon, epochs) in
+        [(["train_iters=null", "epochs=3"], ", 3.00 epochs"), (["train_iters=200", "epochs=null"], ", about ")]
+    {
+        let output = run.command("preprocess", &[&packed[..], &horizon].concat()).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let steps = text.lines().find(|line| line.contains(" epochs: ")).unwrap_or_else(|| panic!("{text}"));
+        assert!(steps.contains(epochs) && steps.contains(" rows in epoch 0, 1 row a step, "), "{steps}");
+    }
     let output = run.command("preprocess", &["micro_batch_size=100000"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("a step has 80 rows instead of 200,000: the data have no more"), "{text}");
