@@ -39,6 +39,7 @@ mod tests;
 mod weights;
 
 pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight, require_space};
+pub(crate) use disk::{ReservedSpace, reserve_space};
 pub use early_stopping::EarlyStoppingState;
 pub use error::CheckpointError;
 pub(crate) use find::open;

@@ -13,6 +13,7 @@ mod data_loading;
 mod experts;
 mod flops;
 mod fp8;
+mod full_disk;
 mod loss_watchdog;
 mod masking;
 mod measurements;
