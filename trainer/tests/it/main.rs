@@ -32,6 +32,7 @@ mod recipe_values;
 mod report;
 mod results;
 mod resume;
+mod resume_from;
 mod routing_replay;
 mod run_files;
 mod run_folders;
