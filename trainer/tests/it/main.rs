@@ -10,6 +10,7 @@ mod config;
 mod convert;
 mod data;
 mod data_loading;
+mod endings;
 mod experts;
 mod flops;
 mod fp8;

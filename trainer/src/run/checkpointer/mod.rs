@@ -159,6 +159,12 @@ impl<'a> Checkpointer<'a> {
         !self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::Sharded)
     }
 
+    /// Returns true if the run continues from the checkpoint of a stopped run.
+    pub(super) fn has_stop_checkpoint(&self) -> bool {
+        let stop = self.run.plan.stop_checkpoint.as_ref();
+        stop.is_some_and(|plan| self.newest.contains_key(&(plan.format, plan.output_dir.clone())))
+    }
+
     /// Deletes the checkpoint of an earlier process of this run that was stopped, if nothing can be lost: the last step of the
     /// run is saved, or a checkpoint that is as new can be resumed. All ranks call this.
     pub(super) fn remove_stop_checkpoint(&self, Moment { step, end_of_training, .. }: Moment) -> Result<()> {
