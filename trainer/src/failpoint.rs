@@ -1,12 +1,16 @@
-//! Points at which a test ends the process with a signal, to resume the run from there. Release builds have none.
+//! Points at which a test ends or pauses the process with a signal. Release builds have none.
 
-use signal_hook::consts::{SIGKILL, SIGTERM};
+use signal_hook::consts::{SIGKILL, SIGSTOP, SIGTERM};
 use signal_hook::low_level::raise;
 
 /// Variables with the `NAME:STEP` of the failpoint at which the process gets a signal.
 ///
-/// `SIGKILL` runs no destructor and flushes no buffer. `SIGTERM` requests a stop.
-const VARIABLES: [(&str, i32); 2] = [("CANDLEWICK_TEST_KILL_AT", SIGKILL), ("CANDLEWICK_TEST_TERMINATE_AT", SIGTERM)];
+/// `SIGKILL` runs no destructor and flushes no buffer. `SIGTERM` requests a stop. `SIGSTOP` pauses it until `SIGCONT`.
+const VARIABLES: [(&str, i32); 3] = [
+    ("CANDLEWICK_TEST_KILL_AT", SIGKILL),
+    ("CANDLEWICK_TEST_TERMINATE_AT", SIGTERM),
+    ("CANDLEWICK_TEST_PAUSE_AT", SIGSTOP),
+];
 
 /// Sends the process a signal if the environment names this failpoint and step.
 ///

@@ -5,8 +5,8 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,19 +15,13 @@ pub use candlewick_runtime::stop_signals::SignalReaction;
 use candlewick_runtime::stop_signals::{LastSignal, stop_signals};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
-use signal_hook::iterator::Signals;
 
 /// Watches for stop requests. Clones share their state.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct StopSignals {
     last: LastSignal,
-    /// The immediate response to the first signal.
-    response: Arc<Mutex<Option<SignalResponse>>>,
     kill_switch: Option<PathBuf>,
 }
-
-/// A function that a thread calls at the first signal, while the program works on.
-type SignalResponse = Box<dyn Fn(Signal) + Send>;
 
 /// A time limit for the reaction to a signal. It ends with this value.
 #[derive(Debug)]
@@ -62,22 +56,12 @@ impl StopSignals {
     /// Installs handlers for the signals for the rest of the process.
     pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
         let signals: Vec<i32> = stop_signals().into_iter().chain([SIGUSR1]).collect();
-        let last = LastSignal::watch(signals.iter().copied())?;
-        let requests = Self { last, response: Arc::default(), kill_switch };
-        let (mut arrived, responding) = (Signals::new(signals)?, requests.clone());
-        let respond = move || {
-            // The process ends with this thread waiting.
-            for number in arrived.forever() {
-                responding.respond(number);
-            }
-        };
-        std::thread::Builder::new().name("signal-response".to_owned()).spawn(respond)?;
-        Ok(requests)
+        Ok(Self { last: LastSignal::watch(&signals)?, kill_switch })
     }
 
     /// Watches only the file, for a run inside a program that handles its own signals.
     pub fn without_signals(kill_switch: Option<PathBuf>) -> Self {
-        Self { last: LastSignal::default(), response: Arc::default(), kill_switch }
+        Self { last: LastSignal::default(), kill_switch }
     }
 
     /// Sets the reaction to the next signals.
@@ -87,14 +71,11 @@ impl StopSignals {
 
     /// Sets the immediate response to the first signal: the work that [`StopSignals::poll`] waits for may take minutes.
     pub fn respond_with(&self, response: impl Fn(Signal) + Send + 'static) {
-        *self.response.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(response));
-    }
-
-    fn respond(&self, number: i32) {
-        let response = self.response.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some((response, signal)) = response.zip(Signal::of(number)) {
-            response(signal);
-        }
+        self.last.respond_with(move |number| {
+            if let Some(signal) = Signal::of(number) {
+                response(signal);
+            }
+        });
     }
 
     /// Ends the process with `code` if a signal was not handled after `limit`: the work that it waits for cannot be
@@ -152,12 +133,6 @@ impl Signal {
             Self::HangUp | Self::Preempt => "",
         };
         format!("{}: {work}{again}", StopRequest::Signal(self))
-    }
-}
-
-impl std::fmt::Debug for StopSignals {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StopSignals").field("signal", &self.signal()).field("kill_switch", &self.kill_switch).finish()
     }
 }
 

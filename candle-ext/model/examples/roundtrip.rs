@@ -12,10 +12,10 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, Model, ParamSpec, RouterContext, SingleDevice, TiledMlp, UnitWeights,
+    AdapterFolder, Config, ForwardContext, Model, ParamSpec, SingleDevice, UnitWeights,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
-use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};
+use candlewick_ops::{CuSeqlens, Weight};
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -80,18 +80,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
     let positions: Vec<u32> = (0..ids.len() as u32).collect();
     let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), &Device::Cpu)?;
     let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
-    let context = ForwardContext {
-        cos: &cos,
-        sin: &sin,
-        seqs: &seqs,
-        dropout_key: None,
-        rows: &RowRanges::all(),
-        attention: AttentionChoice::default(),
-        experts_implementation: GroupedGemmImpl::default(),
-        tiled_mlp: TiledMlp::Off,
-        router: RouterContext::default(),
-        parallel_ops: &SingleDevice,
-    };
+    let context = ForwardContext::on_single_device([&cos, &sin], &seqs);
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &SingleDevice)?;
     for block_idx in 0..model.n_blocks() {
         x = model.block(&units[block_idx + 1], &x, &context)?;

@@ -2,6 +2,8 @@
 //!
 //! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size
 
+use std::sync::LazyLock;
+
 use candle_core::{Result, Tensor};
 use candlewick_ops::{
     self as ops, AttentionChoice, AttentionSpec, ColumnShard, CuSeqlens, GroupedGemmImpl, RowRanges, Weight,
@@ -131,7 +133,26 @@ pub struct ForwardContext<'a> {
     pub parallel_ops: &'a dyn ParallelOps,
 }
 
-impl ForwardContext<'_> {
+/// All rows of a micro-batch.
+static ALL_ROWS: LazyLock<RowRanges> = LazyLock::new(RowRanges::all);
+
+impl<'a> ForwardContext<'a> {
+    /// Creates the context of a forward on one device, with default settings and without dropout.
+    pub fn on_single_device([cos, sin]: [&'a Tensor; 2], seqs: &'a CuSeqlens) -> Self {
+        Self {
+            cos,
+            sin,
+            seqs,
+            dropout_key: None,
+            rows: &ALL_ROWS,
+            attention: AttentionChoice::default(),
+            experts_implementation: GroupedGemmImpl::default(),
+            tiled_mlp: TiledMlp::Off,
+            router: RouterContext::default(),
+            parallel_ops: &SingleDevice,
+        }
+    }
+
     pub(crate) fn dropout(&self) -> Option<DropoutScope> {
         self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
     }

@@ -1,10 +1,12 @@
 //! The signals that stop a program.
 //!
-//! A handler records a signal, and the program ends its work in an orderly way. A second SIGTERM or SIGINT ends it at once.
+//! A handler records a signal, and a thread responds to the first one at once. The program ends its work in an orderly way. A
+//! second SIGTERM or SIGINT ends it at once.
 
+use std::fmt;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -28,26 +30,31 @@ pub enum SignalReaction {
 }
 
 /// Record of the last stop signal. Clones share it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct LastSignal {
     /// Number of the signal, 0 for none.
     number: Arc<AtomicUsize>,
     /// True if a signal ends the process at once.
     ends_at_once: Arc<AtomicBool>,
+    /// Immediate response to the next signal.
+    response: Arc<Mutex<Option<SignalResponse>>>,
 }
+
+/// Function that a thread calls with the number of a signal, while the program works on.
+type SignalResponse = Box<dyn Fn(i32) + Send>;
 
 impl LastSignal {
     /// Installs handlers for `signals` for the rest of the process.
     ///
     /// # Errors
-    /// If the system refuses a handler or the thread that waits for the first signal.
-    pub fn watch(signals: impl IntoIterator<Item = i32>) -> io::Result<Self> {
+    /// If the system refuses a handler or the thread that waits for signals.
+    pub fn watch(signals: &[i32]) -> io::Result<Self> {
         let this = Self::default();
-        for number in signals {
+        for &number in signals {
             flag::register_conditional_default(number, Arc::clone(&this.ends_at_once))?;
             flag::register_usize(number, Arc::clone(&this.number), number as usize)?;
         }
-        end_at_second_signal()?;
+        this.wait_for(signals)?;
         Ok(this)
     }
 
@@ -65,25 +72,48 @@ impl LastSignal {
     pub fn set_reaction(&self, reaction: SignalReaction) {
         self.ends_at_once.store(reaction == SignalReaction::EndAtOnce, Ordering::SeqCst);
     }
+
+    /// Sets the immediate response to the next signal: the work until the program reads [`LastSignal::number`] may take minutes.
+    pub fn respond_with(&self, response: impl Fn(i32) + Send + 'static) {
+        *self.response.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(response));
+    }
+
+    /// Starts the thread that responds to the first signal, and that lets a second SIGTERM or SIGINT end the process with 128
+    /// plus its number.
+    ///
+    /// SIGHUP never counts: the kernel and the shell may both send it. Neither does SIGUSR1, which precedes the scheduler's
+    /// SIGTERM.
+    fn wait_for(&self, signals: &[i32]) -> io::Result<()> {
+        let is_second = Arc::new(AtomicBool::new(false));
+        for number in [SIGTERM, SIGINT] {
+            flag::register_conditional_shutdown(number, 128 + number, Arc::clone(&is_second))?;
+        }
+        let (this, mut arrived) = (self.clone(), Signals::new(signals)?);
+        let wait = move || {
+            // The process ends with this thread waiting.
+            for number in arrived.forever() {
+                this.respond(number);
+                if [SIGTERM, SIGINT].contains(&number) && !is_second.load(Ordering::SeqCst) {
+                    thread::sleep(SECOND_SIGNAL_AGE);
+                    is_second.store(true, Ordering::SeqCst);
+                }
+            }
+        };
+        thread::Builder::new().name("stop-signal".to_owned()).spawn(wait).map(drop)
+    }
+
+    fn respond(&self, number: i32) {
+        let response = self.response.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(response) = response {
+            response(number);
+        }
+    }
 }
 
-/// Ends the process at a second SIGTERM or SIGINT, with 128 plus its number.
-///
-/// SIGHUP never counts: the kernel and the shell may both send it. Neither does SIGUSR1, which precedes the scheduler's
-/// SIGTERM.
-fn end_at_second_signal() -> io::Result<()> {
-    let is_second = Arc::new(AtomicBool::new(false));
-    for number in [SIGTERM, SIGINT] {
-        flag::register_conditional_shutdown(number, 128 + number, Arc::clone(&is_second))?;
+impl fmt::Debug for LastSignal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LastSignal").field(&self.name()).finish()
     }
-    let mut first = Signals::new([SIGTERM, SIGINT])?;
-    let wait = move || {
-        if first.forever().next().is_some() {
-            thread::sleep(SECOND_SIGNAL_AGE);
-            is_second.store(true, Ordering::SeqCst);
-        }
-    };
-    thread::Builder::new().name("stop-signal".to_owned()).spawn(wait).map(drop)
 }
 
 /// Returns the signals that stop a program in an orderly way: SIGTERM, SIGINT, and SIGHUP, which a lost terminal causes.

@@ -1,10 +1,8 @@
 //! Checks before the first step that the disk has space for all checkpoints.
 
 use std::collections::BTreeMap;
-use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -74,16 +72,26 @@ pub fn require_space(dir: &Path, needed: u64) -> Result<(), CheckpointError> {
 
 /// Returns the bytes that this user may still write on the disk of `dir`.
 pub fn free_bytes(dir: &Path) -> io::Result<u64> {
-    let path = CString::new(dir.as_os_str().as_bytes())?;
-    let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: `path` is a C string, and `stat` is large enough for the one structure that the call fills.
-    let status = unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) };
-    if status != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the call returned 0, so it has filled `stat`.
-    let stat = unsafe { stat.assume_init() };
+    let stat = rustix::fs::statvfs(dir)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Space on a disk that no other program can take. A drop, or the end of the process, frees it.
+#[derive(Debug)]
+pub(crate) struct ReservedSpace {
+    /// A file without a name.
+    _file: File,
+}
+
+/// Reserves space on the disk of `dir`. Returns `None` on a file system that cannot reserve.
+pub(crate) fn reserve_space(dir: &Path, n_bytes: u64) -> io::Result<Option<ReservedSpace>> {
+    use rustix::fs::{FallocateFlags, fallocate};
+    let file = tempfile::tempfile_in(dir)?;
+    match fallocate(&file, FallocateFlags::empty(), 0, n_bytes.max(1)) {
+        Ok(()) => Ok(Some(ReservedSpace { _file: file })),
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Returns the peak number of bytes by which an entry's checkpoints grow the disk.

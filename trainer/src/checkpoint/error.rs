@@ -86,6 +86,14 @@ pub enum CheckpointError {
         /// One line for each difference: the key, the value in the checkpoint, the current value.
         differences: Vec<String>,
     },
+    /// The checkpoint to resume from does not exist.
+    #[error("resume from {}: it does not exist. {}", dir.display(), describe_near(near))]
+    NoSuchCheckpoint {
+        /// The given folder.
+        dir: PathBuf,
+        /// The checkpoints of the nearest existing folder, newest first.
+        near: Vec<PathBuf>,
+    },
     /// The folder to resume from has checkpoints, and is none itself.
     #[error("resume from {}: it is not a checkpoint. The newest one in it is {}", dir.display(), newest.display())]
     NotACheckpoint {
@@ -94,15 +102,15 @@ pub enum CheckpointError {
         /// The newest checkpoint in it.
         newest: PathBuf,
     },
-    /// The run has a newer checkpoint than the one that it should resume from.
+    /// The run has checkpoints that do not continue the one that it should resume from.
     #[error(
-        "resume from {}: this run has a newer checkpoint, {}. Set another output_dir, which starts a new run from the older \
-         one, or move the newer ones away", given.display(), newest.display()
+        "resume from {}: this run has a newer checkpoint, {}, which does not continue it. Set another output_dir, which starts \
+         a new run from the named one, or move the checkpoints of this run away", given.display(), newest.display()
     )]
     NewerCheckpoint {
         /// The checkpoint of `resume_from_checkpoint`.
         given: PathBuf,
-        /// The newest checkpoint in its folder.
+        /// The newest checkpoint of the run.
         newest: PathBuf,
     },
     /// The newest checkpoint in the folder is of a run with another `output_dir`.
@@ -195,6 +203,18 @@ pub enum CheckpointError {
         /// The engine's error.
         source: StateError,
     },
+}
+
+/// The number of checkpoints that an error lists.
+const MAX_LISTED: usize = 5;
+
+fn describe_near(near: &[PathBuf]) -> String {
+    let listed: Vec<String> = near.iter().take(MAX_LISTED).map(|dir| dir.display().to_string()).collect();
+    match near.len() {
+        0 => "No folder near it has checkpoints".to_owned(),
+        n if n > MAX_LISTED => format!("The newest of {n} checkpoints near it are {}", listed.join(", ")),
+        _ => format!("The checkpoints near it are {}", listed.join(", ")),
+    }
 }
 
 impl CheckpointError {

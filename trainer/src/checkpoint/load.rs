@@ -75,21 +75,32 @@ pub fn resume_from(
     state: &mut dyn TrainState,
     process: &ProcessGroup,
 ) -> Result<Resumed> {
-    let complete = process.all_ok(open(dir).map_err(|error| explain_given(dir, error).into()))?;
+    let complete = process.all_ok(open_given(dir).map_err(Into::into))?;
     let run = verify(&complete, process)?.map_err(|reason| CheckpointError::damaged(dir, reason))?;
     check_compatible(&complete, &run, fingerprint, &state.tensors())?;
     process.keep_alive().during(|| load_tensors(&complete, state))?;
     Ok(Resumed { run, dir: dir.to_path_buf(), skipped: Vec::new() })
 }
 
-/// Names the newest checkpoint within a folder that is no checkpoint itself.
-fn explain_given(dir: &Path, error: CheckpointError) -> CheckpointError {
+/// Opens the checkpoint of `resume_from_checkpoint`. The error names the checkpoints near a folder that is none.
+pub(crate) fn open_given(dir: &Path) -> Result<CompleteCheckpoint, CheckpointError> {
+    open(dir).map_err(|error| {
+        if !dir.exists() {
+            let near = dir.ancestors().skip(1).take(2).map(checkpoints_of_run).find(|found| !found.is_empty());
+            return CheckpointError::NoSuchCheckpoint { dir: dir.to_owned(), near: near.unwrap_or_default() };
+        }
+        match checkpoints_of_run(dir).into_iter().next().filter(|_| !is_checkpoint(dir)) {
+            Some(newest) => CheckpointError::NotACheckpoint { dir: dir.to_owned(), newest },
+            None => error,
+        }
+    })
+}
+
+/// Lists the complete checkpoints in a folder, and in the default folders of a run in it, newest first.
+fn checkpoints_of_run(dir: &Path) -> Vec<PathBuf> {
     let folders = [dir.to_owned(), dir.join("checkpoints"), dir.join("stop_checkpoint")];
-    let newest = folders.iter().find_map(|folder| search(folder).ok()?.complete.into_iter().next());
-    match newest.filter(|_| !is_checkpoint(dir)) {
-        Some(newest) => CheckpointError::NotACheckpoint { dir: dir.to_owned(), newest: newest.dir },
-        None => error,
-    }
+    let found = folders.iter().filter_map(|folder| search(folder).ok());
+    found.flat_map(|found| found.complete).map(|complete| complete.dir).collect()
 }
 
 /// Loads the tensors of the checkpoint in `dir` into the state of one rank, and returns the loop's state. Any plan may load

@@ -39,6 +39,7 @@ mod tests;
 mod weights;
 
 pub use disk::{PlannedCheckpoints, bytes_needed, free_bytes, preflight, require_space};
+pub(crate) use disk::{ReservedSpace, reserve_space};
 pub use early_stopping::EarlyStoppingState;
 pub use error::CheckpointError;
 pub(crate) use find::open;
@@ -47,7 +48,7 @@ pub(crate) use fingerprint::FROZEN_WEIGHTS;
 pub use fingerprint::Fingerprint;
 pub(crate) use finish::FinishedSave;
 pub use load::{Resumed, resume, resume_from};
-pub(crate) use load::{load_checkpoint, read_state};
+pub(crate) use load::{load_checkpoint, open_given, read_state};
 pub use loss_history::LossHistory;
 pub use manifest::{FileEntry, Manifest, TensorEntry};
 pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_occupied, refuse_unowned};

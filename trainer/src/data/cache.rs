@@ -31,7 +31,10 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// A folder of token stores.
 pub(crate) struct TokenCache {
+    /// The folder whose entries are read.
     folder: PathBuf,
+    /// The folder of new entries, if it is another one. A drop removes it.
+    scratch: Option<tempfile::TempDir>,
 }
 
 /// The result of a cache lookup.
@@ -59,19 +62,35 @@ pub(crate) enum FillStatus {
 
 impl TokenCache {
     pub(crate) fn open(folder: &Path) -> Result<Self, DataError> {
-        let cache = Self { folder: folder.to_owned() };
+        let cache = Self { folder: folder.to_owned(), scratch: None };
         let create = DirBuilder::new().recursive(true).mode(0o700).create(folder);
         create.map_err(|source| cache.failed(source))?;
         remove_abandoned(folder);
         Ok(cache)
     }
 
+    /// Returns a cache that reads the entries of a folder, which may be missing, and leaves it as it is.
+    pub(crate) fn read_only(folder: &Path) -> Result<Self, DataError> {
+        let scratch = tempfile::tempdir();
+        let scratch = scratch.map_err(|source| DataError::Cache { path: std::env::temp_dir(), source })?;
+        Ok(Self { folder: folder.to_owned(), scratch: Some(scratch) })
+    }
+
+    /// Returns the folder of new entries.
+    fn written_folder(&self) -> &Path {
+        self.scratch.as_ref().map_or(&self.folder, tempfile::TempDir::path)
+    }
+
     /// Returns the folder of the store of `key`, which may not exist.
     pub(crate) fn path(&self, key: &CacheKey) -> PathBuf {
+        self.folder.join(Self::entry_name(key))
+    }
+
+    fn entry_name(key: &CacheKey) -> String {
         let name: String =
             key.name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' || c == '_' { c } else { '-' }).collect();
         let shown = &name[name.len().saturating_sub(40)..];
-        self.folder.join(format!("{}-{}", shown.trim_matches(['-', '.']), &key.digest()[..16]))
+        format!("{}-{}", shown.trim_matches(['-', '.']), &key.digest()[..16])
     }
 
     pub(crate) fn find(&self, key: &CacheKey) -> Result<CacheLookup, DataError> {
@@ -98,7 +117,7 @@ impl TokenCache {
         let private = Permissions::from_mode(0o700);
         let mut builder = tempfile::Builder::new();
         let unfinished = builder.prefix(".").suffix(UNFINISHED).permissions(private);
-        let unfinished = unfinished.tempdir_in(&self.folder).map_err(failed)?;
+        let unfinished = unfinished.tempdir_in(self.written_folder()).map_err(failed)?;
         let n_done = self.take_partial(key, unfinished.path());
         let mut writer = match n_done {
             0 => TokenStoreWriter::create(unfinished.path()),
@@ -114,7 +133,7 @@ impl TokenCache {
         if filled == FillStatus::Stopped {
             return Err(self.keep_partial(key, unfinished.path(), store.len()));
         }
-        let path = self.path(key);
+        let path = self.written_folder().join(Self::entry_name(key));
         sync(unfinished.path()).and_then(|()| rename_into_place(unfinished.path(), &path)).map_err(failed)?;
         open(&path).map(Arc::new).map_err(failed)
     }
@@ -158,8 +177,7 @@ impl TokenCache {
     }
 
     fn partial_path(&self, key: &CacheKey) -> PathBuf {
-        let name = self.path(key).file_name().unwrap_or_default().to_string_lossy().into_owned();
-        self.folder.join(format!(".{name}{PARTIAL}"))
+        self.written_folder().join(format!(".{}{PARTIAL}", Self::entry_name(key)))
     }
 
     /// Returns the parts of the key that changed since the most similar entry of the same data set.
@@ -185,7 +203,7 @@ impl TokenCache {
     }
 
     fn failed(&self, source: io::Error) -> DataError {
-        DataError::Cache { path: self.folder.clone(), source }
+        DataError::Cache { path: self.written_folder().to_owned(), source }
     }
 }
 

@@ -50,6 +50,14 @@ pub struct TrainLoader {
     cursor: Cursor,
     rows: EpochRows,
     total_steps: usize,
+    /// The steps of each whole epoch of the run, if they differ and are known; else empty.
+    epoch_steps: Vec<usize>,
+}
+
+/// The length of a run.
+struct Length {
+    total_steps: usize,
+    epoch_steps: Vec<usize>,
 }
 
 impl TrainLoader {
@@ -58,9 +66,9 @@ impl TrainLoader {
         let made_with = made_with(dataset.identity(), &plan);
         check_unchanged(&cursor.made_with, &made_with, &plan)?;
         let rows = epoch_rows(&dataset, &plan, epoch_read(&plan, &cursor));
-        let total_steps = total_steps(&dataset, &plan, &rows)?;
+        let Length { total_steps, epoch_steps } = length(&dataset, &plan, &rows)?;
         let cursor = Cursor { made_with, ..cursor };
-        Ok(Self { dataset, plan, cursor, rows, total_steps })
+        Ok(Self { dataset, plan, cursor, rows, total_steps, epoch_steps })
     }
 
     /// Returns the next global batch; `None` at the horizon.
@@ -99,6 +107,19 @@ impl TrainLoader {
     /// Counts the steps of the next step's epoch.
     pub fn steps_in_epoch(&self) -> usize {
         n_steps(self.rows.len(), &self.plan)
+    }
+
+    /// Returns the steps at which epochs end. With packing they are exact if the recipe sets `epochs`.
+    pub fn epoch_ends(&self) -> Vec<usize> {
+        let equal = self.steps_in_epoch();
+        if self.epoch_steps.is_empty() {
+            return (1..=self.total_steps / equal).map(|epoch| epoch * equal).collect();
+        }
+        let ends = self.epoch_steps.iter().scan(0, |end, steps| {
+            *end += steps;
+            Some(*end)
+        });
+        ends.collect()
     }
 
     /// Returns the packing efficiency of this epoch.
@@ -205,34 +226,34 @@ fn epoch_read(plan: &DataPlan, cursor: &Cursor) -> usize {
     if plan.overfit_first_batch { 0 } else { cursor.epoch }
 }
 
-fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<usize, DataError> {
+fn length(dataset: &Dataset, plan: &DataPlan, rows: &EpochRows) -> Result<Length, DataError> {
     let in_epoch = n_steps(rows.len(), plan);
     if in_epoch == 0 {
         return Err(DataError::TooFew { rows: rows.len(), needed: plan.rows_per_step() });
     }
-    Ok(match plan.horizon {
+    let total_steps = match plan.horizon {
         Horizon::Steps(steps) => steps,
         Horizon::Tokens(tokens) => steps_until(dataset, plan, tokens as u64)?,
-        Horizon::Epochs(epochs) => {
-            // Each epoch packs whole samples or draws sources anew, so its number of rows varies.
-            let varies = matches!(plan.packing, Packing::Fit(_)) || matches!(plan.mixture, Mixture::Interleave { .. });
-            let steps_in = |epoch| match varies {
-                true => n_steps(epoch_rows(dataset, plan, epoch).len(), plan),
-                false => in_epoch,
-            };
-            steps_of_epochs(epochs, steps_in)
+        Horizon::Epochs(epochs) if plan.epochs_vary() => {
+            let steps_in = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
+            // The steps of the epochs that begin, then those of the fraction of the last.
+            let mut epoch_steps: Vec<usize> = (0..epochs.ceil() as usize).map(steps_in).collect();
+            let mut total_steps = epoch_steps.iter().sum();
+            if let Some(&last) = epoch_steps.last().filter(|_| epochs.fract() > 0.0) {
+                let in_last = steps_of_fraction(epochs, last);
+                total_steps = total_steps - last + in_last;
+                epoch_steps.pop_if(|_| in_last < last);
+            }
+            return Ok(Length { total_steps, epoch_steps });
         }
-    })
+        Horizon::Epochs(epochs) => epochs.floor() as usize * in_epoch + steps_of_fraction(epochs, in_epoch),
+    };
+    Ok(Length { total_steps, epoch_steps: Vec::new() })
 }
 
-/// Returns the number of steps of the whole epochs, and of the fraction of the last one, rounded up.
-fn steps_of_epochs(epochs: f64, steps_in: impl Fn(usize) -> usize) -> usize {
-    let n_whole = epochs.floor() as usize;
-    let whole: usize = (0..n_whole).map(&steps_in).sum();
-    match epochs.fract() {
-        0.0 => whole,
-        fraction => whole + rounded_up(fraction * steps_in(n_whole) as f64),
-    }
+/// Returns the steps of the fraction of the last epoch, rounded up.
+fn steps_of_fraction(epochs: f64, in_epoch: usize) -> usize {
+    rounded_up(epochs.fract() * in_epoch as f64)
 }
 
 /// Returns the number of steps until they have `tokens` tokens.

@@ -51,7 +51,7 @@ pub use plan::{
     SnowflakePlan, SourcePlan, StoppingStrategy, StreamingPlan, TrainOnEos, TrainedRole, Truncation,
     UnrenderedMessages,
 };
-pub use prepare::{PreparedData, prepare, prepare_stream_until, prepare_until};
+pub use prepare::{PreparedData, prepare, prepare_stream_until, prepare_until, prepare_without_caching};
 pub use report::{DataReport, LengthBin, LengthHistogram};
 pub use rows::PackingStats;
 pub(crate) use source::hub_repo;

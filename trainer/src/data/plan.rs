@@ -379,4 +379,9 @@ impl DataPlan {
     pub fn rows_per_step(&self) -> usize {
         self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
     }
+
+    /// Returns true if epochs have different numbers of rows: each packs whole samples or draws sources anew.
+    pub fn epochs_vary(&self) -> bool {
+        matches!(self.packing, Packing::Fit(_)) || matches!(self.mixture, Mixture::Interleave { .. })
+    }
 }

@@ -48,6 +48,17 @@ pub fn prepare(
     prepare_until(plan, tokenizer, template, hub, &|| false)
 }
 
+/// Prepares like [`prepare`]. Reads the token cache, and writes nothing into it.
+pub fn prepare_without_caching(
+    plan: &DataPlan,
+    tokenizer: &Tokenizer,
+    template: Option<ChatTemplate>,
+    hub: &Hub,
+) -> Result<PreparedData, DataError> {
+    let cache = TokenCache::read_only(&plan.cache_dir)?;
+    Preparation { plan, tokenizer, template, hub, is_stopped: &|| false }.with_cache(cache)
+}
+
 /// Prepares like [`prepare`]. Once `is_stopped`, caches the finished samples and fails with [`DataError::Stopped`].
 pub fn prepare_until(
     plan: &DataPlan,
@@ -56,51 +67,70 @@ pub fn prepare_until(
     hub: &Hub,
     is_stopped: &(dyn Fn() -> bool + Sync),
 ) -> Result<PreparedData, DataError> {
-    let mut notes = Vec::new();
-    let template_name =
-        template.as_ref().map_or_else(String::new, |template| format!("chat template {}", template.name()));
-    let template_name = &*template_name;
-    let (train, eval) = threads(plan)?.install(|| {
-        let renderer = Renderer::new(plan, tokenizer, template);
-        let loader = SourceLoader { renderer, cache: TokenCache::open(&plan.cache_dir)?, hub, is_stopped };
-        let train = tokenize(&loader, &plan.sources, SourceUse::Train, &mut notes)?;
-        let eval = tokenize(&loader, &plan.eval_sources, SourceUse::Eval, &mut notes)?;
-        Ok::<_, DataError>((train, eval))
-    })?;
-    for source in &eval {
-        if train.iter().any(|other| other.key == source.key) {
-            let place = source.rows.locate(0);
-            notes.push(format!("the evaluation data that begin at {place} equal training data, row by row"));
-        }
-    }
-    let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
-    let (train, eval) = split(plan, train, eval, pad_id)?;
-    SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }.refuse_unrendered()?;
-    if let Some(eval) = &eval {
-        SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }
-            .refuse_unrendered()?;
-    }
-    let train = apply_truncation(train, plan, plan.drop_last)?;
-    let eval = eval.map(|eval| apply_truncation(eval, plan, false)).transpose()?;
+    let cache = TokenCache::open(&plan.cache_dir)?;
+    Preparation { plan, tokenizer, template, hub, is_stopped }.with_cache(cache)
+}
 
-    let counts = DatasetCounts::of(&train);
-    notes.extend(
-        SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts),
-    );
-    let check = DatasetCheck { dataset: &train, counts: &counts, plan, tokenizer };
-    notes.extend(check.train()?);
-    let mut token_stats = TokenStats { train: counts, ..TokenStats::default() };
-    if let Some(eval) = &eval {
-        let counts = DatasetCounts::of(eval);
-        DatasetCheck { dataset: eval, counts: &counts, plan, tokenizer }.eval()?;
+/// The inputs of a preparation.
+struct Preparation<'a> {
+    plan: &'a DataPlan,
+    tokenizer: &'a Tokenizer,
+    template: Option<ChatTemplate>,
+    hub: &'a Hub,
+    is_stopped: &'a (dyn Fn() -> bool + Sync),
+}
+
+impl Preparation<'_> {
+    fn with_cache(self, cache: TokenCache) -> Result<PreparedData, DataError> {
+        let Self { plan, tokenizer, template, hub, is_stopped } = self;
+        let mut notes = Vec::new();
+        let template_name =
+            template.as_ref().map_or_else(String::new, |template| format!("chat template {}", template.name()));
+        let template_name = &*template_name;
+        let (train, eval) = threads(plan)?.install(|| {
+            let renderer = Renderer::new(plan, tokenizer, template);
+            let loader = SourceLoader { renderer, cache, hub, is_stopped };
+            let train = tokenize(&loader, &plan.sources, SourceUse::Train, &mut notes)?;
+            let eval = tokenize(&loader, &plan.eval_sources, SourceUse::Eval, &mut notes)?;
+            Ok::<_, DataError>((train, eval))
+        })?;
+        for source in &eval {
+            if train.iter().any(|other| other.key == source.key) {
+                let place = source.rows.locate(0);
+                notes.push(format!("the evaluation data that begin at {place} equal training data, row by row"));
+            }
+        }
+        let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
+        let (train, eval) = split(plan, train, eval, pad_id)?;
+        SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }
+            .refuse_unrendered()?;
+        if let Some(eval) = &eval {
+            SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }
+                .refuse_unrendered()?;
+        }
+        let train = apply_truncation(train, plan, plan.drop_last)?;
+        let eval = eval.map(|eval| apply_truncation(eval, plan, false)).transpose()?;
+
+        let counts = DatasetCounts::of(&train);
         notes.extend(
-            SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }.warnings(&counts),
+            SampleWarningReport { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts),
         );
-        token_stats.eval = Some(counts);
+        let check = DatasetCheck { dataset: &train, counts: &counts, plan, tokenizer };
+        notes.extend(check.train()?);
+        let mut token_stats = TokenStats { train: counts, ..TokenStats::default() };
+        if let Some(eval) = &eval {
+            let counts = DatasetCounts::of(eval);
+            DatasetCheck { dataset: eval, counts: &counts, plan, tokenizer }.eval()?;
+            notes.extend(
+                SampleWarningReport { dataset: eval, which: "evaluation", plan, template: template_name }
+                    .warnings(&counts),
+            );
+            token_stats.eval = Some(counts);
+        }
+        mixture::check(&train, plan)?;
+        notes.extend(describe_epoch(&train, plan));
+        Ok(PreparedData { train: Arc::new(train), streamed: None, eval: eval.map(Arc::new), token_stats, notes })
     }
-    mixture::check(&train, plan)?;
-    notes.extend(describe_epoch(&train, plan));
-    Ok(PreparedData { train: Arc::new(train), streamed: None, eval: eval.map(Arc::new), token_stats, notes })
 }
 
 /// Describes the first epoch: the packing, and what it reads of each source if there are several.

@@ -321,6 +321,25 @@ fn a_resume_across_fractional_horizons_reads_the_steps_of_one_run() {
 }
 
 #[test]
+fn the_ends_of_epochs_are_known_before_the_first_step() {
+    // The order of the samples decides the number of packed rows.
+    let lengths = [11, 16, 10, 6, 13].repeat(12);
+    let mut varies = false;
+    for packing in [Packing::Off, Packing::Fit(PackingStrategy::BestFit), Packing::Exact] {
+        for epochs in [0.5, 1.0, 1.99, 2.5, 40.0] {
+            let mut stream = stream(&lengths, &DataPlan { horizon: Horizon::Epochs(epochs), packing, ..plan() });
+            let (known, mut ends) = (stream.epoch_ends(), Vec::new());
+            varies |= known.windows(2).any(|ends| ends[1] - ends[0] != known[0]);
+            while stream.next_step().is_some() {
+                ends.extend((stream.cursor().step_in_epoch == 0).then_some(stream.cursor().step));
+            }
+            assert_eq!(known, ends, "{packing:?}, {epochs} epochs");
+        }
+    }
+    assert!(varies, "no packed epoch has another number of steps");
+}
+
+#[test]
 fn a_horizon_in_steps_repeats_epochs() {
     let plan = DataPlan { horizon: Horizon::Steps(7), ..plan() };
     let steps = steps(&[4; 3], &plan);

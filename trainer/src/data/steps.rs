@@ -24,11 +24,12 @@ pub struct TrainSteps {
     cursor: Cursor,
     total_steps: usize,
     epoch_size: Option<EpochSize>,
+    epoch_ends: Vec<usize>,
     samples: SampleLocations,
     source: StepSource,
 }
 
-/// The size of an epoch, as of the first step. Packing makes later epochs a little larger or smaller.
+/// The size of the epoch of the next step, at the start. Packing makes other epochs a little larger or smaller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpochSize {
     /// The number of rows.
@@ -92,6 +93,7 @@ impl TrainSteps {
         let (cursor, total_steps) = (loader.cursor().clone(), loader.total_steps());
         let samples = loader.packing_stats().sequences;
         let epoch_size = Some(EpochSize { rows: loader.rows_in_epoch(), steps: loader.steps_in_epoch(), samples });
+        let epoch_ends = loader.epoch_ends();
         let source = match plan.dl_num_workers {
             0 => StepSource::Direct(Box::new(loader)),
             n => StepSource::Prefetched(Prefetcher::start(2 * n, move |_| {
@@ -100,7 +102,7 @@ impl TrainSteps {
             })?),
         };
         let samples = SampleLocations::Tokenized(dataset);
-        Ok(Self { plan: plan.clone(), cursor, total_steps, epoch_size, samples, source })
+        Ok(Self { plan: plan.clone(), cursor, total_steps, epoch_size, epoch_ends, samples, source })
     }
 
     fn streamed(
@@ -115,7 +117,7 @@ impl TrainSteps {
         let total_steps = streamed_steps(plan);
         let source = StepSource::Streamed(Box::new(StreamLoader::new(data.clone(), reader, &cursor)?));
         let samples = SampleLocations::Streamed(data);
-        Ok(Self { plan: plan.clone(), cursor, total_steps, epoch_size: None, samples, source })
+        Ok(Self { plan: plan.clone(), cursor, total_steps, epoch_size: None, epoch_ends: Vec::new(), samples, source })
     }
 
     /// Returns the next global batch; `None` at the horizon. `exchange` gathers the ranks' parts of a stream's chunk;
@@ -151,6 +153,11 @@ impl TrainSteps {
     /// Returns the size of an epoch; `None` if rows are streamed.
     pub fn epoch_size(&self) -> Option<EpochSize> {
         self.epoch_size
+    }
+
+    /// Returns the steps at which epochs end: [`TrainLoader::epoch_ends`]. Empty if rows are streamed.
+    pub fn epoch_ends(&self) -> &[usize] {
+        &self.epoch_ends
     }
 
     /// Counts the rows of the source, if they are streamed.

@@ -24,6 +24,8 @@ pub struct RunJson {
     report: RunReport,
     /// The report of an earlier run that did not finish.
     unfinished: Option<Value>,
+    /// The end of an earlier run that had trained, as the end of a clause.
+    earlier_end: Option<String>,
     started: Instant,
     /// True if the last write failed.
     is_failing: bool,
@@ -108,12 +110,13 @@ impl RunJson {
             metrics: Value::Null,
         };
         let is_finished = previous["exit"]["code"] == 0;
+        let earlier_end = end_of(&previous).or_else(|| exist(log).then(|| "has ended".to_owned()));
         if let Some(path) = path.as_deref().filter(|_| is_finished) {
             let earlier = Some(earlier_run_json(log, path)).filter(|earlier| !earlier.exists());
             fs::rename(path, earlier.unwrap_or_else(|| unused_name(path)))?;
         }
         let unfinished = (!is_finished && previous.is_object()).then_some(previous);
-        let mut run_json = Self { path, report, unfinished, started: Instant::now(), is_failing: false };
+        let mut run_json = Self { path, report, unfinished, earlier_end, started: Instant::now(), is_failing: false };
         run_json.update(|_| ())?;
         Ok(run_json)
     }
@@ -132,6 +135,12 @@ impl RunJson {
     /// Returns the id of the run; at the start, that of an unfinished run in the folder.
     pub fn run_id(&self) -> Option<u64> {
         self.report.run_id
+    }
+
+    /// Returns a line about an earlier run in the folder that had trained, for a run that does not continue it.
+    pub fn describe_earlier_run(&self) -> Option<String> {
+        let end = self.earlier_end.as_deref()?;
+        Some(format!("a new run begins: the earlier one in this folder {end}, and no checkpoint of it is resumed"))
     }
 
     /// Changes the report and writes it.
@@ -159,6 +168,13 @@ impl RunJson {
     pub fn finish(&mut self, exit: RunExit) -> io::Result<()> {
         self.update(|report| report.exit = Some(exit))
     }
+}
+
+/// Describes the end of a run that had trained, with the first sentence of the reason. `None` for a start that failed before.
+fn end_of(report: &Value) -> Option<String> {
+    report["metrics"]["step"].as_object()?;
+    let reason = report["exit"]["reason"].as_str().and_then(|reason| reason.split(". ").next());
+    Some(reason.map_or_else(|| "was killed".to_owned(), |reason| format!("ended ({reason})")))
 }
 
 /// Reads a report; null if there is none.

@@ -84,9 +84,16 @@ impl Plan {
             return vec![format!("{total}; {rows} rows are read and tokenized while training")];
         };
         let EpochSize { rows, steps: in_epoch, .. } = size;
-        let epochs = total as f64 / in_epoch as f64;
+        let (about, of_epoch) = match self.data.epochs_vary() {
+            true => ("about ", format!("in epoch {}", stream.cursor().epoch)),
+            false => ("", "an epoch".to_owned()),
+        };
+        let epochs = match self.data.horizon {
+            Horizon::Epochs(epochs) => format!("{epochs:.2} epochs"),
+            Horizon::Steps(_) | Horizon::Tokens(_) => format!("{about}{:.2} epochs", total as f64 / in_epoch as f64),
+        };
         let mut lines = vec![format!(
-            "{}, {epochs:.2} epochs: {} an epoch, {} a step, {} an epoch",
+            "{}, {epochs}: {} {of_epoch}, {} a step, {} {of_epoch}",
             counted(total, "step"),
             counted(rows, "row"),
             counted(self.data.rows_per_step().min(rows), "row"),
@@ -96,7 +103,11 @@ impl Plan {
             let wanted = grouped(self.data.rows_per_step());
             lines.push(format!("a step has {} instead of {wanted}: the data have no more", counted(rows, "row")));
         }
-        let warnings = [few_steps(&self.data, total, size), self.idle_early_stopping(total, in_epoch)];
+        let warnings = [
+            few_steps(&self.data, total, size),
+            idle_ranks(&self.data, rows),
+            self.idle_early_stopping(total, in_epoch),
+        ];
         lines.extend(warnings.into_iter().flatten().map(|warning| format!("warning: {warning}")));
         lines
     }
@@ -160,11 +171,26 @@ fn few_steps(data: &DataPlan, total: usize, EpochSize { rows, samples, .. }: Epo
         ),
         (data.gradient_accumulation_steps > 1, "lower gradient_accumulation_steps".to_owned()),
         (data.micro_batch_size > 1, "lower micro_batch_size".to_owned()),
+        (data.data_ranks > 1, "start fewer ranks".to_owned()),
         (true, "raise epochs".to_owned()),
     ];
     let remedies: Vec<String> = remedies.into_iter().filter(|(helps, _)| *helps).map(|(_, remedy)| remedy).collect();
     let (steps, causes, remedies) = (counted(total, "step"), causes.join(", and "), remedies.join(", or "));
     Some(format!("{steps} can teach little: {causes}. For more steps, {remedies}"))
+}
+
+/// Returns a warning if the rows of a step are too few for all ranks.
+fn idle_ranks(data: &DataPlan, rows: usize) -> Option<String> {
+    let (n_ranks, n_micro_batches) = (data.data_ranks, rows.div_ceil(data.micro_batch_size));
+    let lower = if data.micro_batch_size > 1 { ", or lower micro_batch_size" } else { "" };
+    (n_micro_batches < n_ranks).then(|| {
+        format!(
+            "{} have no row in any step: the data have {}. Start at most {}{lower}",
+            counted(n_ranks - n_micro_batches, "data rank"),
+            counted(rows, "row"),
+            counted(n_micro_batches, "data rank"),
+        )
+    })
 }
 
 const UNKNOWN: &str = "; `trainer preprocess RECIPE` reads the data and counts the steps";

@@ -115,26 +115,35 @@ impl Visitor<'_> for IntVisitor {
     }
 }
 
-struct FloatVisitor;
+/// Reads a number, or a text that `parse` accepts.
+struct FloatVisitor {
+    expected: &'static str,
+    parse: fn(&str) -> Option<f64>,
+}
 
 impl Visitor<'_> for FloatVisitor {
-    type Value = HumanFloat;
+    type Value = f64;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("a number (such as 0.1, 1e-5, 10% or 10^-5)")
+        f.write_str(self.expected)
     }
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<HumanFloat, E> {
-        Ok(HumanFloat(value as f64))
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<f64, E> {
+        Ok(value as f64)
     }
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<HumanFloat, E> {
-        Ok(HumanFloat(value as f64))
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<f64, E> {
+        Ok(value as f64)
     }
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<HumanFloat, E> {
-        Ok(HumanFloat(value))
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<f64, E> {
+        Ok(value)
     }
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<HumanFloat, E> {
-        parse_number(text).map(HumanFloat).ok_or_else(|| E::invalid_value(de::Unexpected::Str(text), &self))
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<f64, E> {
+        (self.parse)(text).ok_or_else(|| E::invalid_value(de::Unexpected::Str(text), &self))
     }
+}
+
+/// Parses an interval: a percentage is below 100%.
+fn parse_interval(text: &str) -> Option<f64> {
+    parse_number(text).filter(|value| *value < 1.0 || !text.trim_end().ends_with('%'))
 }
 
 impl<'de> Deserialize<'de> for HumanInt {
@@ -145,38 +154,15 @@ impl<'de> Deserialize<'de> for HumanInt {
 
 impl<'de> Deserialize<'de> for HumanFloat {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(FloatVisitor)
-    }
-}
-
-struct IntervalVisitor;
-
-impl Visitor<'_> for IntervalVisitor {
-    type Value = StepInterval;
-
-    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("a number of steps, or a fraction of the run below 1 (such as 100, 1K, 0.1 or 10%)")
-    }
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<StepInterval, E> {
-        Ok(StepInterval(value as f64))
-    }
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<StepInterval, E> {
-        Ok(StepInterval(value as f64))
-    }
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<StepInterval, E> {
-        Ok(StepInterval(value))
-    }
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<StepInterval, E> {
-        parse_number(text)
-            .filter(|value| *value < 1.0 || !text.trim_end().ends_with('%'))
-            .map(StepInterval)
-            .ok_or_else(|| E::invalid_value(de::Unexpected::Str(text), &self))
+        let expected = "a number (such as 0.1, 1e-5, 10% or 10^-5)";
+        deserializer.deserialize_any(FloatVisitor { expected, parse: parse_number }).map(HumanFloat)
     }
 }
 
 impl<'de> Deserialize<'de> for StepInterval {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(IntervalVisitor)
+        let expected = "a number of steps, or a fraction of the run below 1 (such as 100, 1K, 0.1 or 10%)";
+        deserializer.deserialize_any(FloatVisitor { expected, parse: parse_interval }).map(StepInterval)
     }
 }
 

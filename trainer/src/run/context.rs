@@ -93,4 +93,19 @@ impl EndReason {
             EndReason::Stop(stop) => format!("stopped by {stop}"),
         }
     }
+
+    /// Returns the change of the recipe with which a run that has ended trains on; `None` if the same command does.
+    pub(super) fn remedy(&self) -> Option<String> {
+        match self {
+            EndReason::Horizon => Some("raise epochs, train_iters or train_tokens".to_owned()),
+            EndReason::Exit("exit_iteration") => Some("raise or remove exit_iteration".to_owned()),
+            EndReason::EarlyStopping(_) => Some("raise early_stopping.patience, or remove early_stopping".to_owned()),
+            EndReason::Exit(_) | EndReason::Stop(_) => None,
+        }
+    }
+
+    /// Returns true if the run needs no checkpoint to resume from: the same command would train nothing more.
+    pub(super) fn is_final(&self) -> bool {
+        matches!(self, EndReason::Horizon | EndReason::EarlyStopping(_))
+    }
 }

@@ -4,6 +4,7 @@ use anyhow::Result;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::quantity::counted;
 
+use crate::checkpoint::Moment;
 use crate::data::DataKind;
 use crate::signals::{Signal, StopRequest};
 
@@ -24,6 +25,9 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
         }
         EndReason::Exit(_) | EndReason::EarlyStopping(_) | EndReason::Stop(StopRequest::KillSwitch(_)) => {
             let n_checkpoints = session.save_early_end()?;
+            if !end.is_final() {
+                session.renew_stop_checkpoint();
+            }
             let what = if n_checkpoints > 0 { "" } else { "; nothing was saved" };
             session.reporter.terminal().line(&format!("{}{what}", end.reason()));
             ExitCode::Ok
@@ -50,12 +54,17 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
             return Ok(code);
         }
     };
-    session.checkpointer.remove_stop_checkpoint(session.moment())?;
+    let moment = session.moment();
+    let end_of_training = moment.end_of_training || end.is_final();
+    session.checkpointer.remove_stop_checkpoint(Moment { end_of_training, ..moment })?;
     for source in session.stream.counts_by_source() {
         session.reporter.terminal().line(&format!("read {source}"));
     }
     log_skipped(session);
     log_saved(session);
+    if let Some(remedy) = end.remedy().filter(|_| session.has_only_resumed()) {
+        session.reporter.terminal().line(&format!("nothing left to train: {}. To train on, {remedy}", end.reason()));
+    }
     if let (EndReason::Horizon | EndReason::EarlyStopping(_), Some(generate)) = (end, &session.run.plan.generate) {
         session.reporter.terminal().finish();
         session.print_samples(generate)?;

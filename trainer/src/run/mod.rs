@@ -290,7 +290,7 @@ fn open_tasks<'a>(
 }
 
 fn steps(session: &mut Session) -> Result<EndReason> {
-    let first_step = session.stream.cursor().step;
+    let first_step = session.first_step;
     match first_step {
         0 => session.evaluate_first()?,
         // A run that was stopped during an evaluation evaluates first.

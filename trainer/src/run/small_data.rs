@@ -2,34 +2,32 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
 
 use super::Assets;
-use crate::data::{Cursor, ReaderShard, SourceUse, TrainSteps, hub_repo, prepare};
+use crate::data::{Cursor, ReaderShard, SourceUse, TrainSteps, hub_repo, prepare_without_caching};
 use crate::plan::Plan;
 
 /// The bytes of training data up to which the steps are counted. A core tokenizes them in about a second.
 const MAX_BYTES: u64 = 2 << 20;
 
-/// Counts the steps of a plan without the token cache, if its data are small local files and the tokenizer is on this machine.
-/// Returns `None` otherwise, and for a stream.
+/// Counts the steps of a plan, if its data are small local files and the tokenizer is on this machine. Returns `None` otherwise,
+/// and for a stream. Reads the token cache, but does not write it: a check changes nothing.
 pub fn count_steps(plan: &Plan, hub: &Hub) -> Result<Option<TrainSteps>> {
     let is_small = n_local_bytes(plan, hub).is_some_and(|n| n <= MAX_BYTES);
     if !is_small || plan.data.max_length == 0 || plan.data.streaming.is_some() {
         return Ok(None);
     }
-    let folder = tempfile::tempdir().context("failed to create a temporary folder")?;
     let mut plan = plan.clone();
     // Only the tokenizer is needed.
     plan.model.name_or_path = None;
     let Ok(assets) = Assets::find(&plan, hub, RunId::now()) else { return Ok(None) };
-    plan.data.cache_dir = folder.path().to_owned();
     plan.data.fail_on_missing_cache = false;
     plan.data.eval_sources.clear();
     plan.data.dl_num_workers = 0;
-    let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
+    let prepared = prepare_without_caching(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
     let reader = ReaderShard { rank: 0, n_ranks: 1 };
     Ok(Some(TrainSteps::new(&prepared, &plan.data, Cursor::default(), reader)?))
 }

@@ -10,6 +10,7 @@ use serde_json::{Map, json};
 use trainer::data::{
     Cursor, DataError, DataKind, DataPlan, Dataset, Horizon, MaskingStrategy, Mixture, Packing, Padding, PreparedData,
     RowOrder, Sampling, SourcePlan, TrainLoader, TrainOnEos, TrainedRole, Truncation, UnrenderedMessages, prepare,
+    prepare_without_caching,
 };
 
 pub(crate) const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
@@ -113,6 +114,14 @@ impl Bench {
         let tokenizer = self.tokenizer();
         let template = ChatTemplate::new("test template", self.template).unwrap();
         prepare(plan, &tokenizer, Some(tokenizer.with_special_tokens(template)), &self.hub())
+    }
+
+    /// Prepares without writes into the token cache.
+    fn prepare_without_caching(&self, plan: &DataPlan) -> PreparedData {
+        let tokenizer = self.tokenizer();
+        let template = ChatTemplate::new("test template", self.template).unwrap();
+        let template = tokenizer.with_special_tokens(template);
+        prepare_without_caching(plan, &tokenizer, Some(template), &self.hub()).unwrap()
     }
 
     fn hub(&self) -> Hub {
@@ -250,6 +259,24 @@ fn a_missing_cache_can_be_an_error() {
     assert!(message.contains("not in the cache") && message.contains("trainer preprocess"), "{message}");
     bench.prepare(&plan).unwrap();
     bench.prepare(&strict).unwrap();
+}
+
+#[test]
+fn a_preparation_without_caching_reads_the_cache_and_leaves_it_as_it_is() {
+    let bench = Bench::new();
+    let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
+    let entries = || std::fs::read_dir(&plan.cache_dir).map_or(0, Iterator::count);
+    let tokenized = bench.prepare_without_caching(&plan);
+    assert!(tokenized.notes.join("\n").contains("not in the cache"), "{:?}", tokenized.notes);
+    assert_eq!(entries(), 0);
+    bench.prepare(&plan).unwrap();
+    let n_entries = entries();
+    let found = bench.prepare_without_caching(&plan);
+    assert!(found.notes.join("\n").contains("tokens from the cache"), "{:?}", found.notes);
+    assert_eq!(bench.shown(&found.train), bench.shown(&tokenized.train));
+    bench.write("train.jsonl", &[chat("new", "rows")]);
+    assert_eq!(bench.prepare_without_caching(&plan).train.len(), 1);
+    assert_eq!(entries(), n_entries);
 }
 
 #[test]

@@ -106,6 +106,11 @@ fn a_run_with_few_steps_is_warned_of_with_the_cause_and_the_remedies() {
     let batch = "10 steps can teach little: a step has 8 rows. For more steps, lower gradient_accumulation_steps, or \
                  lower micro_batch_size, or raise epochs";
     check_warnings(&["epochs=1", "micro_batch_size=2", "gradient_accumulation_steps=4"], &[batch]);
+    let output =
+        Run::new().command("check", &["--ranks", "50", "train_iters=24", "gradient_accumulation_steps=1"]).output();
+    let idle = "warning: 10 data ranks have no row in any step: the data have 80 rows. Start at most 40 data ranks, or lower \
+                micro_batch_size";
+    assert!(text(&output.unwrap()).contains(idle), "{idle}");
     let short = "8 steps can teach little: the data have 80 rows. For more steps, raise epochs";
     check_warnings(&["epochs=0.1"], &[short]);
 }

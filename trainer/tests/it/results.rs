@@ -1,9 +1,8 @@
 //! Folders that a run writes, and folders of others that it keeps.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use candlewick_model::BASE_MODEL_RECORD;
 
@@ -202,26 +201,6 @@ fn a_failed_write_of_metrics_has_the_exit_code_of_a_full_disk() {
     assert_eq!(run.report()["exit"]["code"], 6);
 }
 
-/// The disk is a tmpfs in a mount namespace of the run.
-#[test]
-fn a_disk_without_space_for_the_checkpoints_is_refused_before_the_first_step() {
-    let run = Run::new();
-    fs::create_dir(run.path().join("disk")).unwrap();
-    let train = run.command("train", &["train_iters=2", "checkpoint.0.output_dir=disk/saves"]);
-    let script = "mount -t tmpfs -o size=100k none disk || exit 99; exec \"$0\" \"$@\"";
-    let mut unshare = Command::new("unshare");
-    unshare.args(["--map-root-user", "--mount", "sh", "-c", script]).arg(train.get_program()).args(train.get_args());
-    unshare.envs(train.get_envs().filter_map(|(name, value)| Some((name, value?)))).current_dir(run.path());
-    match unshare.output() {
-        Ok(output) if !matches!(output.status.code(), Some(1 | 99)) => {
-            let said = stderr(&output);
-            assert_eq!(output.status.code(), Some(6), "{said}");
-            assert!(said.contains("disk/saves") && said.contains("free") && !said.contains("Train iter"), "{said}");
-        }
-        _ => drop(writeln!(io::stderr(), "skipped: this machine cannot mount a disk in a namespace")),
-    }
-}
-
 #[test]
 fn a_run_that_cannot_fit_is_refused() {
     let big = ["num_hidden_layers=4000", "hidden_size=8192", "intermediate_size=32768"]
@@ -285,6 +264,17 @@ fn the_size_of_a_run_is_printed_before_the_first_step() {
     let output = run.command("preprocess", &["train_iters=2"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     sizes.iter().for_each(|words| assert!(text.contains(words), "no {words:?} in:\n{text}"));
+    // Packing makes the epochs differ.
+    let packed =
+        ["data.pack_samples=true", "data.max_length=128", "micro_batch_size=1", "gradient_accumulation_steps=1"];
+    for (horizon, epochs) in
+        [(["train_iters=null", "epochs=3"], ", 3.00 epochs"), (["train_iters=200", "epochs=null"], ", about ")]
+    {
+        let output = run.command("preprocess", &[&packed[..], &horizon].concat()).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let steps = text.lines().find(|line| line.contains(" epochs: ")).unwrap_or_else(|| panic!("{text}"));
+        assert!(steps.contains(epochs) && steps.contains(" rows in epoch 0, 1 row a step, "), "{steps}");
+    }
     let output = run.command("preprocess", &["micro_batch_size=100000"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("a step has 80 rows instead of 200,000: the data have no more"), "{text}");

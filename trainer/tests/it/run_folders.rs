@@ -259,16 +259,16 @@ mod stopped {
     }
 
     #[test]
-    fn a_stop_checkpoint_stays_until_a_later_checkpoint_can_be_resumed() {
+    fn an_early_end_replaces_the_stop_checkpoint() {
         let run = Run::new();
         let exports = ["checkpoint=[{type: huggingface}]", "train_iters=6"];
         stop(&run, &exports);
-        let dir = run.path().join("run/stop_checkpoint/epoch_0_global_step_3");
+        let folder = run.path().join("run/stop_checkpoint");
         run.train_ok(&[&exports[..], &["exit_iteration_this_run=1"]].concat());
-        assert!(dir.is_dir());
+        assert!(!folder.join("epoch_0_global_step_3").exists());
         run.train_ok(&exports);
-        run.assert_resumed();
-        assert!(!dir.exists());
+        assert!(run.report()["resumed_from"].as_str().unwrap().ends_with("stop_checkpoint/epoch_0_global_step_4"));
+        assert!(!folder.exists());
     }
 
     #[test]

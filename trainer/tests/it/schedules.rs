@@ -59,6 +59,31 @@ fn no_step_of_a_short_run_has_a_rate_of_zero() {
     assert_eq!(rates(3, FEW_STEPS - 1), [0.25, 0.5, 0.75, 1.0]);
 }
 
+/// A longer run keeps transformers' first step at rate 0, and no other.
+#[test]
+fn a_warmup_makes_at_most_the_first_step_of_a_long_run_zero() {
+    let shapes = [
+        Shape::Constant,
+        Shape::Linear,
+        Shape::Cosine { num_cycles: 0.5 },
+        Shape::CosineWithRestarts { num_cycles: 2 },
+        Shape::CosineWithMinLr { num_cycles: 0.5, floor: Floor::MinLrRate(0.1) },
+        Shape::InverseSqrt { timescale: None },
+        polynomial(0.0),
+        wsd(PhaseLength::Ratio(0.1)),
+    ];
+    for (shape, total) in shapes.into_iter().flat_map(|shape| (1..2 * FEW_STEPS).map(move |total| (shape, total))) {
+        let ratios = [0.01, 0.1, 0.5, 0.9].map(PhaseLength::Ratio);
+        for warmup in (0..=total).map(PhaseLength::Steps).chain(ratios).chain([PhaseLength::Tokens(70)]) {
+            let schedule = Schedule { warmup, shape }.in_steps(|| (0..total).map(|_| 10));
+            let zeros: Vec<usize> = (0..total).filter(|step| schedule.lr(*step, total, 1.0) == 0.0).collect();
+            let is_long_with_warmup = total >= FEW_STEPS && schedule.warmup_steps(total) > 0;
+            let want: &[usize] = if is_long_with_warmup { &[0] } else { &[] };
+            assert_eq!(zeros, want, "{schedule:?} of {total} steps");
+        }
+    }
+}
+
 #[test]
 fn runs_of_zero_and_one_steps_have_finite_learning_rates() {
     for shape in [Shape::Linear, Shape::Cosine { num_cycles: 0.5 }, polynomial(0.0), wsd(PhaseLength::Ratio(0.5))] {

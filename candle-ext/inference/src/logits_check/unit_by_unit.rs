@@ -5,10 +5,9 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candlewick_model::{
-    ForwardContext, FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, RouterContext, SingleDevice, TensorCallback,
-    TiledMlp, UnitWeights,
+    ForwardContext, FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, SingleDevice, TensorCallback, UnitWeights,
 };
-use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Weight};
+use candlewick_ops::{CuSeqlens, Weight};
 
 use super::prompts::ComparedPrompts;
 
@@ -24,18 +23,8 @@ pub(super) fn logits(
 ) -> Result<Tensor> {
     let positions = prompts.positions();
     let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), device)?;
-    let context = ForwardContext {
-        cos: &cos,
-        sin: &sin,
-        seqs: &CuSeqlens::packed(prompts.starts())?,
-        dropout_key: None,
-        rows: &RowRanges::all(),
-        attention: AttentionChoice::default(),
-        experts_implementation: GroupedGemmImpl::default(),
-        tiled_mlp: TiledMlp::Off,
-        router: RouterContext::default(),
-        parallel_ops: &SingleDevice,
-    };
+    let seqs = CuSeqlens::packed(prompts.starts())?;
+    let context = ForwardContext::on_single_device([&cos, &sin], &seqs);
     let mut x = Tensor::new(prompts.ids(), device)?;
     for (idx, unit) in model.units().iter().enumerate() {
         on_unit(idx, model.units().len());

@@ -8,12 +8,9 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RouterContext,
-    RouterDtype, RouterSettings, SingleDevice, TiledMlp, UnitWeights, checkpoint::Checkpoint,
+    RouterDtype, RouterSettings, SingleDevice, UnitWeights, checkpoint::Checkpoint,
 };
-use candlewick_ops::{
-    AttentionChoice, CrossEntropy, CuSeqlens, GradSink, GroupedGemmImpl, LossGrad, Reduction, RowRanges, Tape, Weight,
-    linear_cross_entropy,
-};
+use candlewick_ops::{CrossEntropy, CuSeqlens, GradSink, LossGrad, Reduction, Tape, Weight, linear_cross_entropy};
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -120,16 +117,10 @@ impl Tiny {
         let (cos, sin) = self.model.rope(&positions, &self.model.length_classes(&positions), &Device::Cpu)?;
         let seqs = CuSeqlens::packed(cu)?;
         let context = ForwardContext {
-            cos: &cos,
-            sin: &sin,
-            seqs: &seqs,
             dropout_key: self.dropout_key,
-            rows: &RowRanges::all(),
-            attention: AttentionChoice::default(),
-            experts_implementation: GroupedGemmImpl::default(),
-            tiled_mlp: TiledMlp::Off,
             router: RouterContext { settings: &self.router, ..RouterContext::default() },
             parallel_ops,
+            ..ForwardContext::on_single_device([&cos, &sin], &seqs)
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;
         for block_idx in 0..self.model.n_blocks() {

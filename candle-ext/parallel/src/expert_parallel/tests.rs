@@ -7,9 +7,9 @@ use std::sync::Mutex;
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Pending, Recv, Result as CommResult, threads};
 use candlewick_model::{
-    Config, ForwardContext, Model, ParamGroupKind, ParamSpec, RouterContext, RouterSettings, TiledMlp, UnitWeights,
+    Config, ForwardContext, Model, ParamGroupKind, ParamSpec, RouterContext, RouterSettings, UnitWeights,
 };
-use candlewick_ops::{self as ops, AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Tape, record};
+use candlewick_ops::{self as ops, CuSeqlens, Tape, record};
 use serde_json::json;
 
 use super::all_gather::GatherSizes;
@@ -270,17 +270,11 @@ fn timelines_of_layer(
     let positions: Vec<u32> = (0..6).collect();
     let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), &Device::Cpu)?;
     let inner = NotesSublayers(Arc::clone(&events));
+    let seqs = CuSeqlens::packed(vec![0, 6])?;
     let context = ForwardContext {
-        cos: &cos,
-        sin: &sin,
-        seqs: &CuSeqlens::packed(vec![0, 6])?,
-        dropout_key: None,
-        rows: &RowRanges::all(),
-        attention: AttentionChoice::default(),
-        experts_implementation: GroupedGemmImpl::default(),
-        tiled_mlp: TiledMlp::Off,
         router: RouterContext { settings: &RouterSettings::default(), ..RouterContext::default() },
         parallel_ops: &ExpertParallelOps { experts: &experts, inner: &inner },
+        ..ForwardContext::on_single_device([&cos, &sin], &seqs)
     };
     let x = Tensor::arange(0f32, 48.0, &Device::Cpu)?.affine(0.1, rank as f64)?.sin()?.reshape((6, 8))?;
     let tape = Tape::record(&[&x], || model.block(&weights, &x, &context))?;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, ForwardContext, LoraConfig, Model, RouterContext, SingleDevice, TiledMlp};
+use candlewick_model::{Config, ForwardContext, LoraConfig, Model, SingleDevice};
 use candlewick_ops::{
-    AdamW, AttentionChoice, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, GroupedGemmImpl, LossGrad, LossScaling,
-    Reduction, RowRanges, StepDecision, Tape, UpdateOutcome, linear_cross_entropy,
+    AdamW, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad, LossScaling, Reduction, StepDecision, Tape,
+    UpdateOutcome, linear_cross_entropy,
 };
 use candlewick_parallel::{
     ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, MasterRounding, Micro, ParamDtypes, ParamStore,
@@ -217,18 +217,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, ActivationCheckpointing::None);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
         let (cos, sin) = model.rope(&micro.positions, &model.length_classes(&micro.positions), &Device::Cpu).unwrap();
-        let context = ForwardContext {
-            cos: &cos,
-            sin: &sin,
-            seqs: &micro.seqs,
-            dropout_key: None,
-            rows: &RowRanges::all(),
-            attention: AttentionChoice::default(),
-            experts_implementation: GroupedGemmImpl::default(),
-            tiled_mlp: TiledMlp::Off,
-            router: RouterContext::default(),
-            parallel_ops: &SingleDevice,
-        };
+        let context = ForwardContext::on_single_device([&cos, &sin], &micro.seqs);
         let head = store.fetch(model.n_blocks() + 1).unwrap();
         let tape = Tape::record(&[], || {
             let mut x = model.embed(store.fetch(0)?, &micro.ids, &SingleDevice)?;

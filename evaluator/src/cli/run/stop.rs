@@ -17,7 +17,7 @@ pub(super) struct StopSignalWatch<'a> {
 impl<'a> StopSignalWatch<'a> {
     /// Installs the handlers. `folder` is the response cache.
     pub(super) fn watch(folder: &'a Path) -> Result<Self> {
-        let signal = LastSignal::watch(stop_signals()).context("failed to watch for signals")?;
+        let signal = LastSignal::watch(&stop_signals()).context("failed to watch for signals")?;
         Ok(Self { signal, folder })
     }
 

@@ -164,9 +164,14 @@ impl Reader {
 
     /// Runs a command line in a shell, as the reader does, without a network.
     pub(super) fn run(&self, line: &str) -> Output {
-        let mut child = self.shell(&replaced(line)).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         // Only a chat reads its input.
-        let _ = child.stdin.take().unwrap().write_all(b"How do I resume a run?\n/quit\n");
+        self.run_with_input(line, "How do I resume a run?\n/quit\n")
+    }
+
+    /// Runs a command line like [`Reader::run`], with this input.
+    pub(super) fn run_with_input(&self, line: &str, input: &str) -> Output {
+        let mut child = self.shell(&replaced(line)).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
         child.wait_with_output().unwrap()
     }
 

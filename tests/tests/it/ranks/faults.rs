@@ -292,35 +292,60 @@ fn all_ranks_skip_an_incomplete_checkpoint() {
     }
 }
 
-/// Ranks run in two folders, in which a relative path names different files.
+/// Creates two folders of ranks. A relative path names different files in them.
+fn two_places(folder: &Path) -> [PathBuf; 2] {
+    ["here", "there"].map(|name| {
+        let place = folder.join(name);
+        fs::create_dir(&place).unwrap();
+        for shared in ["tests", "recipes"] {
+            symlink(root().join(shared), place.join(shared)).unwrap();
+        }
+        place
+    })
+}
+
+/// Runs two ranks, each in its folder, until they end.
+fn run_in(run: &TrainerRun, places: [&PathBuf; 2], variable: Option<(&str, &str)>) -> Vec<(ExitStatus, String)> {
+    let store = TestStore::new();
+    let command = |(rank, place): (usize, &&PathBuf)| {
+        let mut command = run.rank(rank, store.server.port(), true);
+        command.current_dir(place).envs(variable);
+        command
+    };
+    let commands: Vec<_> = places.iter().enumerate().map(command).collect();
+    TrainerProcesses::of(commands).wait_within(2 * SOON)
+}
+
 #[test]
 fn ranks_that_do_not_share_a_checkpoint_folder_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let folders = ["here", "there"].map(|name| folder.path().join(name));
-    for folder in &folders {
-        fs::create_dir(folder).unwrap();
-        for shared in ["tests", "recipes"] {
-            symlink(root().join(shared), folder.join(shared)).unwrap();
-        }
-    }
+    let [here, there] = &two_places(folder.path());
     let run = saving_in(Path::new("saves"), folder.path(), 2, &["exit_iteration=1"]);
-    let start = |places: [&PathBuf; 2]| {
-        let store = TestStore::new();
-        let command = |(rank, place): (usize, &&PathBuf)| {
-            let mut command = run.rank(rank, store.server.port(), true);
-            command.current_dir(place);
-            command
-        };
-        let commands: Vec<_> = places.iter().enumerate().map(command).collect();
-        TrainerProcesses::of(commands).wait_within(2 * SOON)
-    };
-    let [here, there] = &folders;
-    let ended = start([here, there]);
+    let ended = run_in(&run, [here, there], None);
     check_end(&ended[0], 7, &["failed to continue: rank 1 failed", "see the log of rank 1"]);
     check_end(&ended[1], 6, &["saves", "the same folder"]);
-    start([here, here]).iter().for_each(|end| check_end(end, 0, &[]));
-    for end in start([here, there]) {
+    run_in(&run, [here, here], None).iter().for_each(|end| check_end(end, 0, &[]));
+    for end in run_in(&run, [here, there], None) {
         check_end(&end, 6, &["rank 1 sees other checkpoints than rank 0", "the same folder"]);
+    }
+}
+
+/// Both ranks see the checkpoint of a stop, and rank 0 alone a newer one. Rank 1 alone would begin with the former.
+#[cfg(debug_assertions)]
+#[test]
+fn all_ranks_consider_checkpoints_in_the_order_of_rank_0() {
+    let folder = tempfile::tempdir().unwrap();
+    let [here, there] = &two_places(folder.path());
+    let run = saving_in(Path::new("saves"), folder.path(), 2, &["exit_iteration=2"]);
+    let stop = Some(("CANDLEWICK_TEST_TERMINATE_AT", "step_computed:1"));
+    run_in(&run.with(&["checkpoint=null"]), [here, here], stop).iter().for_each(|end| check_end(end, 75, &[]));
+    let [stopped, moved] = ["run/stop_checkpoint", "moved"].map(|name| folder.path().join(name));
+    fs::rename(&stopped, &moved).unwrap();
+    let from = format!("resume_from_checkpoint={}/epoch_0_global_step_1", moved.display());
+    run_in(&run.with(&[&from]), [here, here], None).iter().for_each(|end| check_end(end, 0, &[]));
+    fs::rename(&moved, &stopped).unwrap();
+    for end in run_in(&run, [here, there], None) {
+        check_end(&end, 6, &["rank 1 sees other checkpoints than rank 0 (none, not epoch_0_global_step_2, "]);
     }
 }
 

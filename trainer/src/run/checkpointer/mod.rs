@@ -1,6 +1,7 @@
 //! The checkpoints of a run: sharded ones to resume from, and exported weights for transformers and PEFT.
 
 mod export;
+mod preflight;
 mod resumable;
 mod resume;
 
@@ -15,11 +16,9 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::{
     CheckpointError, CheckpointFormat, CheckpointId, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
-    PlannedCheckpoints, Resumed, RunState, Scores, Tag, TrainState, WrittenCheckpoint, bytes_needed, move_aside,
-    preflight, refuse_occupied, remove_all, save,
+    ReservedSpace, Resumed, RunState, Scores, Tag, WrittenCheckpoint, move_aside, refuse_occupied, remove_all, save,
 };
-use crate::data::{EpochSize, TrainSteps};
-use crate::estimate::format_bytes;
+use crate::data::TrainSteps;
 use crate::plan::{Plan, WeightInit};
 
 use super::async_save::{AsyncSave, FinishedAsyncSave};
@@ -42,6 +41,8 @@ pub(super) struct Checkpointer<'a> {
     started_from: Option<CheckpointId>,
     /// The checkpoint that is being written in the background.
     async_save_in_progress: Option<AsyncSave>,
+    /// The disk space of the checkpoint of a stopped run, on the first rank.
+    reserved: Option<ReservedSpace>,
 }
 
 /// The result of saving a checkpoint.
@@ -74,6 +75,7 @@ impl<'a> Checkpointer<'a> {
             resumed_scores: Scores::default(),
             started_from: None,
             async_save_in_progress: None,
+            reserved: None,
         }
     }
 
@@ -105,49 +107,13 @@ impl<'a> Checkpointer<'a> {
         run.settings.differences(&self.settings).iter().map(|line| with_recipe_key(line)).collect()
     }
 
-    /// Checks before the first step that every folder is writable and that all checkpoints fit on disk.
-    pub(super) fn preflight(&self, stream: &TrainSteps) -> Result<()> {
-        let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
-        let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
-        let run_start = self.run.run_id.run;
-        let ends = epoch_ends(stream);
-        let planned = |plan: &'a CheckpointPlan| {
-            let (done, total_steps) = (stream.cursor().step, stream.total_steps());
-            let n_checkpoints = plan.n_checkpoints(done, total_steps, &ends);
-            let n_retained = plan.n_retained(done, total_steps, &ends);
-            let keeps_best = self.run.plan.best.is_some();
-            let (bytes_per_checkpoint, n_checkpoints) = match plan.format {
-                // A signal may request a checkpoint at any time.
-                CheckpointFormat::Sharded => (sharded, n_checkpoints.max(1)),
-                CheckpointFormat::HuggingFace => (exported(plan), n_checkpoints),
-            };
-            PlannedCheckpoints { plan, bytes_per_checkpoint, n_checkpoints, n_retained, run_start, keeps_best }
-        };
-        let plans = &self.run.plan.checkpoints;
-        let stop = self.run.plan.stop_checkpoint.iter().filter(|_| self.writes_stop_checkpoint()).map(planned);
-        let planned: Vec<_> = plans.iter().map(planned).collect();
-        let with_stop: Vec<_> = planned.iter().copied().chain(stop).collect();
-        let check = || -> Result<()> {
-            preflight(&planned)?;
-            if with_stop.len() > planned.len() {
-                warn_without_space(preflight(&with_stop))?;
-            }
-            let exports = self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::HuggingFace);
-            if exports {
-                self.auxiliary_files(&self.folders(), &[]).check()?;
-            }
-            Ok(())
-        };
-        self.run.ranks.process.on_first_rank(check).map(drop)
-    }
-
     /// Moves the checkpoints of other runs aside. Fails if an entry of another origin has the name of a checkpoint that
     /// this run will write.
     ///
     /// Returns one line for each changed folder.
     pub(super) fn prepare_folders(&self, stream: &TrainSteps) -> Result<Vec<String>> {
         let (run_start, done, total_steps) = (self.run.run_id.run, stream.cursor().step, stream.total_steps());
-        let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
+        let (ends, exit) = (stream.epoch_ends(), &self.run.plan.exit);
         let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
         let mut lines = Vec::new();
         self.run.ranks.process.on_first_rank(|| {
@@ -159,7 +125,7 @@ impl<'a> Checkpointer<'a> {
                     lines.push(format!("moved {} of other runs to {}", counted(n, "checkpoint"), folder.display()));
                 }
                 let is_due =
-                    |step| plan.is_due(Moment::of(step, total_steps, &ends)) || ends_early.contains(&Some(step));
+                    |step| plan.is_due(Moment::of(step, total_steps, ends)) || ends_early.contains(&Some(step));
                 let is_due = |step| step > done && is_due(step);
                 refuse_occupied(plan.format, &plan.output_dir, run_start, is_due)?;
             }
@@ -191,6 +157,12 @@ impl<'a> Checkpointer<'a> {
     /// Returns true if a stopped run writes the checkpoint of the plan for that: no entry is `sharded`.
     pub(super) fn writes_stop_checkpoint(&self) -> bool {
         !self.run.plan.checkpoints.iter().any(|plan| plan.format == CheckpointFormat::Sharded)
+    }
+
+    /// Returns true if the run continues from the checkpoint of a stopped run.
+    pub(super) fn has_stop_checkpoint(&self) -> bool {
+        let stop = self.run.plan.stop_checkpoint.as_ref();
+        stop.is_some_and(|plan| self.newest.contains_key(&(plan.format, plan.output_dir.clone())))
     }
 
     /// Deletes the checkpoint of an earlier process of this run that was stopped, if nothing can be lost: the last step of the
@@ -238,6 +210,10 @@ impl<'a> Checkpointer<'a> {
         let state = RunState { home, ..self.run_state(stream, progress) };
         if self.is_saved(checkpoint, state.step) {
             return Ok(SaveOutcome::AlreadySaved);
+        }
+        if self.run.plan.stop_checkpoint.as_ref() == Some(checkpoint) {
+            // The checkpoint takes the space.
+            self.reserved = None;
         }
         let place = (checkpoint.format, checkpoint.output_dir.clone());
         let newest = (state.step, checkpoint.dir(state.tag()));
@@ -321,21 +297,6 @@ impl<'a> Checkpointer<'a> {
     }
 }
 
-/// Turns a lack of space for the checkpoint of a stopped run into a warning: the run may never be stopped.
-fn warn_without_space(checked: Result<(), CheckpointError>) -> Result<()> {
-    match checked {
-        Err(CheckpointError::NotEnoughSpace { needed, free, .. }) => {
-            let [needed, free] = [needed, free].map(format_bytes);
-            tracing::warn!(
-                "a run that is stopped could not be continued: its checkpoint and the exports need {needed}, and {free} is \
-                 free"
-            );
-            Ok(())
-        }
-        checked => Ok(checked?),
-    }
-}
-
 /// Lets an asynchronous save finish if the run fails.
 impl Drop for Checkpointer<'_> {
     fn drop(&mut self) {
@@ -410,10 +371,4 @@ fn with_recipe_key(line: &str) -> String {
     ];
     let renamed = KEYS.iter().find_map(|(name, key)| Some(format!("{key}{}", line.strip_prefix(name)?)));
     renamed.unwrap_or_else(|| line.to_owned())
-}
-
-/// Returns the steps at which epochs end, as far as they are known now.
-fn epoch_ends(stream: &TrainSteps) -> Vec<usize> {
-    let Some(EpochSize { steps, .. }) = stream.epoch_size() else { return Vec::new() };
-    (1..=stream.total_steps() / steps).map(|epoch| epoch * steps).collect()
 }

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointPlan, CompleteCheckpoint, Resumed, open, read_state, resume, resume_from, search,
+    CheckpointError, CheckpointFormat, CheckpointPlan, CompleteCheckpoint, Resumed, RunState, Tag, open_given,
+    read_state, resume, resume_from, search,
 };
 
 use super::super::state::EngineState;
@@ -56,8 +57,8 @@ impl Checkpointer<'_> {
         Ok(resumed)
     }
 
-    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or if the recipe names an older one from
-    /// which the newest does not descend. A named checkpoint that exists no longer has no effect: later saves replaced it.
+    /// Fails if the newest checkpoint of an entry is of a run with another `output_dir`, or does not continue the one that the
+    /// recipe names.
     ///
     /// The recipe of a stopped run must also have the same settings, unless it names the checkpoint.
     fn check_origin(&self, entry: &CheckpointPlan) -> Result<()> {
@@ -66,15 +67,9 @@ impl Checkpointer<'_> {
             return Ok(());
         };
         let Ok(state) = read_state(&CompleteCheckpoint { dir: dir.clone(), manifest }) else { return Ok(()) };
-        if let Some(given) = &plan.resume_from_checkpoint {
-            let (given_dir, newest) = (resolved(given), resolved(&dir));
-            if given_dir == newest {
-                return Ok(());
-            }
-            let descends = || open(given).is_ok_and(|given| state.started_from == Some(given.id()));
-            if given_dir.exists() && given_dir.parent() == newest.parent() && !descends() {
-                return Err(CheckpointError::NewerCheckpoint { given: given.clone(), newest: dir }.into());
-            }
+        let given = plan.resume_from_checkpoint.as_deref();
+        if given.is_some_and(|given| resolved(given) == resolved(&dir)) {
+            return Ok(());
         }
         if let Some(output_dir) = &plan.log.output_dir
             && let Some(written_by) = state.other_output_dir(&dir, output_dir)
@@ -82,11 +77,27 @@ impl Checkpointer<'_> {
             let (written_by, output_dir) = (written_by.to_owned(), output_dir.clone());
             return Err(CheckpointError::OtherRun { dir, written_by, output_dir }.into());
         }
+        given.map_or(Ok(()), |given| check_continues(given, &dir, &state))?;
         let differences = self.changed_settings(&state);
         if plan.stop_checkpoint.as_ref() == Some(entry) && !differences.is_empty() {
             return Err(CheckpointError::ChangedSettings { dir, differences }.into());
         }
         Ok(())
+    }
+}
+
+/// Fails unless the checkpoint in `newest` continues the one of `resume_from_checkpoint`. That one may be gone: later saves
+/// replace it.
+fn check_continues(given: &Path, newest: &Path, state: &RunState) -> Result<(), CheckpointError> {
+    let was_given = || {
+        let tag = CheckpointFormat::Sharded.parse_dir_name(&Tag::name_of(given));
+        tag.is_some_and(|tag| state.started_from.is_some_and(|from| from.step == tag.step))
+    };
+    match open_given(given) {
+        Ok(found) if state.started_from == Some(found.id()) => Ok(()),
+        Err(_) if was_given() => Ok(()),
+        Ok(_) => Err(CheckpointError::NewerCheckpoint { given: given.to_owned(), newest: newest.to_owned() }),
+        Err(error) => Err(error),
     }
 }
 

@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_ops::{DeviceTimestamp, GradPolicy, GradScaler, UpdateOutcome, derive_key, span};
 use candlewick_parallel::{MasterRounding, ZeroGradCount};
+use candlewick_text::quantity::counted;
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, Resumed};
@@ -55,6 +56,8 @@ pub(super) struct Session<'a> {
     /// Peak rate of the device's matmuls, if known.
     peak: Option<PeakRate>,
     started: Instant,
+    /// The steps done before this start.
+    pub(super) first_step: usize,
 }
 
 impl<'a> Session<'a> {
@@ -121,7 +124,9 @@ impl<'a> Session<'a> {
             last_samples: None,
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
+            first_step: 0,
         };
+        session.first_step = session.stream.cursor().step;
         let terminal = session.reporter.terminal().clone();
         run.stop.respond_with(move |signal| {
             // The program may be killed before the end of the step, and would leave the bar.
@@ -150,7 +155,9 @@ impl<'a> Session<'a> {
         let plan = self.run.plan;
         terminal.line(&format!("global batch: {}", plan.global_batch()));
         plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
-        moved.iter().for_each(|line| terminal.line(line));
+        self.warn_without_rate();
+        let earlier = self.run_json.describe_earlier_run().filter(|_| resumed.is_none());
+        earlier.iter().chain(moved).for_each(|line| terminal.line(line));
         let planned = plan.checkpoints.iter().map(|plan| format!("will save: {plan}"));
         planned.for_each(|line| terminal.line(&line));
         if let Some(Resumed { run, dir, .. }) = resumed {
@@ -158,9 +165,6 @@ impl<'a> Session<'a> {
             self.reporter.log_resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time, time: None });
             for difference in self.checkpointer.changed_settings(run) {
                 tracing::warn!("changed since this checkpoint: {difference}");
-            }
-            if run.step >= self.stream.total_steps() {
-                terminal.line("nothing left to train: all steps are done");
             }
         }
         let token_stats = json!(self.token_stats());
@@ -170,6 +174,20 @@ impl<'a> Session<'a> {
             report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
         })?;
         Ok(())
+    }
+
+    /// Warns if all steps of this start have a learning rate of 0: it may end after the first step of the warm-up.
+    fn warn_without_rate(&self) {
+        let (plan, total_steps, first) = (self.run.plan, self.stream.total_steps(), self.stream.cursor().step);
+        let ends = [plan.exit.iteration, plan.exit.iteration_this_run.map(|n| first + n)];
+        let end = ends.into_iter().flatten().fold(total_steps, usize::min);
+        let rate = |step| self.schedule.lr(step, total_steps, plan.optimizer.learning_rate);
+        if first < end && (first..end).all(|step| rate(step) == 0.0) {
+            let steps = counted(end - first, "step");
+            tracing::warn!(
+                "the learning rate is 0 in the {steps} until the run ends: the weights do not change. Raise exit_iteration"
+            );
+        }
     }
 
     fn token_stats(&self) -> TokenStats {
@@ -258,6 +276,11 @@ impl<'a> Session<'a> {
     pub(super) fn reset_scaler(&mut self, step: usize) -> Result<()> {
         self.scaler = grad_scaler(&self.run, &self.progress, step)?;
         Ok(())
+    }
+
+    /// Returns true if no step was trained since this start, which resumed an ended run.
+    pub(super) fn has_only_resumed(&self) -> bool {
+        self.first_step > 0 && self.stream.cursor().step == self.first_step
     }
 
     /// Updates run.json. A failed write only warns, because the run can still save checkpoints.

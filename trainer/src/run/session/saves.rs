@@ -127,6 +127,17 @@ impl Session<'_> {
         Ok(n_checkpoints)
     }
 
+    /// Replaces the checkpoint of an earlier stop, so that the same command does not train the steps since then again. A failure
+    /// is a warning: the older one is intact.
+    pub(in crate::run) fn renew_stop_checkpoint(&mut self) {
+        let is_there = self.checkpointer.writes_stop_checkpoint() && self.checkpointer.has_stop_checkpoint();
+        if let Some(stop) = self.run.plan.stop_checkpoint.as_ref().filter(|_| is_there)
+            && let Err(error) = self.save_one(stop)
+        {
+            tracing::warn!("{}", crate::exit::report(&error).trim_end());
+        }
+    }
+
     /// Saves the checkpoints to resume from: the `sharded` entries, or the stop checkpoint. If that fails, exports the weights.
     pub(in crate::run) fn save_to_resume(&mut self) -> Result<StopResult> {
         let plan = self.run.plan;
