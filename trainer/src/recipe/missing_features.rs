@@ -75,7 +75,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
     },
     MissingFeature {
         name: "biases of an adapter, and repeated layers",
-        instead: "`bias: none`, or training all weights",
+        instead: "`bias: none`, or full fine-tuning",
         words: &["lora_only", "lora_bias", "train_bias", "layer_replication", "bias"],
     },
     MissingFeature {
@@ -138,7 +138,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
     },
     MissingFeature {
         name: "whole modules trained next to an adapter (`modules_to_save`)",
-        instead: "training all weights, or LoRA on more `target_modules`",
+        instead: "full fine-tuning, or LoRA on more `target_modules`",
         words: &[
             "modules_to_save",
             "lora_modules_to_save",
