@@ -3,14 +3,13 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use candlewick_comm::store::{Client, Error, StoreSecret};
 use rustix::process::Signal;
 
 use crate::launcher::{
-    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, command, connect_to_store, create_gate, free_port, open_gate,
-    start, start_script, temp_folder, wait_for_count, wait_for_file,
+    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, TIMEOUT, command, connect_to_store, create_gate, free_port,
+    open_gate, start, start_script, temp_folder, wait_for_count, wait_for_file,
 };
 
 struct Job {
@@ -140,7 +139,7 @@ fn a_late_node_joins_by_a_rerendezvous() {
 
 #[test]
 fn a_missing_node_is_named_after_the_timeout() {
-    let job = Job { flags: &["--rdzv-conf", "timeout=0.3"], ..static_rendezvous(free_port()) };
+    let job = Job { flags: &["--rdzv-conf", "timeout=2"], ..static_rendezvous(free_port()) };
     node(&job, 0, "true")
         .wait()
         .exits_with(1)
@@ -182,8 +181,7 @@ fn clients_of_the_launchers_store_need_its_secret() {
         let words: Vec<&str> = at.split(' ').collect();
         let secret = words.get(2).map(|secret| StoreSecret::new(*secret));
         assert_eq!(secret.is_some(), needs_secret);
-        let connect =
-            |secret| Client::connect_with_secret(words[0], words[1].parse().unwrap(), Duration::from_secs(10), secret);
+        let connect = |secret| Client::connect_with_secret(words[0], words[1].parse().unwrap(), TIMEOUT, secret);
         assert_eq!(matches!(connect(None), Err(Error::Refused { .. })), needs_secret);
         let client = connect(secret).unwrap();
         client.set("key", b"value").unwrap();
@@ -236,7 +234,7 @@ fn restarted_workers_get_an_empty_store() {
             let at = [0, 1, 2].map(|rank| wait_for_file(&path.join(format!("at{attempt}.{rank}"))));
             assert!(at.iter().all(|other| *other == at[0]), "{at:?}");
             let (host, port) = at[0].split_once(' ').unwrap();
-            let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
+            let client = Client::connect(host, port.parse().unwrap(), TIMEOUT).unwrap();
             assert!(!client.check(&["key"]).unwrap());
             client.set("key", b"value").unwrap();
             gates.push(open_gate(&path.join(format!("end{attempt}"))));
