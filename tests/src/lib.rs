@@ -1,8 +1,10 @@
 //! Tests of the whole system. This library finds files and waits for events; the tests are in `tests/`.
 
 use std::io::{self, Write};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 pub use wait::{wait_for_exit, wait_for_files};
 
@@ -34,6 +36,20 @@ pub fn program(name: &str) -> PathBuf {
     let path = folder.join(name);
     assert!(path.is_file(), "failed to find {}: test the whole workspace, or build {name} first", path.display());
     path
+}
+
+/// Returns a host and a port at which no process listens. The host is a loopback address of this call alone: a port of
+/// 127.0.0.1 may be given to another process before the test uses it.
+///
+/// # Panics
+/// If the system has no free port.
+pub fn unused_address() -> (String, u16) {
+    static NEXT: AtomicU8 = AtomicU8::new(0);
+    let [.., a, b] = std::process::id().to_be_bytes();
+    let host = format!("127.{}.{a}.{b}", 64 + NEXT.fetch_add(1, Ordering::Relaxed) % 128);
+    let listener = TcpListener::bind((host.as_str(), 0)).expect("a port of a loopback address is free");
+    let port = listener.local_addr().expect("the listener has an address").port();
+    (host, port)
 }
 
 /// Prints that a test is skipped because this machine lacks a program or a right. The test harness does not capture it.

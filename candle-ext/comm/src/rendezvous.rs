@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn a_wait_for_an_absent_rank_is_logged_once_before_it_fails() {
         let server = Server::bind("127.0.0.1:0").unwrap();
-        let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(20)).unwrap();
+        let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
         let rendezvous = PeerRendezvous::new(store, 0, 2, Duration::from_secs(1)).unwrap();
         rendezvous.notice.set(Duration::from_millis(1));
         let error = rendezvous.await_one(1).unwrap_err();

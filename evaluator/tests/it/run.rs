@@ -1,9 +1,9 @@
 //! `evaluator run` and `evaluator answer`, from the command line to the output files.
 
 use std::fs;
-use std::net::TcpListener;
 use std::process::{Command, Output};
 
+use candlewick_comm::store::Server;
 use candlewick_model::{Config, FP8_SCALES, fp8_scales_to_json};
 use candlewick_ops::Fp8LinearScales;
 use serde_json::Value;
@@ -174,13 +174,14 @@ fn a_tasks_name_is_no_path() {
 
 /// Runs `evaluator run` on several ranks, and returns the output of each process.
 fn together(workspace: &Workspace, n_ranks: usize, arguments: &[&str]) -> Vec<Output> {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let store = Server::bind("127.0.0.1:0").unwrap();
     let tasks = ["run", "--tasks", "choose,speak", "--include-path", ".", "--json"];
     let start = |rank: usize| {
         let mut command = workspace.command(&[&tasks[..], arguments].concat());
         let (rank, n) = (rank.to_string(), n_ranks.to_string());
         let variables = [("RANK", &*rank), ("LOCAL_RANK", &*rank), ("WORLD_SIZE", &*n), ("LOCAL_WORLD_SIZE", &*n)];
-        command.envs(variables).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command.envs(variables).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", store.port().to_string());
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
     };
     let ranks: Vec<_> = (0..n_ranks).map(start).collect();

@@ -55,7 +55,7 @@ fn check(n_ranks: usize) {
         ),
     };
     let child = started.spawn().unwrap();
-    wait_for_files(&folder.path("cache"), "the first response", Duration::from_secs(60), || {
+    wait_for_files(&folder.path("cache"), "the first response", Duration::from_secs(180), || {
         responses(&folder).contains('\n')
     });
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use candlewick_comm::store::Server;
 use serde_json::{Value, json};
-use suite::{program, root};
+use suite::{program, root, wait_for_files};
 
 /// A folder with two tasks, their data, and the runs of a tiny model.
 struct TaskFolder(tempfile::TempDir);
@@ -274,9 +275,9 @@ fn a_termination_signal_ends_a_running_evaluation() {
     let begun = [&saves, "eval.tasks=[long]", "eval.interval=1", "eval.max_gen_toks=100"];
     let child = fixture.trainer(&begun).spawn().unwrap();
     let metrics = fixture.path("run/metrics.jsonl");
-    while !fs::read_to_string(&metrics).is_ok_and(|lines| lines.contains("\"iter\":1")) {
-        std::thread::yield_now();
-    }
+    wait_for_files(&fixture.path("run"), "the first step", Duration::from_secs(180), || {
+        fs::read_to_string(&metrics).is_ok_and(|lines| lines.contains("\"iter\":1"))
+    });
     // SAFETY: the child has not been waited for, so that its pid is valid.
     unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
     let output = child.wait_with_output().unwrap();

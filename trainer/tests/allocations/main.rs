@@ -1,6 +1,6 @@
 //! Peak memory of training as the process's allocator counts it, compared with the estimate.
 //!
-//! A binary of its own: it replaces the allocator, and nothing else may allocate while a test counts.
+//! A binary of its own: it replaces the allocator. Nothing else may allocate while a test counts.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[path = "../estimated/mod.rs"]
@@ -10,18 +10,24 @@ mod one_rank;
 mod out_of_memory;
 mod ranks;
 
-use std::panic::resume_unwind;
-use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::process::Command;
 
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// Runs a test while the others wait. Its thread has ended, and freed its buffers, before the next test begins.
-fn alone(test: fn()) {
-    static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    thread::spawn(test).join().unwrap_or_else(|panic| resume_unwind(panic));
+/// Runs the test `name` in a process of its own, with two threads: each thread of rayon keeps buffers, which are not estimated.
+#[track_caller]
+fn alone(name: &str, test: fn()) {
+    const CHILD: &str = "CANDLEWICK_ALLOCATIONS_TEST";
+    if std::env::var_os(CHILD).is_some() {
+        return test();
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").env("RAYON_NUM_THREADS", "2");
+    let output = child.output().unwrap();
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    eprintln!("{stderr}");
+    assert!(output.status.success() && stdout.contains("1 passed"), "{name}: {}\n{stdout}", output.status);
 }

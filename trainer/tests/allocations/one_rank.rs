@@ -13,7 +13,7 @@ use crate::{ALLOCATOR, alone, fp8};
 /// The formulas leave out the allocator's own overhead and small vectors.
 #[test]
 fn a_run_allocates_what_the_formulas_say() {
-    alone(check_all);
+    alone("one_rank::a_run_allocates_what_the_formulas_say", check_all);
 }
 
 fn check_all() {

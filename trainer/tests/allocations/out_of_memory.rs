@@ -24,7 +24,10 @@ fn in_use() -> u64 {
 
 #[test]
 fn out_of_memory_is_exit_code_4_with_bytes_by_category_the_estimate_and_settings_that_need_less() {
-    alone(check);
+    alone(
+        "out_of_memory::out_of_memory_is_exit_code_4_with_bytes_by_category_the_estimate_and_settings_that_need_less",
+        check,
+    );
 }
 
 fn check() {
@@ -44,7 +47,7 @@ fn check() {
     PEAK_IN_USE.store(before, Ordering::Relaxed);
     with_limit(u64::MAX).unwrap();
     let peak_in_use = PEAK_IN_USE.load(Ordering::Relaxed);
-    // The parameters fit, the activations do not. Other threads free what an earlier test used at any time; a quarter of the run's memory is more.
+    // The parameters fit, the activations do not.
     ALLOCATOR.reset_peak_usage();
     let error = with_limit(peak_in_use - (peak_in_use - before) / 4).unwrap_err();
     assert_eq!(classify(&error), ExitCode::OutOfMemory, "{error:#}");

@@ -24,7 +24,7 @@ const PADDED: [&str; 2] = ["moe.expert_capacity_factor=2", "moe.pad_expert_input
 
 #[test]
 fn ranks_allocate_what_the_formulas_say() {
-    alone(check_all);
+    alone("ranks::ranks_allocate_what_the_formulas_say", check_all);
 }
 
 fn check_all() {

@@ -108,13 +108,21 @@ impl Case {
 
     #[track_caller]
     pub fn compare(&self, estimated: u64, measured: u64, tolerance: f64) {
-        let ratio = estimated as f64 / measured as f64;
         eprintln!(
-            "{} estimated, {} measured, {ratio:.3}: {:?}",
+            "{} estimated, {} measured, {:.3}: {:?}",
             format_bytes(estimated),
             format_bytes(measured),
+            estimated as f64 / measured as f64,
             self.arguments
         );
-        assert!((ratio - 1.0).abs() < tolerance, "estimated {estimated}, measured {measured}: {:?}", self.arguments);
+        assert!(
+            is_near(estimated, measured, tolerance),
+            "estimated {estimated}, measured {measured}: {:?}",
+            self.arguments
+        );
     }
+}
+
+pub fn is_near(estimated: u64, measured: u64, tolerance: f64) -> bool {
+    (estimated as f64 / measured as f64 - 1.0).abs() < tolerance
 }

@@ -468,6 +468,7 @@ fn a_chat_template_by_name_is_exported_with_its_end_of_turn() {
     }
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_termination_signal_saves_and_exits_with_the_restart_code() {
     let streamed = ["data.streaming=true", "data.buffer_size=7", "train_iters=24"];
@@ -475,11 +476,9 @@ fn a_termination_signal_saves_and_exits_with_the_restart_code() {
         let whole = Run::new();
         whole.train_ok(arguments);
         let stopped = Run::new();
-        let mut started = stopped.start_training(arguments);
-        started.wait_for("Train iter");
-        started.send(libc::SIGTERM);
-        let (code, log) = started.finish();
-        assert_eq!(code, Some(75), "{log}");
+        let mut command = stopped.command("train", arguments);
+        let output = command.env("CANDLEWICK_TEST_TERMINATE_AT", "step_computed:2").output().unwrap();
+        assert_eq!(output.status.code(), Some(75), "{}", stderr(&output));
         stopped.train_ok(arguments);
         stopped.assert_resumed();
         assert!(whole.exported() == stopped.exported(), "{arguments:?}");

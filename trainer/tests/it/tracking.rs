@@ -4,7 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -237,7 +237,10 @@ fn trackers_know_that_a_run_was_preempted() {
 #[track_caller]
 fn check_fault(url: &str, want: &[&str]) {
     let (plain, run) = (Run::new(), Run::new());
+    let started = Instant::now();
     plain.train_ok(&[]);
+    // On a slow machine, the run itself takes long.
+    let limit = Duration::from_secs(60) + 10 * started.elapsed();
     let started = Instant::now();
     let output = command(&run, url, &[]).output().unwrap();
     let log = stderr(&output);
@@ -250,7 +253,7 @@ fn check_fault(url: &str, want: &[&str]) {
     assert!(log.matches("WARN").count() <= 4, "more than two warnings a server: {log}");
     let file = wandb_files(&run).swap_remove(0);
     assert!(fs::metadata(&file).unwrap().len() > 1000, "{} is empty", file.display());
-    assert!(started.elapsed().as_secs() < 60, "the run waited for the servers: {:?}", started.elapsed());
+    assert!(started.elapsed() < limit, "the run waited for the servers: {:?}", started.elapsed());
     assert_no_secrets(&run);
 }
 

@@ -229,7 +229,7 @@ mod tests {
         fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
             let (other, ones, (sender, written)) = (self.0.clone(), self.0.ones_like()?, channel());
             thread::spawn(move || sender.send(other.slice_set(&ones, 0, 0)));
-            written.recv_timeout(Duration::from_secs(20)).expect("the tensor is locked")?;
+            written.recv_timeout(Duration::from_secs(60)).expect("the tensor is locked")?;
             Ok(())
         }
     }

@@ -251,12 +251,14 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let server = Server::start(listener, Duration::from_millis(10), None).unwrap();
         let mut silent = TcpStream::connect(server.addr()).unwrap();
-        silent.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        silent.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         assert_eq!(silent.read(&mut [0]).unwrap(), 0);
         let mut half = TcpStream::connect(server.addr()).unwrap();
-        half.write_all(&[0, 1]).unwrap();
-        half.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        assert_eq!(half.read(&mut [0]).unwrap(), 0);
+        half.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        // The server may close the connection before these bytes arrive, which resets it.
+        let _ = half.write_all(&[0, 1]);
+        let end = half.read(&mut [0]).map_err(|error| error.kind());
+        assert!(matches!(end, Ok(0) | Err(std::io::ErrorKind::ConnectionReset)), "{end:?}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use candlewick_comm::store::{Client, Error, Result, Server, StoreSecret};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(30);
 
 /// Returns a loopback address of this process without a server. Other processes use 127.0.0.1.

@@ -9,7 +9,8 @@ use candlewick_comm::{Collective, CollectiveCall, Error, Op, Options, Recv, Redu
 
 /// Timeout that no test is meant to reach.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: false };
-const HASTY: Options = Options { timeout: Duration::from_secs(1), record: false };
+/// Timeout of ranks that reach it, or are busy for longer.
+const HASTY: Options = Options { timeout: Duration::from_secs(2), record: false };
 
 #[track_caller]
 fn check(size: usize) {
@@ -198,19 +199,31 @@ fn an_absent_rank_is_named_with_the_call() {
         }
     });
     assert_eq!(rank, 1);
-    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 timed out after 1s without a heartbeat";
+    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 timed out after 2s without a heartbeat";
     assert!(message.starts_with(what), "{message}");
+}
+
+/// Runs ranks of which one is busy for longer than the timeout. A busy machine may suspend the others for as long, so one of
+/// five runs must succeed.
+#[track_caller]
+fn succeeds_once<T: Send>(rank: impl Fn(&World) -> Result<T> + Sync) -> Vec<T> {
+    let last = || run(3, HASTY, &rank).unwrap();
+    (0..4).find_map(|_| run(3, HASTY, &rank).ok()).unwrap_or_else(last)
+}
+
+fn be_busy(world: &World) {
+    assert_eq!(world.keep_alive().during(|| world.await_failure(HASTY.timeout * 3 / 2)), None);
 }
 
 #[test]
 fn a_busy_rank_does_not_time_out() {
-    let sums = run(3, HASTY, |world| {
+    let sums = succeeds_once(|world| {
         if world.rank() == 2 {
-            assert_eq!(world.keep_alive().during(|| world.await_failure(3 * HASTY.timeout)), None);
+            be_busy(world);
         }
         world.group().all_reduce(&ones(&[3]), Reduce::Sum)?.to_vec1::<f32>().map_err(Error::from)
     });
-    assert_eq!(sums.unwrap(), vec![vec![3.0; 3]; 3]);
+    assert_eq!(sums, vec![vec![3.0; 3]; 3]);
 }
 
 #[test]
@@ -221,14 +234,14 @@ fn an_absent_rank_is_named_while_another_is_busy() {
         _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
     });
     assert!(
-        rank == 1 && message.contains(": rank 1 timed out after 1s without a heartbeat (seen by rank 0)"),
+        rank == 1 && message.contains(": rank 1 timed out after 2s without a heartbeat (seen by rank 0)"),
         "{message}"
     );
 }
 
 #[test]
 fn a_transitively_busy_rank_does_not_time_out() {
-    let done = run(3, HASTY, |world| {
+    succeeds_once(|world| {
         let group = world.group();
         match world.rank() {
             0 => group.send_recv(None, None, Some(ones_from(1, &[3]))).map(drop),
@@ -237,12 +250,11 @@ fn a_transitively_busy_rank_does_not_time_out() {
                 group.send_recv(x.as_ref(), Some(0), None).map(drop)
             }
             _ => {
-                assert_eq!(world.keep_alive().during(|| world.await_failure(3 * HASTY.timeout)), None);
+                be_busy(world);
                 group.send_recv(Some(&ones(&[3])), Some(1), None).map(drop)
             }
         }
     });
-    done.unwrap();
 }
 
 #[test]

@@ -319,7 +319,7 @@ mod tests {
                 Ok(mut constraint) => walk(&mut constraint, 30),
                 Err(error) => assert!(error.to_string().len() <= 300 && !error.to_string().contains('\n'), "{error}"),
             }
-            assert!(began.elapsed() < Duration::from_secs(5), "{shown}: {:?}", began.elapsed());
+            assert!(began.elapsed() < Duration::from_secs(60), "{shown}: {:?}", began.elapsed());
         }
     }
 }

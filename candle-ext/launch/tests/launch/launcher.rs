@@ -129,7 +129,7 @@ impl LauncherOutput {
 }
 
 /// The longest wait of a test. Only a program that hangs needs it.
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 
 /// Waits until a file ends with a newline, and returns its trimmed content.
 #[track_caller]

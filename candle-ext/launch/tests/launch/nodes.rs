@@ -3,13 +3,12 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use candlewick_comm::store::{Client, Error, StoreSecret};
 use rustix::process::Signal;
 
 use crate::launcher::{
-    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, STORE_SECRET, command, connect_to_store, create_gate,
+    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, STORE_SECRET, TIMEOUT, command, connect_to_store, create_gate,
     free_port, open_gate, start, start_script, temp_folder, wait_for_count, wait_for_file,
 };
 
@@ -142,7 +141,7 @@ fn a_late_node_joins_by_a_rerendezvous() {
 
 #[test]
 fn a_missing_node_is_named_after_the_timeout() {
-    let job = Job { flags: &["--rdzv-conf", "timeout=0.3"], ..static_rendezvous(free_port()) };
+    let job = Job { flags: &["--rdzv-conf", "timeout=2"], ..static_rendezvous(free_port()) };
     node(&job, 0, "true")
         .wait()
         .exits_with(1)
@@ -184,8 +183,7 @@ fn clients_of_the_launchers_store_need_its_secret() {
         let words: Vec<&str> = at.split(' ').collect();
         let secret = words.get(2).map(|secret| StoreSecret::new(*secret));
         assert_eq!(secret.is_some(), needs_secret);
-        let connect =
-            |secret| Client::connect_with_secret(words[0], words[1].parse().unwrap(), Duration::from_secs(10), secret);
+        let connect = |secret| Client::connect_with_secret(words[0], words[1].parse().unwrap(), TIMEOUT, secret);
         assert_eq!(matches!(connect(None), Err(Error::Refused { .. })), needs_secret);
         let client = connect(secret).unwrap();
         client.set("key", b"value").unwrap();
@@ -271,7 +269,7 @@ fn restarted_workers_get_an_empty_store() {
             assert!(at.iter().all(|other| *other == at[0]), "{at:?}");
             let (host, port) = at[0].split_once(' ').unwrap();
             let secret = Some(StoreSecret::new(STORE_SECRET));
-            let client = Client::connect_with_secret(host, port.parse().unwrap(), Duration::from_secs(10), secret);
+            let client = Client::connect_with_secret(host, port.parse().unwrap(), TIMEOUT, secret);
             let client = client.unwrap();
             assert!(!client.check(&["key"]).unwrap());
             client.set("key", b"value").unwrap();

@@ -22,7 +22,8 @@ const MIB: usize = 1 << 20;
 /// Environment variable of a child process that runs one test.
 const CHILD: &str = "CANDLEWICK_OPS_MEMORY_TEST";
 
-/// Runs a test of this module in a process of its own, because the allocator's counters cover the whole process.
+/// Runs a test of this module in a process of its own, because the allocator's counters cover the whole process. It has two
+/// threads on each machine, because each thread keeps buffers.
 ///
 /// Returns true in the parent, after the child has passed, and false in the child, which then runs the test.
 #[track_caller]
@@ -31,7 +32,12 @@ fn passed_in_own_process(test: &str) -> bool {
         return false;
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
-    let output = child.args(["--exact", &format!("memory::{test}")]).env(CHILD, "1").output().unwrap();
+    let output = child
+        .args(["--exact", &format!("memory::{test}")])
+        .env(CHILD, "1")
+        .env("RAYON_NUM_THREADS", "2")
+        .output()
+        .unwrap();
     let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
     assert!(output.status.success() && stdout.contains("1 passed"), "{test}: {}\n{stdout}{stderr}", output.status);
     true

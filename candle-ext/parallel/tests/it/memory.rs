@@ -79,7 +79,8 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usi
     ALLOCATOR.peak_usage() - before
 }
 
-/// The allocator's counters are global, so the measurements run in a process of their own.
+/// The allocator's counters are global, so the measurements run in a process of their own. It has two threads on each machine,
+/// because each thread keeps buffers.
 #[test]
 fn each_checkpointing_mode_saves_the_expected_memory() {
     if std::env::var_os(CHILD).is_some() {
@@ -88,6 +89,7 @@ fn each_checkpointing_mode_saves_the_expected_memory() {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["memory::each_checkpointing_mode_saves_the_expected_memory", "--exact", "--nocapture"])
         .env(CHILD, "1")
+        .env("RAYON_NUM_THREADS", "2")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

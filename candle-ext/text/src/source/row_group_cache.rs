@@ -140,7 +140,7 @@ mod tests {
         let groups = CachedRowGroups::new();
         let (to_first, from_second) = channel();
         let (to_second, from_first) = channel();
-        let patience = Duration::from_secs(20);
+        let patience = Duration::from_secs(60);
         std::thread::scope(|scope| {
             let groups = &groups;
             scope.spawn(move || {

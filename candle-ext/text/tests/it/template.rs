@@ -345,10 +345,14 @@ fn check_given_up(body: &str) {
     let error = template.render(&chat, AddGenerationPrompt::No).unwrap_err();
     let first = first.elapsed();
     assert!(matches!(error, TemplateError::LimitExceeded { .. }), "{error:.300}");
-    // Further renderings are refused at once.
-    let again = std::time::Instant::now();
-    assert!(template.render_turns(&chat).unwrap_err().to_string().contains("one rendering takes more than"));
-    assert!(again.elapsed() < first / 4, "{:?} after {first:?}", again.elapsed());
+    // Further renderings are refused at once. The shortest time counts, because a busy machine may suspend this process.
+    let again = || {
+        let again = std::time::Instant::now();
+        assert!(template.render_turns(&chat).unwrap_err().to_string().contains("one rendering takes more than"));
+        again.elapsed()
+    };
+    let again = (0..5).map(|_| again()).min().unwrap();
+    assert!(again < first / 4, "{again:?} after {first:?}");
 }
 
 macro_rules! given_up {

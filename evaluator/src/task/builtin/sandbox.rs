@@ -71,7 +71,7 @@ fn supervise(supervisor: &str, program: &str, policy: UnsafeCodePolicy) -> Resul
     }
     let status = wait(&mut child)?;
     match status.code() {
-        Some(0) => Ok(child.stdout.take().is_some_and(|stdout| read(stdout) == word.as_bytes())),
+        Some(0) => Ok(child.stdout.take().is_some_and(|stdout| read(stdout, word.len()) == word.as_bytes())),
         // The supervisor or the program ended by a signal.
         Some(FAILED) | None => Ok(false),
         Some(UNCONFINED) => Err(UnsafeCodePolicy::UNCONFINED.to_owned()),
@@ -82,15 +82,15 @@ fn supervise(supervisor: &str, program: &str, policy: UnsafeCodePolicy) -> Resul
     }
 }
 
-/// Reads the supervisor's report without waiting for processes that keep the pipe open.
-fn read(stdout: ChildStdout) -> Vec<u8> {
+/// Reads `length` bytes of the supervisor's report without waiting for processes that keep the pipe open.
+fn read(stdout: ChildStdout, length: usize) -> Vec<u8> {
     let (send, answer) = mpsc::channel();
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        let _ = stdout.take(64).read_to_end(&mut bytes);
+        let _ = stdout.take(length as u64).read_to_end(&mut bytes);
         let _ = send.send(bytes);
     });
-    answer.recv_timeout(Duration::from_secs(1)).unwrap_or_default()
+    answer.recv_timeout(GRACE).unwrap_or_default()
 }
 
 /// Waits for the supervisor, and kills its process group after the time limit.
@@ -161,7 +161,18 @@ mod tests {
         assert!(!succeeds("import time\ntime.sleep(60)").unwrap());
         assert!(succeeds("import os\nassert 'HOME' not in os.environ").unwrap());
         assert!(succeeds("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
-        assert!(began.elapsed() < Duration::from_secs(30));
+        // One of the programs would sleep for a minute.
+        assert!(began.elapsed() < Duration::from_secs(60));
+    }
+
+    #[test]
+    fn a_report_is_read_from_a_pipe_that_stays_open() {
+        let mut child =
+            Command::new("sh").args(["-c", "printf word; exec sleep 3600"]).stdout(Stdio::piped()).spawn().unwrap();
+        let report = read(child.stdout.take().unwrap(), 4);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(report, b"word");
     }
 
     #[test]
@@ -184,15 +195,15 @@ mod tests {
         let path = folder.path().join("socket");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let escape = format!(
-            "import os, socket, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        \
-             s = socket.socket(socket.AF_UNIX)\n        s.connect({path:?})\n        time.sleep(3600)\n    os._exit(0)\n\
-             os.wait()\ntime.sleep(0.5)"
+            "import os, socket, time\nconnected, ready = os.pipe()\nif os.fork() == 0:\n    os.setsid()\n    \
+             if os.fork() == 0:\n        s = socket.socket(socket.AF_UNIX)\n        s.connect({path:?})\n        \
+             os.write(ready, b'+')\n        time.sleep(3600)\n    os._exit(0)\nos.wait()\nos.read(connected, 1)"
         );
         let began = Instant::now();
         assert!(succeeds(&escape).unwrap());
-        assert!(began.elapsed() < Duration::from_secs(SECONDS) + 2 * GRACE);
+        assert!(began.elapsed() < Duration::from_secs(60), "it waited for a process that sleeps for an hour");
         let (mut left_behind, _) = listener.accept().unwrap();
-        left_behind.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        left_behind.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         assert_eq!(left_behind.read(&mut [0]).unwrap(), 0);
     }
 

@@ -58,7 +58,7 @@ fn a_full_queue_refuses_requests_and_a_closed_connection_cancels_one() {
     drop(running);
     let text = read(waiting.into_inner());
     assert!(text.trim_end().ends_with("data: [DONE]"), "{text}");
-    assert!(began.elapsed() < Duration::from_secs(60), "the closed connection's request was not cancelled");
+    assert!(began.elapsed() < Duration::from_secs(120), "the closed connection's request was not cancelled");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use serde_json::json;
 use suite::{program, root, wait_for_exit};
 
 /// Time limit of a program.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// The address space of a run in KiB: it stops a reader of a file without end.
 pub(crate) const MEMORY: &str = "6291456";
 

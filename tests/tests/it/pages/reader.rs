@@ -208,7 +208,7 @@ impl Reader {
             let said = fs::read_to_string(&log).unwrap_or_default();
             Some(said.split_once(" at http://")?.1.split_once("/v1\n")?.0.to_owned())
         };
-        wait_for_files(self.folder.path(), command, Duration::from_secs(60), || address().is_some());
+        wait_for_files(self.folder.path(), command, Duration::from_secs(180), || address().is_some());
         self.server = Some((server, address().unwrap()));
     }
 

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use candlewick_comm::store::{Client, Server};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
-use suite::root;
+use suite::{root, unused_address};
 
 use super::run::{TrainerProcesses, TrainerRun, until};
 
 /// Time limit of an immediate reaction on a busy machine.
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(90);
 
 /// Returns a run without an end that writes a checkpoint after each step and resumes from the newest.
 fn endless(folder: &Path, n_ranks: usize, more: &[&str]) -> TrainerRun {
@@ -120,17 +120,17 @@ fn a_hung_model_parallel_rank_ends_the_others_after_the_timeout() {
 #[track_caller]
 fn check_stop(n_ranks: usize, more: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let run = endless(folder.path(), n_ranks, &[&["ddp_timeout=3"], more].concat());
+    let run = endless(folder.path(), n_ranks, &[&["ddp_timeout=5"], more].concat());
     let mut ranks = run.start();
     until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::STOP);
     let stopped = ranks.take(1);
-    for end in &ranks.wait_within(Duration::from_secs(3) + SOON) {
-        check_end(end, 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat", "ddp_timeout"]);
+    for end in &ranks.wait_within(Duration::from_secs(5) + SOON) {
+        check_end(end, 7, &["rank 1 (pid ", ") timed out after 5s without a heartbeat", "ddp_timeout"]);
     }
     stopped.signal(0, Signal::CONT);
     // The hung rank receives the report of the others and prints the same cause.
-    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") timed out after 3s without a heartbeat"]);
+    check_end(&stopped.wait_within(SOON)[0], 7, &["rank 1 (pid ", ") timed out after 5s without a heartbeat"]);
     check_resumes(&run);
 }
 
@@ -211,14 +211,12 @@ fn a_rank_that_starts_too_late_gets_an_error_that_names_the_missing_rank() {
     check_end(&store.start(&run, 0).wait_within(SOON)[0], 7, &said);
     check_end(&store.start(&run, 1).wait_within(SOON)[0], 7, &["rank 0 (pid ", ") cannot be reached"]);
     // If rank 0 has the store, there is no store to connect to.
-    let port = free_port();
-    let second = TrainerProcesses::of([run.rank(1, port, false)]);
-    let said = format!("connect to the store at 127.0.0.1:{port}");
+    let (host, port) = unused_address();
+    let mut command = run.rank(1, port, false);
+    command.env("MASTER_ADDR", &host);
+    let second = TrainerProcesses::of([command]);
+    let said = format!("connect to the store at {host}:{port}");
     check_end(&second.wait_within(SOON)[0], 7, &[&said, "rank 0"]);
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 #[test]
@@ -227,10 +225,13 @@ fn ranks_that_disagree_on_the_world_size_report_it() {
     let run = endless(folder.path(), 2, &[]);
     for is_store_there in [true, false] {
         let server = Server::bind("127.0.0.1:0").unwrap();
-        let port = if is_store_there { server.port() } else { free_port() };
-        let mut other = run.rank(1, port, is_store_there);
-        other.envs([("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")]);
-        let ended = TrainerProcesses::of([run.rank(0, port, is_store_there), other]).wait_within(SOON);
+        let (host, port) = if is_store_there { ("127.0.0.1".to_owned(), server.port()) } else { unused_address() };
+        let mut ranks = [0, 1].map(|rank| run.rank(rank, port, is_store_there));
+        for rank in &mut ranks {
+            rank.env("MASTER_ADDR", &host);
+        }
+        ranks[1].envs([("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")]);
+        let ended = TrainerProcesses::of(ranks).wait_within(SOON);
         check_end(&ended[0], 2, &["rank 1 was started for 3 ranks", "WORLD_SIZE"]);
         check_end(&ended[1], 2, &["rank 0 was started for 2 ranks", "WORLD_SIZE"]);
     }
@@ -259,7 +260,7 @@ fn a_port_in_use_by_another_program_is_named() {
     let closing: fn(&mut TcpStream) = |caller| caller.shutdown(std::net::Shutdown::Both).unwrap_or_default();
     for answer in [silent, http, closing] {
         let port = start_other_server(answer);
-        let ended = run.start_at(port).wait_within(SOON);
+        let ended = run.start_at("127.0.0.1", port).wait_within(SOON);
         check_end(&ended[0], 1, &[&format!("{port}): Address already in use"), "another MASTER_PORT"]);
         let said = [&format!("connect to the store at 127.0.0.1:{port}: the server there"), "another MASTER_PORT"];
         check_end(&ended[1], 1, &said);

@@ -10,10 +10,10 @@ mod starters;
 mod stop_preparation;
 
 use std::fs;
-use std::net::TcpListener;
 
 use candlewick_comm::store::Server;
 use rustix::process::Signal;
+use suite::unused_address;
 
 use run::{TrainerProcesses, TrainerRun, until};
 
@@ -66,9 +66,9 @@ fn several_processes_give_the_loss_curve_of_one() {
 #[test]
 fn ranks_rendezvous_at_rank_0() {
     let folder = tempfile::tempdir().unwrap();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (host, port) = unused_address();
     let run = TrainerRun::new(folder.path(), 2, &[]);
-    for (status, stderr) in run.start_at(port).wait() {
+    for (status, stderr) in run.start_at(&host, port).wait() {
         assert!(status.success(), "{status}: {stderr}");
     }
 }

@@ -81,8 +81,12 @@ impl TrainerRun {
     }
 
     /// Starts the ranks with a store in rank 0.
-    pub(crate) fn start_at(&self, port: u16) -> TrainerProcesses {
-        TrainerProcesses::of((0..self.n_ranks).map(|rank| self.rank(rank, port, false)))
+    pub(crate) fn start_at(&self, host: &str, port: u16) -> TrainerProcesses {
+        TrainerProcesses::of((0..self.n_ranks).map(|rank| {
+            let mut command = self.rank(rank, port, false);
+            command.env("MASTER_ADDR", host);
+            command
+        }))
     }
 
     /// Runs to the end and panics if a rank fails.
@@ -182,8 +186,8 @@ impl Drop for TrainerProcesses {
     }
 }
 
-/// Waits for at most a minute until a condition on the files under `folder` holds.
+/// Waits for at most three minutes until a condition on the files under `folder` holds.
 #[track_caller]
 pub(crate) fn until(folder: &Path, name: &str, condition: impl Fn() -> bool) {
-    wait_for_files(folder, name, Duration::from_secs(60), condition);
+    wait_for_files(folder, name, Duration::from_secs(180), condition);
 }

@@ -14,7 +14,7 @@ use super::{TrainedRuns, ok, text};
 use crate::ranks::faults::trainer_of_rank;
 
 /// Time limit of an end without a hang on a busy machine.
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(90);
 
 /// The penalty makes the answers longer.
 const GENERATE: [&str; 10] = [

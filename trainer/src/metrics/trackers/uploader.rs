@@ -340,9 +340,13 @@ mod tests {
 
     impl Test {
         fn start() -> Self {
+            Self::start_with_finish(Duration::from_secs(60))
+        }
+
+        /// Starts an upload that waits this long for the server at its end.
+        fn start_with_finish(finish: Duration) -> Self {
             let ((respond, responses), (sender, received)) = (channel(), channel());
             let brief = Duration::from_millis(1);
-            let finish = Duration::from_millis(200);
             let times = UploadTimes { interval: brief, min_backoff: brief, max_backoff: brief, finish };
             let terminal = Terminal::new(Console::Quiet, 0, 1);
             let remote = Scripted { responses, received: sender };
@@ -383,7 +387,7 @@ mod tests {
 
     #[test]
     fn a_server_without_a_response_is_waited_for_up_to_the_limit() {
-        let test = Test::start();
+        let test = Test::start_with_finish(Duration::from_millis(200));
         test.uploader.push(1);
         let started = Instant::now();
         test.uploader.finish(ExitCode::Ok);

@@ -178,7 +178,7 @@ fn a_broken_download_says_whether_its_bytes_were_kept() {
 fn a_silent_hub_is_given_up() {
     let bench = bench();
     bench.server.answer("GET", "/revision/", FOREVER, Reply::silence());
-    let settings = HubSettings { read_timeout: Duration::from_millis(100), max_attempts: 2, ..bench.settings() };
+    let settings = HubSettings { read_timeout: Duration::from_secs(1), max_attempts: 2, ..bench.settings() };
     fails(&Hub::new(settings).unwrap(), ID, None, &["reach", "timed out"]);
     assert_eq!(bench.server.count("GET", "/revision/"), 2);
 }
@@ -193,11 +193,11 @@ fn a_hub_that_drips_is_given_up() {
     let slow = Reply::new(200, &text).drip();
     let bench = bench();
     bench.server.answer("GET", "/tree/", FOREVER, slow.clone());
-    fails(&impatient(&bench, 500), ID, None, &["the listing of tiny/llama", "fewer than 1024 bytes a second"]);
+    fails(&impatient(&bench, 1000), ID, None, &["the listing of tiny/llama", "fewer than 1024 bytes a second"]);
     assert_eq!(bench.server.count("GET", "/tree/"), 1);
     let bench = Bench::new(HubServer::start([repo().with("config.json", text.as_bytes())]));
     bench.server.answer("GET", "config.json", FOREVER, slow);
-    fails(&impatient(&bench, 500), ID, None, &["config.json", "fewer than 1024 bytes a second"]);
+    fails(&impatient(&bench, 1000), ID, None, &["config.json", "fewer than 1024 bytes a second"]);
     assert_eq!(bench.server.count("GET", "config.json"), 1);
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use candlewick_text::hub::{DatasetRequest, Hub, HubLock, HubSettings, LockContext, ModelFiles, RepoId, RepoKind};
 use sha2::{Digest, Sha256};
@@ -55,10 +56,13 @@ fn open(hub: &Hub, spec: &str) -> Result<usize, String> {
     hub.dataset(&request).map(|rows| rows.len()).map_err(|e| e.to_string())
 }
 
-/// Overwrites a cached file with other bytes of the same length.
+/// Overwrites a cached file with other bytes of the same length, and moves its modification time, which the clock of the file
+/// system may not do within some milliseconds.
 fn damage(path: &Path) {
-    let n_bytes = fs::metadata(path).unwrap().len();
-    fs::write(fs::canonicalize(path).unwrap(), "x".repeat(n_bytes as usize)).unwrap();
+    let found = fs::metadata(path).unwrap();
+    fs::write(fs::canonicalize(path).unwrap(), "x".repeat(found.len() as usize)).unwrap();
+    let later = found.modified().unwrap() + Duration::from_secs(1);
+    fs::File::options().write(true).open(path).unwrap().set_modified(later).unwrap();
 }
 
 #[test]
