@@ -12,18 +12,20 @@ use candlewick_ops::{AttentionChoice, CuSeqlens, GroupedGemmImpl, RowRanges, Wei
 
 use super::prompts::ComparedPrompts;
 
-/// Computes the logits of all prompts in one forward, f32 [t, v]. `value` returns the f32 value of a parameter.
+/// Computes the logits of all prompts in one forward, f32 [t, v]. `value` returns the f32 value of a parameter. `router` records
+/// the selected experts, or replaces them.
 ///
 /// `on_unit` gets the numbers of finished units and of all.
 pub(super) fn logits(
     model: &Model,
     prompts: &ComparedPrompts,
     device: &Device,
+    router: RouterContext<'_>,
     value: impl Fn(&ParamSpec) -> Result<Tensor, ModelError>,
     on_unit: TensorCallback,
 ) -> Result<Tensor> {
     let positions = prompts.positions();
-    let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), device)?;
+    let (cos, sin) = model.rope_of_sparse_positions(positions, &model.length_classes(positions), device)?;
     let context = ForwardContext {
         cos: &cos,
         sin: &sin,
@@ -33,7 +35,7 @@ pub(super) fn logits(
         attention: AttentionChoice::default(),
         experts_implementation: GroupedGemmImpl::default(),
         tiled_mlp: TiledMlp::Off,
-        router: RouterContext::default(),
+        router,
         parallel_ops: &SingleDevice,
     };
     let mut x = Tensor::new(prompts.ids(), device)?;
