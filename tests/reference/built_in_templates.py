@@ -1,12 +1,13 @@
 """Writes what other programs print in the formats of the built-in chat templates.
 
-    python tests/reference/built_in_templates.py GEMMA3 LLAMA_FACTORY
+    python tests/reference/built_in_templates.py [GEMMA3 LLAMA_FACTORY]
 
 GEMMA3 is a folder with Gemma 3's tokenizer_config.json, LLAMA_FACTORY the folder of llamafactory 0.9.5's source. Needs
 transformers, fschat 0.2.36 (its conversation.py alone) and mistral-common[sentencepiece] 1.13.1.
 
 Output: candle-ext/text/tests/fixtures/chat/built_in.json, a list of {template, messages, text}. A text has the generation
-prompt if the last message is the user's. BOS is <s>, EOS </s>. FastChat and LLaMA-Factory leave BOS to the tokenizer, so
+prompt if the last message is the user's or a tool's. built_in_qwen3.json has chats with calls, thinking and null contents, and the
+texts of Qwen3's own template. Without arguments, the script writes that file alone, and needs transformers. BOS is <s>, EOS </s>. FastChat and LLaMA-Factory leave BOS to the tokenizer, so
 the script adds it.
 
 The fixtures of chat_goldens.py have the originals of qwen2.5, qwen3 and llama3. LLaMA-Factory's own alpaca has no BOS, and no
@@ -19,9 +20,6 @@ import json
 import pathlib
 import sys
 
-from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from mistral_common.protocol.instruct.validator import MistralRequestValidator, ValidationMode
-from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from transformers.utils import chat_template_utils
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "candle-ext/text/tests/fixtures/chat"
@@ -36,13 +34,44 @@ CHATS = [
     [SYSTEM, QUESTION, ANSWER],
     [SYSTEM, QUESTION, ANSWER, SECOND],
 ]
-# Answers without content, of which only qwen3 has a text.
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-REASONING = {"role": "assistant", "content": None, "reasoning_content": "2+2 is 4.", "tool_calls": [CALL]}
-WITHOUT_CONTENT = [
-    [REASONING],
-    [REASONING, {"role": "tool", "content": "4"}, {"role": "user", "content": "And 3+3?"}],
-    [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+# Chats with calls, thinking and null contents, which only qwen3 renders.
+FUNCTION = {"name": "add", "description": "Adds <two> & more.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def tool(content):
+    return {"role": "tool", "content": content}
+
+
+def answer(content=None, reasoning=None, calls=()):
+    thinking = {} if reasoning is None else {"reasoning_content": reasoning}
+    functions = [{"type": "function", "function": {"name": "add", "arguments": arguments}} for arguments in calls]
+    return {"role": "assistant", "content": content, **thinking, **({"tool_calls": functions} if functions else {})}
+
+
+A, B = {"a": 2, "b": [1.5, "é", None]}, {}
+ASK, AGAIN, SYSTEM_MESSAGE = user("2+2?"), user("And 3+3?"), {"role": "system", "content": "Be brief."}
+QWEN3_CHATS = [
+    {"messages": [ASK, answer(None)]},
+    {"messages": [ASK, answer(None, "So.")]},
+    {"messages": [ASK, answer(None, calls=[A])]},
+    {"messages": [ASK, answer(None, "2+2 is 4.", [A])]},
+    {"messages": [ASK, answer("I add.", "So.", [A, B])]},
+    {"messages": [ASK, answer(None, calls=[A, B]), tool("4"), tool("0")]},
+    {"messages": [ASK, answer(None, "2+2 is 4.", [A]), tool("4"), AGAIN]},
+    {"messages": [ASK, answer(None, "So.", [A]), tool("4"), answer("4.", "Done.")]},
+    {"messages": [ASK, answer(None, "So.", [A]), tool("4"), answer(None, "More.", [B]), tool("0"), answer("4.")]},
+    {"messages": [ASK, answer("4.", "\n\nSo.\n"), AGAIN, answer("\n6.\n", "Now 3+3.")]},
+    {"messages": [ASK, answer("<think>\nSo.\n</think>\n\n4."), AGAIN, answer("<think>\nNow.\n</think>\n\n6.")]},
+    {"messages": [ASK, answer("", ""), AGAIN, answer("6.", "")]},
+    {"messages": [SYSTEM_MESSAGE, ASK, answer(None, "So.", [A]), tool("4"), answer("4."), AGAIN], "tools": TOOLS},
+    {"messages": [ASK, answer(None, calls=[A]), tool("4"), answer("4."), AGAIN, answer(None, "Now.", [B])], "tools": TOOLS},
+    {"messages": [ASK], "tools": TOOLS, "kwargs": {"enable_thinking": False}},
+    {"messages": [ASK, answer(None, calls=[A]), tool("4")], "kwargs": {"enable_thinking": False}},
 ]
 
 
@@ -61,15 +90,25 @@ def gemma(chat, folder):
     return compiled.render(messages=messages(chat), add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
 
 
-def qwen3(messages):
+def qwen3(chat):
     """Renders with Qwen3's template. Its first version fails on a null content, which later ones take as empty."""
     compiled = chat_template_utils._compile_jinja_template((FIXTURES / "qwen3/chat_template.jinja").read_text())
-    prompt = messages[-1]["role"] == "user"
-    filled = [message | {"content": message["content"] or ""} for message in messages]
-    return compiled.render(messages=filled, add_generation_prompt=prompt)
+    prompt = chat["messages"][-1]["role"] != "assistant"
+    filled = [message | {"content": message["content"] or ""} for message in chat["messages"]]
+    variables = {"tools": chat.get("tools"), **chat.get("kwargs", {})}
+    return compiled.render(messages=filled, add_generation_prompt=prompt, **variables)
+
+
+def write(path, goldens):
+    lines = [json.dumps(golden, ensure_ascii=False) for golden in goldens]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def mistral(chat):
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.protocol.instruct.validator import MistralRequestValidator, ValidationMode
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
     tokenizer = MistralTokenizer.v3()
     if not ends_with_question(chat):
         validator = MistralRequestValidator(mode=ValidationMode.finetuning)
@@ -123,16 +162,15 @@ def main(gemma3, llama_factory):
         "vicuna": lambda chat: fastchat("vicuna_v1.1", chat),
         "alpaca": lambda chat: alpaca(chat, llama_factory),
     }
-    lines = [
-        json.dumps({"template": name, "messages": messages(chat), "text": program(chat)}, ensure_ascii=False)
+    goldens = [
+        {"template": name, "messages": messages(chat), "text": program(chat)}
         for name, program in programs.items()
         for chat in CHATS
     ]
-    for answer in WITHOUT_CONTENT:
-        chat = messages([QUESTION]) + answer
-        lines.append(json.dumps({"template": "qwen3", "messages": chat, "text": qwen3(chat)}, ensure_ascii=False))
-    OUTPUT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    write(OUTPUT, goldens)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write(FIXTURES / "built_in_qwen3.json", [chat | {"text": qwen3(chat)} for chat in QWEN3_CHATS])
+    if sys.argv[1:]:
+        main(*sys.argv[1:])

@@ -155,6 +155,16 @@ impl Model {
         self.rope.at(positions, classes, device)
     }
 
+    /// Returns what [`Self::rope`] does for few positions far apart, without tables of all positions up to the last.
+    pub fn rope_of_sparse_positions(
+        &self,
+        positions: &[u32],
+        classes: &[LengthClass],
+        device: &Device,
+    ) -> Result<(Tensor, Tensor)> {
+        self.rope.computed_at(positions, classes, device)
+    }
+
     /// Returns the RoPE frequencies of a sequence of `n_tokens`. They depend on the length with `dynamic` and `longrope` only.
     pub fn length_class(&self, n_tokens: usize) -> LengthClass {
         self.rope.class(n_tokens.try_into().unwrap_or(u32::MAX))

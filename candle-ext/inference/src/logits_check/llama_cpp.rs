@@ -6,6 +6,8 @@
 //! Dimensions: t tokens of all prompts, d hidden size, h attention heads, g KV heads, k head size, r rotated elements of a head,
 //! e experts, v vocabulary size
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{D, Device, IndexOp, Tensor};
@@ -13,6 +15,7 @@ use candlewick_model::{GgufFile, TensorCallback};
 use candlewick_ops::to_host;
 
 use super::prompts::ComparedPrompts;
+use super::routing::{RoutingDifference, RoutingSums};
 
 /// ggml's default `beta_fast` and `beta_slow` of YaRN.
 const YARN_BETAS: [f64; 2] = [32.0, 1.0];
@@ -52,28 +55,39 @@ impl<'a> LlamaCpp<'a> {
         Ok(this)
     }
 
-    /// Computes the logits of all prompts, f32 [t, v]. `on_unit` gets the numbers of finished layers and of all, with those of
+    /// Computes the logits of all prompts, f32 [t, v], with the `experts` that the source selects, u32 [t, k] by layer. Returns the
+    /// difference to the file's own selections, too. `on_unit` gets the numbers of finished layers and of all, with those of
     /// embedding and output.
-    pub(super) fn logits(&self, prompts: &ComparedPrompts, on_unit: TensorCallback) -> Result<Tensor> {
+    pub(super) fn logits(
+        &self,
+        prompts: &ComparedPrompts,
+        experts: &BTreeMap<usize, Tensor>,
+        on_unit: TensorCallback,
+    ) -> Result<(Tensor, Option<RoutingDifference>)> {
         let n_layers = self.count("block_count")?;
         let n_all = n_layers + 2;
         on_unit(0, n_all);
         let ids = Tensor::new(prompts.ids(), self.device)?;
         let mut x_td = self.tensor("token_embd.weight")?.index_select(&ids, 0)?;
-        let rope = self.rope(&prompts.positions())?;
+        let rope = self.rope(prompts.positions())?;
+        let mut routing = Vec::new();
         for layer_idx in 0..n_layers {
             on_unit(1 + layer_idx, n_all);
-            x_td = self.layer(layer_idx, &x_td, prompts, &rope)?;
+            x_td = self.attend(layer_idx, &x_td, prompts, &rope)?;
+            let (out, of_layer) = self.feed_forward(layer_idx, &x_td, experts.get(&layer_idx))?;
+            x_td = (x_td + out)?;
+            routing.push(of_layer);
         }
         on_unit(n_all - 1, n_all);
         let normed = self.norm(&x_td, "output_norm")?;
         let output = if self.has("output.weight") { "output" } else { "token_embd" };
         let logits = self.linear(&normed, output)?;
         on_unit(n_all, n_all);
-        Ok(logits)
+        Ok((logits, routing.into_iter().sum::<RoutingSums>().difference()))
     }
 
-    fn layer(
+    /// Computes the first sublayer, [t, d] -> [t, d].
+    fn attend(
         &self,
         layer_idx: usize,
         x_td: &Tensor,
@@ -91,13 +105,22 @@ impl<'a> LlamaCpp<'a> {
         let k_tgk = self.rotate(&heads("attn_k", self.n_kv_heads)?, rope)?;
         let v_tgk = heads("attn_v", self.n_kv_heads)?;
         let attended = self.attention(&q_thk, &k_tgk, &v_tgk, prompts)?;
-        let x_td = (x_td + self.linear(&attended, &name("attn_output"))?)?;
-        let normed = self.norm(&x_td, &name("ffn_norm"))?;
-        let out = match self.has(&name("ffn_gate_inp.weight")) {
-            true => self.experts(&normed, &name)?,
-            false => self.mlp(&normed, ["ffn_gate", "ffn_up", "ffn_down"].map(name))?,
-        };
-        Ok((x_td + out)?)
+        Ok((x_td + self.linear(&attended, &name("attn_output"))?)?)
+    }
+
+    /// Computes the output of the second sublayer, [t, d] -> [t, d].
+    fn feed_forward(&self, layer_idx: usize, x_td: &Tensor, experts: Option<&Tensor>) -> Result<(Tensor, RoutingSums)> {
+        let name = |module: &str| format!("blk.{layer_idx}.{module}");
+        let normed = self.norm(x_td, &name("ffn_norm"))?;
+        match (self.has(&name("ffn_gate_inp.weight")), experts) {
+            (true, Some(experts)) => self.experts(&normed, &to_host(experts)?.to_vec2()?, &name),
+            (false, None) => {
+                let out = self.mlp(&normed, ["ffn_gate", "ffn_up", "ffn_down"].map(name))?;
+                Ok((out, RoutingSums::default()))
+            }
+            (true, None) => bail!("layer {layer_idx} is a mixture of experts in the file, and not in its source"),
+            (false, Some(_)) => bail!("layer {layer_idx} is a mixture of experts in the source, and not in the file"),
+        }
     }
 
     /// Attends causally within each prompt: q [t, h, k], k and v [t, g, k] -> [t, h * k].
@@ -127,18 +150,41 @@ impl<'a> LlamaCpp<'a> {
         self.linear(&(self.linear(x_td, &gate)?.silu()? * self.linear(x_td, &up)?)?, &down)
     }
 
-    /// Computes a mixture of experts: softmax over all experts, then the largest.
-    fn experts(&self, x_td: &Tensor, name: &impl Fn(&str) -> String) -> Result<Tensor> {
-        let (n_experts, top_k) = (self.count("expert_count")?, self.count("expert_used_count")?);
-        let scores_te = softmax(&self.linear(x_td, &name("ffn_gate_inp"))?)?;
-        let mut tokens = vec![Vec::new(); n_experts];
-        for (token, scores) in to_host(&scores_te)?.to_vec2::<f32>()?.iter().enumerate() {
-            let mut order: Vec<usize> = (0..n_experts).collect();
-            order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
-            let total: f32 =
-                if self.normalizes_experts()? { order[..top_k].iter().map(|i| scores[*i]).sum() } else { 1.0 };
-            order[..top_k].iter().for_each(|i| tokens[*i].push((token as u32, scores[*i] / total)));
+    /// Computes a mixture of experts: softmax over all experts, then the selected ones [t, k].
+    fn experts(
+        &self,
+        x_td: &Tensor,
+        selected: &[Vec<u32>],
+        name: &impl Fn(&str) -> String,
+    ) -> Result<(Tensor, RoutingSums)> {
+        let logits = self.linear(x_td, &name("ffn_gate_inp"))?;
+        let scores: Vec<Vec<f32>> = to_host(&softmax(&logits)?)?.to_vec2()?;
+        let logits: Vec<Vec<f32>> = to_host(&logits)?.to_vec2()?;
+        let n = (self.count("expert_count")?, self.count("expert_used_count")?);
+        let n_of_source = (scores.first().map_or(0, Vec::len), selected.first().map_or(0, Vec::len));
+        ensure!(
+            n == n_of_source,
+            "the file has {n:?} experts and selected experts of a token, its source {n_of_source:?}"
+        );
+        let mut tokens = vec![Vec::new(); n.0];
+        for (token, (scores, selected)) in scores.iter().zip(selected).enumerate() {
+            let score = |expert: &u32| scores[*expert as usize];
+            let total: f32 = if self.normalizes_experts()? { selected.iter().map(score).sum() } else { 1.0 };
+            selected.iter().for_each(|expert| tokens[*expert as usize].push((token as u32, score(expert) / total)));
         }
+        let routed = self.routed(x_td, &tokens, name)?;
+        let routing = logits.iter().zip(selected).map(|(logits, selected)| RoutingSums::of(logits, selected)).sum();
+        if !self.has(&name("ffn_gate_inp_shexp.weight")) {
+            return Ok((routed, routing));
+        }
+        let gate = self.tensor(&name("ffn_gate_inp_shexp.weight"))?.reshape(((), 1))?;
+        let gate = x_td.matmul(&gate)?.neg()?.exp()?.affine(1.0, 1.0)?.recip()?;
+        let shared = self.mlp(x_td, ["ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"].map(name))?;
+        Ok(((routed + shared.broadcast_mul(&gate)?)?, routing))
+    }
+
+    /// Sums the outputs of experts for their tokens, each with its weight.
+    fn routed(&self, x_td: &Tensor, tokens: &[Vec<(u32, f32)>], name: &impl Fn(&str) -> String) -> Result<Tensor> {
         let matrices = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
         let [gate, up, down] = matrices.map(|module| self.tensor(&format!("{}.weight", name(module))));
         let (gate, up, down) = (gate?, up?, down?);
@@ -152,13 +198,7 @@ impl<'a> LlamaCpp<'a> {
             let y_td = multiply(&hidden, &down)?.broadcast_mul(&Tensor::new(weights, self.device)?.unsqueeze(1)?)?;
             out = out.index_add(&rows, &y_td, 0)?;
         }
-        if !self.has(&name("ffn_gate_inp_shexp.weight")) {
-            return Ok(out);
-        }
-        let gate = self.tensor(&name("ffn_gate_inp_shexp.weight"))?.reshape(((), 1))?;
-        let gate = x_td.matmul(&gate)?.neg()?.exp()?.affine(1.0, 1.0)?.recip()?;
-        let shared = self.mlp(x_td, ["ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"].map(name))?;
-        Ok((out + shared.broadcast_mul(&gate)?)?)
+        Ok(out)
     }
 
     /// Returns true if the weights of the selected experts are divided by their sum.
@@ -228,9 +268,15 @@ impl<'a> LlamaCpp<'a> {
 
     /// Returns the factor of angles, and the pairs between which YaRN's ramp falls from 1 to 0.
     fn rope_scaling(&self, n_rotated: usize, base: f64) -> Result<(f64, Option<[f64; 2]>)> {
+        // Without a factor there is no scaling, and a factor without a type is linear.
+        if self.file.value(&self.key("rope.scaling.factor")).is_none() {
+            return Ok((1.0, None));
+        }
+        let scale = 1.0 / self.float("rope.scaling.factor")?;
         match self.file.value(&self.key("rope.scaling.type")) {
-            None => Ok((1.0, None)),
-            Some(Value::String(kind)) if kind == "linear" => Ok((1.0 / self.float("rope.scaling.factor")?, None)),
+            None => Ok((scale, None)),
+            Some(Value::String(kind)) if kind == "none" => Ok((1.0, None)),
+            Some(Value::String(kind)) if kind == "linear" => Ok((scale, None)),
             Some(Value::String(kind)) if kind == "yarn" => {
                 let n_original = self.count("rope.scaling.original_context_length")? as f64;
                 let pair = |beta: f64| {
@@ -238,8 +284,7 @@ impl<'a> LlamaCpp<'a> {
                     n_rotated * (n_original / (beta * 2.0 * std::f64::consts::PI)).ln() / (2.0 * base.ln())
                 };
                 let [fast, slow] = YARN_BETAS.map(pair);
-                let ramp = [fast.floor().max(0.0), slow.ceil().min(n_rotated as f64 - 1.0)];
-                Ok((1.0 / self.float("rope.scaling.factor")?, Some(ramp)))
+                Ok((scale, Some([fast.floor().max(0.0), slow.ceil().min(n_rotated as f64 - 1.0)])))
             }
             Some(other) => bail!("the scaling of RoPE {other:?} is not known"),
         }

@@ -1,20 +1,26 @@
 //! Comparison of the logits of an exported model with those of its source, a layer at a time.
 //!
-//! The export is read from disk: a folder by the model itself, a GGUF file by llama.cpp's graph.
+//! The export is read from disk: a folder by the model itself, a GGUF file by llama.cpp's graph. Both use the experts that the
+//! source selects. Rounding may change the experts of a token near a tie of its router, and then its logits differ in a correct
+//! file.
 //!
-//! Dimensions: t tokens of all prompts, v vocabulary size
+//! Dimensions: t tokens of all prompts, v vocabulary size, k selected experts of a token
 
 mod llama_cpp;
 mod prompts;
+mod routing;
 mod unit_by_unit;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{Config, GgufFile, MergedModel, Model, ParamValues, TensorCallback};
+use candlewick_model::{
+    Config, GgufFile, MergedModel, Model, ParamValues, ReplayedExperts, RouterContext, RoutingRecord, TensorCallback,
+};
 use candlewick_ops::to_host;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::render_prompt;
@@ -24,6 +30,7 @@ use serde::Serialize;
 
 use llama_cpp::LlamaCpp;
 use prompts::ComparedPrompts;
+pub use routing::RoutingDifference;
 
 /// Texts whose logits are compared: prose, code, numbers, other scripts.
 const TEXTS: [&str; 16] = [
@@ -53,6 +60,8 @@ pub struct PromptLogits {
     prompts: ComparedPrompts,
     /// f32 [t, v], on the host.
     logits: Vec<Vec<f32>>,
+    /// Selected experts, u32 [t, k] by layer.
+    experts: BTreeMap<usize, Tensor>,
 }
 
 /// Difference of two models' logits.
@@ -66,16 +75,19 @@ pub struct LogitsDifference {
     pub largest: f64,
     /// Norm of the difference over the norm of the source's logits, each position's mean subtracted.
     pub relative: f64,
+    /// Difference of the routers' selections; `None` without experts, and for a folder.
+    pub routing: Option<RoutingDifference>,
 }
 
 impl fmt::Display for LogitsDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { n_positions, n_same_top, largest, relative } = self;
+        let Self { n_positions, n_same_top, largest, relative, routing } = self;
         write!(
             f,
             "largest logit difference {largest:.2e}, relative norm {relative:.2e}, same top-1 token at {n_same_top} of \
              {n_positions} positions"
-        )
+        )?;
+        routing.map_or(Ok(()), |routing| write!(f, ", {routing}"))
     }
 }
 
@@ -88,13 +100,18 @@ impl PromptLogits {
         device: &Device,
         on_unit: TensorCallback,
     ) -> Result<Self> {
-        let prompts = ComparedPrompts(match tokenizer {
+        let prompts = match tokenizer {
             Some(tokenizer) => prompts(tokenizer, model.config())?,
-            None => vec![arbitrary_tokens(model.config())],
-        });
+            None => vec![arbitrary_tokens(model.config()); 2],
+        };
+        let prompts = ComparedPrompts::new(prompts, model.config().max_positions());
         let exported = Model::new(model.config().clone(), None)?;
-        let logits = unit_by_unit::logits(&exported, &prompts, device, |param| model.value(param), on_unit)?;
-        Ok(Self { prompts, logits: to_host(&logits)?.to_vec2()? })
+        let record = RoutingRecord::default();
+        let router = RouterContext { record: Some(&record), ..RouterContext::default() };
+        let logits = unit_by_unit::logits(&exported, &prompts, device, router, |param| model.value(param), on_unit)?;
+        let experts =
+            record.into_selected().into_iter().map(|((_, layer_idx), experts)| (layer_idx, experts)).collect();
+        Ok(Self { prompts, logits: to_host(&logits)?.to_vec2()?, experts })
     }
 
     /// Compares with the logits of a safetensors folder.
@@ -102,13 +119,16 @@ impl PromptLogits {
         let checkpoint = Checkpoint::open(folder)?;
         let model = Model::new(Config::read(folder)?, None)?;
         let value = |param: &_| checkpoint.value(param);
-        self.compare(&unit_by_unit::logits(&model, &self.prompts, device, value, on_unit)?)
+        let replayed = ReplayedExperts::new(self.experts.clone());
+        let router = RouterContext { replayed: Some(&replayed), ..RouterContext::default() };
+        self.compare(&unit_by_unit::logits(&model, &self.prompts, device, router, value, on_unit)?)
     }
 
     /// Compares with the logits that llama.cpp's graph has with the dequantized weights of a GGUF file.
     pub fn compare_gguf(&self, path: &Path, device: &Device, on_unit: TensorCallback) -> Result<LogitsDifference> {
         let file = GgufFile::open(path)?;
-        self.compare(&LlamaCpp::new(&file, device)?.logits(&self.prompts, on_unit)?)
+        let (logits, routing) = LlamaCpp::new(&file, device)?.logits(&self.prompts, &self.experts, on_unit)?;
+        Ok(LogitsDifference { routing, ..self.compare(&logits)? })
     }
 
     /// Compares with other logits, f32 [t, v].
@@ -130,6 +150,7 @@ impl PromptLogits {
             n_same_top: positions.iter().filter(|position| position.is_same_top).count(),
             largest: positions.iter().fold(0.0, |largest, position| larger(largest, position.largest)),
             relative: (lost / total).sqrt(),
+            routing: None,
         })
     }
 }

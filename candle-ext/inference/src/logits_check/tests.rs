@@ -6,7 +6,7 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, GgufExport, GgufType, MergedModel, Model, ModelError, ParamSpec, ParamValues};
 use candlewick_text::tokenizer::{GgufTokenType, GgufVocabulary};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::*;
 
@@ -74,8 +74,10 @@ impl ExportedFile {
         self.folder.path().join("tiny.gguf")
     }
 
+    /// Returns the larger relative norm, of the logits and of the routers.
     fn relative(&self) -> Result<f64> {
-        Ok(self.source.compare_gguf(&self.path(), &Device::Cpu, &|_, _| ())?.relative)
+        let difference = self.source.compare_gguf(&self.path(), &Device::Cpu, &|_, _| ())?;
+        Ok(difference.routing.map_or(difference.relative, |routing| larger(difference.relative, routing.relative)))
     }
 
     /// Changes the bytes of the file.
@@ -103,28 +105,75 @@ fn find(bytes: &[u8], text: &str) -> usize {
     place
 }
 
+/// Returns the config of a model with wider heads and a long context.
+fn long_config(name: &str, fields: &Value) -> Value {
+    let mut config = config(name);
+    let long =
+        json!({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 131_072});
+    for fields in [&long, fields] {
+        config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    }
+    config
+}
+
+/// Returns the config of a small Llama with the scaling of Llama 3.2.
+fn llama_3_2() -> Value {
+    let scaling = json!({
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    });
+    long_config("llama3", &json!({"rope_theta": 5e5, "rope_scaling": scaling}))
+}
+
+/// Returns the config of a small Qwen3 with the scaling of its model card.
+fn qwen3_yarn() -> Value {
+    let scaling = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768});
+    long_config("qwen3", &json!({"rope_theta": 1e6, "rope_scaling": scaling}))
+}
+
 #[test]
 fn llama_cpps_graph_of_a_file_has_the_logits_of_the_model() {
     let models =
         ["llama", "llama3", "linear", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "yarn"];
-    for (file_type, bound) in [(GgufType::F32, 1e-5), (GgufType::Bf16, 0.03)] {
+    for (file_type, bound) in [(GgufType::F32, 1e-5), (GgufType::Bf16, 0.03), (GgufType::Q8_0, 0.1)] {
         for name in models {
             let relative = ExportedFile::new(config(name), file_type).relative().unwrap();
-            // Rounding may select other experts.
-            let is_exact = file_type == GgufType::F32 || config(name).get("num_experts_per_tok").is_none();
-            assert!(relative < if is_exact { bound } else { 1.0 }, "{name}, {file_type}: {relative:.2e}");
+            assert!(relative < bound, "{name}, {file_type}: {relative:.2e}");
         }
+    }
+}
+
+#[test]
+fn llama_cpps_graph_has_the_logits_of_the_model_at_long_distances() {
+    for config in [llama_3_2(), qwen3_yarn(), long_config("qwen2", &json!({"rope_theta": 1e6}))] {
+        let relative = ExportedFile::new(config.clone(), GgufType::F32).relative().unwrap();
+        // A tenth of the tolerance of f32.
+        assert!(relative < 1e-4, "{config}: {relative:.2e}");
     }
 }
 
 /// Checks that a changed f32 file is an error, or has other logits than rounding explains.
 #[track_caller]
 fn check_damage(name: &str, damage: impl FnOnce(&ExportedFile)) {
-    let file = ExportedFile::new(config(name), GgufType::F32);
+    check_damage_of(config(name), damage);
+}
+
+#[track_caller]
+fn check_damage_of(config: Value, damage: impl FnOnce(&ExportedFile)) {
+    let file = ExportedFile::new(config.clone(), GgufType::F32);
     damage(&file);
     let relative = file.relative().unwrap_or(f64::INFINITY);
     // Ten times the tolerance of f32.
-    assert!(relative > 0.01, "{name}: {relative:.2e}");
+    assert!(relative > 0.01, "{config}: {relative:.2e}");
+}
+
+/// Replaces a text of the file by one of the same length.
+fn replace(file: &ExportedFile, [from, to]: [&str; 2]) {
+    assert_eq!(from.len(), to.len());
+    file.edit(|bytes| {
+        let place = find(bytes, from);
+        bytes[place..place + to.len()].copy_from_slice(to.as_bytes());
+    });
 }
 
 fn swap_names(file: &ExportedFile, [a, b]: [&str; 2]) {
@@ -157,6 +206,56 @@ fn unpermuted_rows_of_a_llama_have_other_logits() {
                         head[to * n_row..(to + 1) * n_row].copy_from_slice(row);
                     }
                 }
+            });
+        });
+    }
+}
+
+#[test]
+fn wrong_scaling_of_rope_has_other_logits() {
+    check_damage_of(llama_3_2(), |file| replace(file, ["rope_freqs.weight", "rope_freqz.weight"]));
+    check_damage_of(llama_3_2(), |file| file.edit_tensor("rope_freqs.weight", |bytes| scale(bytes, 0.5)));
+    check_damage_of(llama_3_2(), |file| file.edit_tensor("rope_freqs.weight", |bytes| bytes.rotate_left(64)));
+    let renamed = [
+        ("rope.scaling.type", "rope.scaling.typo"),
+        ("rope.scaling.factor", "rope.scaling.fac_or"),
+        ("rope.scaling.original_context_length", "rope.scaling.original_context_lenght"),
+    ];
+    for (key, other) in renamed {
+        check_damage_of(qwen3_yarn(), |file| replace(file, [key, other]));
+    }
+    check_damage("linear", |file| replace(file, ["rope.scaling.factor", "rope.scaling.fac_or"]));
+}
+
+/// Multiplies f32 values.
+fn scale(bytes: &mut [u8], by: f32) {
+    for value in bytes.chunks_exact_mut(4) {
+        let scaled = f32::from_le_bytes([value[0], value[1], value[2], value[3]]) * by;
+        value.copy_from_slice(&scaled.to_le_bytes());
+    }
+}
+
+/// Swaps the first expert's part of a tensor with the second's.
+fn swap_experts(bytes: &mut [u8], n_experts: usize) {
+    let n = bytes.len() / n_experts;
+    let (first, rest) = bytes.split_at_mut(n);
+    first.swap_with_slice(&mut rest[..n]);
+}
+
+#[test]
+fn swapped_experts_have_other_logits() {
+    for (name, n_experts) in [("mixtral", 3), ("qwen2_moe", 4), ("qwen3_moe", 4)] {
+        for module in ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_inp"] {
+            check_damage(name, |file| {
+                file.edit_tensor(&format!("blk.1.{module}.weight"), |bytes| swap_experts(bytes, n_experts));
+            });
+        }
+        check_damage(name, |file| swap_names(file, ["blk.0.ffn_gate_inp.weight", "blk.1.ffn_gate_inp.weight"]));
+        // A router that selects one expert for all tokens, with the weights of the others unchanged.
+        check_damage(name, |file| {
+            file.edit_tensor("blk.1.ffn_gate_inp.weight", |bytes| {
+                let n = bytes.len() / n_experts;
+                scale(&mut bytes[..n], 50.0);
             });
         });
     }
@@ -198,17 +297,20 @@ fn another_layout_of_blocks_has_other_logits() {
     assert!(damaged.is_nan() || damaged > 0.2, "{damaged:.2e}");
 }
 
+fn two_tokens(logits: Vec<Vec<f32>>) -> PromptLogits {
+    PromptLogits { prompts: ComparedPrompts::new(vec![vec![0, 1]], 2), logits, experts: BTreeMap::new() }
+}
+
 #[track_caller]
 fn check_difference(found: [[f32; 2]; 2], want: LogitsDifference) {
-    let source =
-        PromptLogits { prompts: ComparedPrompts(vec![vec![0, 1]]), logits: vec![vec![1.0, 3.0], vec![6.0, 4.0]] };
+    let source = two_tokens(vec![vec![1.0, 3.0], vec![6.0, 4.0]]);
     let difference = source.compare(&Tensor::new(&found, &Device::Cpu).unwrap()).unwrap();
     assert_eq!(format!("{difference:?}"), format!("{want:?}"));
 }
 
 #[test]
 fn a_difference_ignores_a_shift_and_sees_a_swap_and_a_nan() {
-    let same = LogitsDifference { n_positions: 2, n_same_top: 2, largest: 0.0, relative: 0.0 };
+    let same = LogitsDifference { n_positions: 2, n_same_top: 2, largest: 0.0, relative: 0.0, routing: None };
     check_difference([[1.0, 3.0], [8.0, 6.0]], same);
     check_difference(
         [[3.0, 1.0], [6.0, 4.0]],
@@ -222,7 +324,7 @@ fn a_difference_ignores_a_shift_and_sees_a_swap_and_a_nan() {
 
 #[test]
 fn logits_of_another_shape_are_an_error() {
-    let source = PromptLogits { prompts: ComparedPrompts(vec![vec![0, 1]]), logits: vec![vec![1.0, 3.0]; 2] };
+    let source = two_tokens(vec![vec![1.0, 3.0]; 2]);
     for shape in [(2, 1), (1, 2), (2, 3)] {
         let found = Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).unwrap();
         let problem = source.compare(&found).unwrap_err().to_string();

@@ -5,26 +5,29 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candlewick_model::{
-    ForwardContext, FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, SingleDevice, TensorCallback, UnitWeights,
+    ForwardContext, FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, RouterContext, SingleDevice, TensorCallback,
+    UnitWeights,
 };
 use candlewick_ops::{CuSeqlens, Weight};
 
 use super::prompts::ComparedPrompts;
 
-/// Computes the logits of all prompts in one forward, f32 [t, v]. `value` returns the f32 value of a parameter.
+/// Computes the logits of all prompts in one forward, f32 [t, v]. `value` returns the f32 value of a parameter. `router` records
+/// the selected experts, or replaces them.
 ///
 /// `on_unit` gets the numbers of finished units and of all.
 pub(super) fn logits(
     model: &Model,
     prompts: &ComparedPrompts,
     device: &Device,
+    router: RouterContext<'_>,
     value: impl Fn(&ParamSpec) -> Result<Tensor, ModelError>,
     on_unit: TensorCallback,
 ) -> Result<Tensor> {
     let positions = prompts.positions();
-    let (cos, sin) = model.rope(&positions, &model.length_classes(&positions), device)?;
+    let (cos, sin) = model.rope_of_sparse_positions(positions, &model.length_classes(positions), device)?;
     let seqs = CuSeqlens::packed(prompts.starts())?;
-    let context = ForwardContext::on_single_device([&cos, &sin], &seqs);
+    let context = ForwardContext { router, ..ForwardContext::on_single_device([&cos, &sin], &seqs) };
     let mut x = Tensor::new(prompts.ids(), device)?;
     for (idx, unit) in model.units().iter().enumerate() {
         on_unit(idx, model.units().len());

@@ -7,6 +7,7 @@ use axum::http::{Method, StatusCode, Uri};
 use candlewick_text::printable::{printable, shortened};
 
 use super::connections::ClientAddress;
+use super::log_thread::{LogThread, RequestLogLine};
 
 /// Log of refused requests, with a bounded number of lines.
 pub(super) struct AccessLog(Mutex<LogPeriod>);
@@ -44,15 +45,16 @@ impl AccessLog {
         (method, uri): (&Method, &Uri),
         status: StatusCode,
         RefusalReason(reason): &RefusalReason,
+        log: &LogThread,
     ) {
         let client = client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
         let request = format!("{client} \"{method} {}\" {}", on_one_line(uri.path()), status.as_u16());
         let mut period = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(n_dropped) = period.count(Instant::now()) {
             if n_dropped > 0 {
-                tracing::warn!("{n_dropped} more requests were refused");
+                log.add(RequestLogLine::Refused(format!("{n_dropped} more requests were refused")));
             }
-            tracing::warn!("{request}: {}", on_one_line(reason));
+            log.add(RequestLogLine::Refused(format!("{request}: {}", on_one_line(reason))));
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Errors in OpenAI's format.
 
+use std::borrow::Cow;
+
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value as Json, json};
@@ -12,14 +14,14 @@ pub(super) struct ApiError {
     status: StatusCode,
     message: String,
     /// Field of the request.
-    param: Option<&'static str>,
+    param: Option<Cow<'static, str>>,
     code: Option<&'static str>,
 }
 
 impl ApiError {
     /// Creates an error about a field of the request.
-    pub(super) fn field(param: &'static str, message: impl Into<String>) -> Self {
-        Self { param: Some(param), ..Self::new(StatusCode::BAD_REQUEST, message) }
+    pub(super) fn field(param: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
+        Self { param: Some(param.into()), ..Self::new(StatusCode::BAD_REQUEST, message) }
     }
 
     /// Creates an error about the request.

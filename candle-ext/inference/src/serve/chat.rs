@@ -31,6 +31,16 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let logprobs = logprobs(&mut fields)?;
     let max_tokens = fields.count("max_tokens")?;
     let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
+    for (name, default) in [
+        ("echo", false),
+        ("add_special_tokens", false),
+        ("add_generation_prompt", true),
+        ("continue_final_message", false),
+        ("include_reasoning", true),
+    ] {
+        fields.refuse(name, &Json::Bool(default), "remove it")?;
+    }
+    fields.finish()?;
     let chat = template.adapt(&chat);
     refuse_unrendered_parts(&template, &chat)?;
     let text = template.render(&chat, AddGenerationPrompt::Yes);

@@ -5,7 +5,7 @@ use serde_json::{Map, Value as Json, json};
 use super::api_error::ApiError;
 use super::job::{GenerationEnd, GenerationEvent, TokenLogprobs};
 use super::reply_parser::{ParsedReply, ReplyParser, call_json};
-use crate::reasoning::ReplyText;
+use crate::tool_calls::{ReplyContent, ToolCallPart};
 
 /// A choice, or the newest part of one.
 #[derive(Default)]
@@ -13,8 +13,8 @@ pub(super) struct Choice {
     /// All of a completion is content.
     pub(super) reply: ParsedReply,
     pub(super) parser: ReplyParser,
-    /// Tool calls in earlier parts.
-    pub(super) n_calls_before: usize,
+    /// Tool calls that have begun so far.
+    pub(super) n_calls: usize,
     pub(super) logprobs: Vec<TokenLogprobs>,
     pub(super) end: Option<GenerationEnd>,
     pub(super) n_tokens: usize,
@@ -36,28 +36,23 @@ pub(super) fn chat_logprob(logprobs: &TokenLogprobs) -> Json {
 }
 
 impl Choice {
-    /// Returns the number of tool calls so far.
-    pub(super) fn n_calls(&self) -> usize {
-        self.n_calls_before + self.reply.tool_calls.len()
-    }
-
     pub(super) fn finish_reason(&self) -> Option<&'static str> {
         self.end.map(|end| match end {
             GenerationEnd::Length => "length",
-            GenerationEnd::Stop if self.n_calls() > 0 => "tool_calls",
+            GenerationEnd::Stop if self.n_calls > 0 => "tool_calls",
             GenerationEnd::Stop => "stop",
         })
     }
 
     /// Returns the message of a chat.
     pub(super) fn message(&self) -> Json {
-        let ParsedReply { text: ReplyText { reasoning, content }, tool_calls } = &self.reply;
+        let ParsedReply { reasoning, content: ReplyContent { text: content, calls } } = &self.reply;
         let mut message = json!({"role": "assistant", "content": content, "refusal": null});
         if !reasoning.is_empty() {
             message["reasoning_content"] = json!(reasoning);
         }
-        if !tool_calls.is_empty() {
-            message["tool_calls"] = tool_calls.iter().map(call_json).collect();
+        if !calls.is_empty() {
+            message["tool_calls"] = calls.iter().map(call_json).collect();
             if content.is_empty() {
                 message["content"] = Json::Null;
             }
@@ -65,19 +60,19 @@ impl Choice {
         message
     }
 
-    /// Returns the part of a chat's message. Each tool call is in one part.
+    /// Returns the part of a chat's message.
     pub(super) fn delta(&self) -> Json {
-        let ParsedReply { text: ReplyText { reasoning, content }, tool_calls } = &self.reply;
+        let ParsedReply { reasoning, content: ReplyContent { text: content, calls } } = &self.reply;
         let fields = [("reasoning_content", reasoning), ("content", content)].into_iter();
         let fields = fields.filter(|(_, text)| !text.is_empty());
         let mut delta: Map<String, Json> = fields.map(|(key, text)| (key.to_owned(), json!(text))).collect();
-        if !tool_calls.is_empty() {
-            let call = |(index, call)| {
-                let mut call = call_json(call);
-                call["index"] = json!(index);
+        if !calls.is_empty() {
+            let call = |part: &ToolCallPart| {
+                let mut call = call_json(part);
+                call["index"] = json!(part.index);
                 call
             };
-            delta.insert("tool_calls".to_owned(), (self.n_calls_before..).zip(tool_calls).map(call).collect());
+            delta.insert("tool_calls".to_owned(), calls.iter().map(call).collect());
         }
         Json::Object(delta)
     }
@@ -144,6 +139,7 @@ impl Choice {
             }
             GenerationEvent::Failed(error) => return Err(error),
         }
+        self.n_calls = self.parser.tool_calls.n_calls();
         Ok(())
     }
 }

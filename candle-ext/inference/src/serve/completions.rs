@@ -31,6 +31,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         false => SpecialTokens::Exclude,
     };
     let written = written(&mut fields, |n_prompts| state.check_number_of_choices(n_prompts, generation.n))?;
+    fields.finish()?;
     let (mut prompts, mut echoes) = (Vec::new(), Vec::new());
     for written in written {
         let ids = written.ids(model, specials, state)?;

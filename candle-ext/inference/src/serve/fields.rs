@@ -1,4 +1,4 @@
-//! Typed fields of a JSON request. A null field is an absent one, and unknown fields are ignored.
+//! Typed fields of a JSON request. A null field is an absent one, and an unknown field is an error, as in OpenAI's API.
 
 use axum::http::StatusCode;
 use candlewick_text::long_integer;
@@ -9,6 +9,22 @@ use super::api_error::ApiError;
 
 /// Largest number of values in a body. A parsed value takes 72 bytes, its text two.
 const MAX_VALUES: usize = 1 << 20;
+
+/// Most characters of a field's name in an error.
+const MAX_NAME_CHARS: usize = 60;
+
+/// Fields that do not change the response.
+const WITHOUT_EFFECT: [&str; 9] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "cache_salt",
+];
 
 /// Fields of a request's JSON object.
 pub(super) struct Fields(Map<String, Json>);
@@ -104,6 +120,19 @@ impl Fields {
                 Err(ApiError::field(name, format!("{name} is {}, which is not supported; {remedy}", shown(&value))))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Fails if a field is left that no one has taken, unless it does not change the response.
+    pub(super) fn finish(self) -> Result<(), ApiError> {
+        let is_known = |name: &str| WITHOUT_EFFECT.contains(&name);
+        match self.0.into_iter().find(|(name, value)| !value.is_null() && !is_known(name)) {
+            None => Ok(()),
+            Some((name, _)) => {
+                let name: String = name.chars().take(MAX_NAME_CHARS).collect();
+                let problem = format!("{name} is not a field of this request, or not supported; remove it");
+                Err(ApiError::field(name, problem))
+            }
         }
     }
 

@@ -28,6 +28,17 @@ pub(super) struct GenerationFields {
     logit_bias: LogitBias,
     seed: u64,
     stop: Arc<[String]>,
+    /// Tokens that end the text, besides those of the model.
+    stop_token_ids: Vec<u32>,
+    eos: EosMeaning,
+}
+
+/// Meaning of the model's end-of-text tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum EosMeaning {
+    End,
+    /// They are text: `ignore_eos`.
+    Text,
 }
 
 /// Options of a streamed response.
@@ -80,7 +91,9 @@ impl GenerationFields {
         let logit_bias = logit_bias(fields, state.models[model].n_vocab)?;
         let (stream, sampling, stop) = (stream(fields)?, sampling(fields)?, stop(fields)?);
         let response_format = response_format(fields)?;
-        Ok(Self { n, model, stream, response_format, sampling, logit_bias, seed, stop })
+        let stop_token_ids = stop_token_ids(fields, state.models[model].n_vocab)?;
+        let eos = if fields.boolean("ignore_eos")?.unwrap_or(false) { EosMeaning::Text } else { EosMeaning::End };
+        Ok(Self { n, model, stream, response_format, sampling, logit_bias, seed, stop, stop_token_ids, eos })
     }
 
     /// Creates the jobs of a request, all choices of the first prompt first, and the receiver of their events.
@@ -92,8 +105,10 @@ impl GenerationFields {
     ) -> (Vec<GenerationJob>, UnboundedReceiver<(usize, GenerationEvent)>) {
         let JobSettings { visible, logprobs, stop_ids } = settings;
         let (events, receiver) = unbounded_channel();
-        let stop_ids: Arc<[u32]> =
-            stop_ids.iter().copied().chain(special_stops(&state.models[self.model].tokenizer, &self.stop)).collect();
+        let of_model = if self.eos == EosMeaning::End { stop_ids } else { &[] };
+        let of_strings = special_stops(&state.models[self.model].tokenizer, &self.stop);
+        let of_request = of_strings.into_iter().chain(self.stop_token_ids.iter().copied());
+        let stop_ids: Arc<[u32]> = of_model.iter().copied().chain(of_request).collect();
         let mut jobs = Vec::new();
         for TokenizedPrompt { ids, n_max } in prompts {
             let prompt: Arc<[u32]> = ids.into();
@@ -119,10 +134,30 @@ impl GenerationFields {
     }
 }
 
-/// Rejects fields of OpenAI that would change the response and are not implemented.
+/// Rejects fields of OpenAI and vLLM that would change the response and are not implemented. Clients send some of them with
+/// their defaults.
 fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse("best_of", &json!(1), "use n")?;
-    fields.refuse("suffix", &json!(""), "remove it")?;
+    fields.refuse("functions", &json!([]), "use tools")?;
+    fields.refuse("function_call", &json!("auto"), "use tool_choice")?;
+    for (name, default) in [
+        ("suffix", json!("")),
+        ("use_beam_search", json!(false)),
+        ("early_stopping", json!(false)),
+        ("length_penalty", json!(1)),
+        ("min_tokens", json!(0)),
+        ("include_stop_str_in_output", json!(false)),
+        ("skip_special_tokens", json!(true)),
+        ("spaces_between_special_tokens", json!(true)),
+        ("bad_words", json!([])),
+        ("logits_processors", json!([])),
+        ("return_tokens_as_token_ids", json!(false)),
+        ("return_token_ids", json!(false)),
+        ("priority", json!(0)),
+        ("modalities", json!(["text"])),
+    ] {
+        fields.refuse(name, &default, "remove it")?;
+    }
     for name in ["structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"] {
         fields.refuse(name, &json!({}), "use response_format")?;
     }
@@ -130,9 +165,18 @@ fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
 }
 
 fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
-    let mut options = Fields::nested(fields.object("stream_options")?.unwrap_or_default());
+    let options = fields.object("stream_options")?;
+    let is_streamed = fields.boolean("stream")?.unwrap_or(false);
+    if !is_streamed && options.is_some() {
+        return Err(ApiError::field("stream_options", "stream_options needs stream: true"));
+    }
+    let mut options = Fields::nested(options.unwrap_or_default());
     let include_usage = options.boolean("include_usage")?.unwrap_or(false);
-    Ok(fields.boolean("stream")?.filter(|stream| *stream).map(|_| StreamOptions { include_usage }))
+    // It would hide the sizes of tokens from listeners; the parts are the same.
+    options.boolean("include_obfuscation")?;
+    options.refuse("continuous_usage_stats", &json!(false), "use include_usage")?;
+    options.finish()?;
+    Ok(is_streamed.then_some(StreamOptions { include_usage }))
 }
 
 /// Takes the sampling parameters. The defaults are OpenAI's.
@@ -189,6 +233,22 @@ fn stop(fields: &mut Fields) -> Result<Arc<[String]>, ApiError> {
         return Err(ApiError::field("stop", "stop has an empty string; remove it"));
     }
     Ok(stop.into())
+}
+
+/// Takes the token ids that end the text, below `n_vocab`.
+fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Vec<u32>, ApiError> {
+    const NAME: &str = "stop_token_ids";
+    let ids = fields.array(NAME)?.unwrap_or_default();
+    if ids.len() > MAX_STOPS {
+        let problem = format!("{NAME} has {} tokens, at most {MAX_STOPS} are possible", ids.len());
+        return Err(ApiError::field(NAME, problem));
+    }
+    let checked = |id: &Json| {
+        let checked = id.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| (*id as usize) < n_vocab);
+        let problem = || format!("{NAME} has {}, expected token ids below {n_vocab}", shown(id));
+        checked.ok_or_else(|| ApiError::field(NAME, problem()))
+    };
+    ids.iter().map(checked).collect()
 }
 
 /// Checks a number of most probable tokens.

@@ -128,7 +128,7 @@ async fn checked(State(state): State<Arc<ServerState>>, mut request: Request, ne
     }
     record.set_status(response.status());
     if let Some(reason) = response.extensions().get() {
-        state.log.log(client.as_ref(), (&method, &uri), response.status(), reason);
+        state.log.log(client.as_ref(), (&method, &uri), response.status(), reason, &state.reporter.log);
     }
     response
 }

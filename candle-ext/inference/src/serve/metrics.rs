@@ -128,8 +128,8 @@ impl ServerMetrics {
         }
     }
 
-    /// Returns all metrics. `n_queued` is the number of sequences in the queue.
-    pub(super) fn text(&self, worker: &WorkerGauges, n_queued: usize) -> String {
+    /// Returns all metrics. `n_queued` is the number of sequences in the queue, and `n_lost` that of lost lines of the log.
+    pub(super) fn text(&self, worker: &WorkerGauges, n_queued: usize, n_lost: u64) -> String {
         let mut text = String::new();
         head(&mut text, "requests_total", "counter", "Requests that have ended.");
         for ((route, status), n) in &*locked(&self.requests) {
@@ -147,6 +147,7 @@ impl ServerMetrics {
             ),
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.n_prompt_tokens.load(Ordering::Relaxed)),
             ("generated_tokens_total", "counter", "Generated tokens.", self.n_generated_tokens.load(Ordering::Relaxed)),
+            ("request_log_lost_lines_total", "counter", "Lines of the request log that are not written.", n_lost),
         ] {
             head(&mut text, name, kind, help);
             let _ = writeln!(text, "candlewick_{name} {value}");
@@ -189,7 +190,7 @@ mod tests {
         metrics.add_prompt(5);
         metrics.add_token(Some(Duration::from_millis(20)));
         metrics.add_token(None);
-        let text = metrics.text(&WorkerGauges::default(), 3);
+        let text = metrics.text(&WorkerGauges::default(), 3, 4);
         for line in [
             "# TYPE candlewick_requests_total counter",
             "candlewick_requests_total{route=\"/v1/chat/completions\",status=\"200\"} 2",
@@ -197,6 +198,7 @@ mod tests {
             "candlewick_requests_in_flight 1",
             "candlewick_sequences_waiting 3",
             "candlewick_prompt_tokens_total 5",
+            "candlewick_request_log_lost_lines_total 4",
             "candlewick_generated_tokens_total 2",
             "candlewick_time_to_first_token_seconds_bucket{le=\"0.01\"} 0",
             "candlewick_time_to_first_token_seconds_bucket{le=\"0.025\"} 1",

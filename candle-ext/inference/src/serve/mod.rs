@@ -17,6 +17,7 @@ mod grammar_threads;
 mod http;
 mod job;
 mod json_schema;
+mod log_thread;
 mod logprobs;
 mod metrics;
 mod origin;
@@ -70,6 +71,7 @@ pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> 
     let endpoints =
         ServerEndpoints { address, queue: queue.downgrade(), signals: counted, gauges: Arc::clone(&gauges) };
     let state = Arc::new(ServerState::new(models, settings, max_model_len, endpoints));
+    let reporter = Arc::clone(&state.reporter);
     if !address.ip().is_loopback() && settings.api_key.is_none() {
         print_note(&format!("warning: other machines can send requests to {address} without a key; set --api-key"));
     }
@@ -91,7 +93,9 @@ pub fn serve(models: &[Lm], listener: TcpListener, settings: &ServeSettings) -> 
         });
         // Ends when the server has dropped the queue.
         Worker::new(models, limits, gauges).run(jobs);
-        server.join().map_err(|_| anyhow!("failed to serve: the HTTP server panicked"))?
+        let served = server.join().map_err(|_| anyhow!("failed to serve: the HTTP server panicked"));
+        reporter.log.end();
+        served?
     })
 }
 

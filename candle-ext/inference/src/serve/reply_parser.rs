@@ -5,7 +5,7 @@ use rand::distr::Alphanumeric;
 use serde_json::{Value as Json, json};
 
 use crate::reasoning::{ReasoningParser, ReplyText};
-use crate::tool_calls::{ReplyContent, ToolCall, ToolCallParser};
+use crate::tool_calls::{ReplyContent, ToolCallParser, ToolCallPart};
 
 /// Parser of a reply: its thinking first, then tool calls in the rest.
 #[derive(Clone, Debug, Default)]
@@ -17,8 +17,9 @@ pub(super) struct ReplyParser {
 /// Reply, or the newest part of it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ParsedReply {
-    pub(super) text: ReplyText,
-    pub(super) tool_calls: Vec<ToolCall>,
+    /// Thinking.
+    pub(super) reasoning: String,
+    pub(super) content: ReplyContent,
 }
 
 /// Length of a call's id. Mistral's templates accept no other.
@@ -35,31 +36,31 @@ impl ReplyParser {
     pub(super) fn finish(&mut self) -> ParsedReply {
         let rest = self.reasoning.finish();
         let mut parsed = self.parsed(rest);
-        parsed.text.content += &self.tool_calls.finish().text;
+        parsed.content.append(self.tool_calls.finish());
         parsed
     }
 
     fn parsed(&mut self, ReplyText { reasoning, content }: ReplyText) -> ParsedReply {
-        let ReplyContent { text, calls } = self.tool_calls.push(&content);
-        ParsedReply { text: ReplyText { reasoning, content: text }, tool_calls: calls }
+        ParsedReply { reasoning, content: self.tool_calls.push(&content) }
     }
 }
 
 impl ParsedReply {
     /// Appends the next part of the reply.
     pub(super) fn append(&mut self, part: Self) {
-        self.text.append(&part.text);
-        self.tool_calls.extend(part.tool_calls);
+        self.reasoning += &part.reasoning;
+        self.content.append(part.content);
     }
 
     /// Returns true without text and calls.
     pub(super) fn is_empty(&self) -> bool {
-        self.text.is_empty() && self.tool_calls.is_empty()
+        self.reasoning.is_empty() && self.content == ReplyContent::default()
     }
 }
 
-/// Returns a call in OpenAI's format, with a new id.
-pub(super) fn call_json(call: &ToolCall) -> Json {
+/// Returns a call, or a part of one, in OpenAI's format. The first part has the name and a new id.
+pub(super) fn call_json(call: &ToolCallPart) -> Json {
+    let Some(name) = &call.name else { return json!({"function": {"arguments": call.arguments}}) };
     let id: String = rand::rng().sample_iter(Alphanumeric).take(ID_LENGTH).map(char::from).collect();
-    json!({"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+    json!({"id": id, "type": "function", "function": {"name": name, "arguments": call.arguments}})
 }

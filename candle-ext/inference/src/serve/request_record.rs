@@ -1,8 +1,6 @@
 //! Record of a request: its log line and its metrics, once the response has ended.
 
 use std::fs::File;
-use std::io::Write as _;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,16 +8,13 @@ use axum::http::StatusCode;
 use serde_json::json;
 
 use super::connections::ClientAddress;
+use super::log_thread::{LogThread, RequestLogLine};
 use super::metrics::{ServedRoute, ServerMetrics};
 
 /// Receiver of all records.
-#[derive(Default)]
 pub(super) struct RequestReporter {
     pub(super) metrics: ServerMetrics,
-    /// File of `--request-log`.
-    log: Option<Arc<File>>,
-    /// The first failure to write is reported.
-    has_warned: AtomicBool,
+    pub(super) log: LogThread,
 }
 
 /// Record of a request. It is reported when its last copy is dropped, which a response's stream has.
@@ -56,8 +51,8 @@ const CLIENT_CLOSED: u16 = 499;
 
 impl RequestReporter {
     /// Creates a reporter that writes records to a file.
-    pub(super) fn new(log: Option<Arc<File>>) -> Self {
-        Self { log, ..Self::default() }
+    pub(super) fn new(file: Option<Arc<File>>) -> Self {
+        Self { metrics: ServerMetrics::default(), log: LogThread::start(file) }
     }
 }
 
@@ -126,15 +121,18 @@ impl Drop for OpenRecord {
         self.reporter.metrics.end(self.route, status, time);
         let client = self.client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
         let route = self.route.name();
-        if result.is_none_or(|status| status.is_success()) {
+        let log = &self.reporter.log;
+        if result.is_none_or(|status| status.is_success()) && tracing::enabled!(tracing::Level::INFO) {
             let RequestFacts { n_prompt, n_generated, finish_reasons, .. } = &facts;
             let reasons = finish_reasons.join(",");
-            tracing::info!(
+            log.add(RequestLogLine::Answered(format!(
                 "{client} {route} {status}: {n_prompt} and {n_generated} tokens in {:.3} s {reasons}",
                 time.as_secs_f64()
-            );
+            )));
         }
-        let Some(log) = &self.reporter.log else { return };
+        if !log.has_file() {
+            return;
+        }
         let line = json!({
             "time": jiff::Timestamp::now().to_string(), "id": facts.id, "client": client, "route": route,
             "model": facts.model, "stream": facts.is_streamed, "status": status, "prompt_tokens": facts.n_prompt,
@@ -142,11 +140,7 @@ impl Drop for OpenRecord {
             "time_to_first_token": facts.first_token.map(|time| time.as_secs_f64()),
             "finish_reasons": facts.finish_reasons,
         });
-        if let Err(error) = (&**log).write_all(format!("{line}\n").as_bytes())
-            && !self.reporter.has_warned.swap(true, Ordering::Relaxed)
-        {
-            tracing::warn!("failed to write the request log, further failures are not reported: {error}");
-        }
+        log.add(RequestLogLine::Record(line.to_string()));
     }
 }
 

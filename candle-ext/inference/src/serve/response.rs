@@ -88,7 +88,7 @@ impl ResponseFormat {
         };
         let choice = |(index, choice): (usize, &Choice)| match self.kind {
             ResponseKind::Chat => self.choice(index, ("message", choice.message()), choice),
-            ResponseKind::Completion => self.choice(index, ("text", json!(choice.reply.text.content)), choice),
+            ResponseKind::Completion => self.choice(index, ("text", json!(choice.reply.content.text)), choice),
         };
         self.response(object, choices.iter().enumerate().map(choice).collect(), Some(usage))
     }
@@ -105,7 +105,7 @@ impl ResponseFormat {
     fn part(&self, index: usize, part: &Choice) -> Json {
         match self.kind {
             ResponseKind::Chat => self.choice(index, ("delta", part.delta()), part),
-            ResponseKind::Completion => self.choice(index, ("text", json!(part.reply.text.content)), part),
+            ResponseKind::Completion => self.choice(index, ("text", json!(part.reply.content.text)), part),
         }
     }
 
@@ -139,7 +139,7 @@ impl ParsedRequest {
         choices
             .iter_mut()
             .zip(self.echoes.drain(..))
-            .for_each(|(choice, echo)| choice.reply.text.content = echo.to_string());
+            .for_each(|(choice, echo)| choice.reply.content.text = echo.to_string());
         choices
     }
 
@@ -238,8 +238,8 @@ impl ResponseStream {
         self.n_open -= usize::from(part.end.is_some());
         part.finish_reason().into_iter().for_each(|reason| self.record.add_finish_reason(reason));
         let (_, n_chars_before, begun_character) = part.text_offsets();
-        let (parser, n_calls_before) = (std::mem::take(&mut part.parser), part.n_calls());
-        let next = Choice { n_chars_before, begun_character, parser, n_calls_before, ..Choice::default() };
+        let (parser, n_calls) = (std::mem::take(&mut part.parser), part.n_calls);
+        let next = Choice { n_chars_before, begun_character, parser, n_calls, ..Choice::default() };
         let part = std::mem::replace(part, next);
         let chunk = self.format.chunk(vec![self.format.part(index, &part)], None);
         self.send(&chunk);

@@ -227,7 +227,7 @@ impl<'m> Sequence<'m> {
     fn constrain<T>(&mut self, use_it: impl FnOnce(&mut TokenConstraint) -> Result<T>) -> Result<Option<T>, ApiError> {
         let Some(ReplyConstraint { field, tokens }) = &mut self.job.constraint else { return Ok(None) };
         use_it(tokens).map(Some).map_err(|error| {
-            ApiError::field(field, format!("{field}: the schema is too complex for this text: {error:#}"))
+            ApiError::field(*field, format!("{field}: the schema is too complex for this text: {error:#}"))
         })
     }
 

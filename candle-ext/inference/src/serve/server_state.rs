@@ -18,7 +18,7 @@ use super::access_log::AccessLog;
 use super::api_error::ApiError;
 use super::body::RequestBodyMemory;
 use super::fields::shown;
-use super::grammar_threads::{ModelGrammars, N_GRAMMAR_THREADS, RequestedGrammar};
+use super::grammar_threads::{GrammarThreads, ModelGrammars, RequestedGrammar};
 use super::job::GenerationJob;
 use super::metrics::WorkerGauges;
 use super::origin::OriginPolicy;
@@ -46,8 +46,7 @@ pub(super) struct ServerState {
     pub(super) bodies: RequestBodyMemory,
     /// Permit to parse a large body. One thread is left for small ones.
     pub(super) large_parser: Arc<Semaphore>,
-    /// Permits to compile grammars.
-    pub(super) grammar_threads: Arc<Semaphore>,
+    pub(super) grammar_threads: GrammarThreads,
     pub(super) log: AccessLog,
     pub(super) reporter: Arc<RequestReporter>,
     gauges: Arc<WorkerGauges>,
@@ -158,9 +157,12 @@ impl ServerState {
         };
         let mut models: Vec<ServedModel> = models.iter().zip(names).enumerate().map(model).collect();
         share_grammars(&mut models);
+        let is_first =
+            |idx: &usize| !models[..*idx].iter().any(|model| Arc::ptr_eq(&model.grammars, &models[*idx].grammars));
+        (0..models.len()).filter(is_first).for_each(|idx| Arc::clone(&models[idx].grammars).build());
         Self {
             models,
-            grammar_threads: Arc::new(Semaphore::new(N_GRAMMAR_THREADS)),
+            grammar_threads: GrammarThreads::default(),
             api_key: settings.api_key.clone(),
             max_model_len,
             reasoning_format: settings.reasoning_format,
@@ -185,7 +187,7 @@ impl ServerState {
     /// Returns the metrics in Prometheus's text format.
     pub(super) fn metrics(&self) -> String {
         let n_queued = self.queue.upgrade().map_or(0, |queue| self.max_queue - queue.capacity());
-        self.reporter.metrics.text(&self.gauges, n_queued)
+        self.reporter.metrics.text(&self.gauges, n_queued, self.reporter.log.n_lost())
     }
 
     /// Returns the index of the model with this name; without a name, of the first.

@@ -10,7 +10,7 @@ use super::api_error::ApiError;
 use super::fields::{Fields, shown};
 use super::json_schema::constraining;
 use super::reply_grammar::ReplyPart;
-use crate::tool_calls::ToolCallParser;
+use crate::tool_calls::{OfferedFunction, ToolCallParser};
 
 /// Names of the fields.
 pub(super) const TOOLS: &str = "tools";
@@ -90,8 +90,11 @@ impl RequestTools {
     /// Returns the parser of a reply in the model's format.
     pub(super) fn parser(&self, format: Option<&Arc<ToolCallFormat>>) -> ToolCallParser {
         let (Some(tools), Some(format)) = (&self.tools, format) else { return ToolCallParser::default() };
-        let names = tools.iter().filter_map(|tool| name_of(tool).map(str::to_owned)).collect();
-        ToolCallParser::new(Arc::clone(format), names)
+        let function = |tool: &Json| {
+            let parameters = tool.get("function").unwrap_or(tool).get("parameters").cloned().unwrap_or_default();
+            Some(OfferedFunction { name: name_of(tool)?.to_owned(), parameters })
+        };
+        ToolCallParser::new(Arc::clone(format), tools.iter().filter_map(function).collect())
     }
 
     /// Returns the grammar of a reply that calls a tool or, if that is not forced, has the format `content`. `None` if any
@@ -104,9 +107,8 @@ impl RequestTools {
     ) -> Result<Option<ReplyPart>, ApiError> {
         let Some(tools) = &self.tools else { return Ok(content.cloned()) };
         let is_forced = self.is_forced();
-        let Some(format) = format else {
-            let problem =
-                "the model's chat template does not show a format of tool calls that can be forced; use \"auto\"";
+        let Some(format) = format.filter(|format| format.parameters.is_none()) else {
+            let problem = "the model's chat template does not show JSON tool calls, which can be forced; use \"auto\"";
             return if is_forced { Err(ApiError::field(TOOL_CHOICE, problem)) } else { Ok(content.cloned()) };
         };
         if !is_forced && content.is_none() {
@@ -146,8 +148,10 @@ impl RequestTools {
 
 /// Returns the special tokens that a format of tool calls has.
 pub(super) fn special_tokens(format: &ToolCallFormat, tokenizer: &Tokenizer) -> Vec<u32> {
-    let ToolCallFormat { opening, before_name, between, after_arguments, separator, closing, .. } = format;
-    let texts = [opening, before_name, between, after_arguments, closing].into_iter().chain(separator);
+    let ToolCallFormat { opening, before_name, between, after_arguments, separator, closing, parameters, .. } = format;
+    let of_parameters = parameters.iter().flat_map(|it| [&it.before_name, &it.between, &it.after_value]);
+    let texts = [opening, before_name, between, after_arguments, closing].into_iter();
+    let texts = texts.chain(separator).chain(of_parameters);
     let ids = texts.flat_map(|text| tokenizer.encode(text, SpecialTokens::Exclude).unwrap_or_default());
     let mut ids: Vec<u32> = ids.filter(|id| tokenizer.is_special(*id)).collect();
     ids.sort_unstable();

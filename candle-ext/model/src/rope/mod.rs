@@ -69,13 +69,38 @@ impl Rope {
     /// Returns the cosines and sines at `positions` of sequences with these classes, f32 [t, r/2] each for r rotated elements
     /// of a head.
     pub(crate) fn at(&self, positions: &[u32], classes: &[LengthClass], device: &Device) -> Result<(Tensor, Tensor)> {
+        self.by_runs(positions, classes, device, |class, positions| match class {
+            LengthClass::Short => self.short.at(positions, device),
+            LengthClass::Long => self.long.at(positions, device),
+            LengthClass::Dynamic { .. } => self.computed(class, positions, device),
+        })
+    }
+
+    /// Returns what [`Self::at`] does, without tables of all positions up to the last.
+    pub(crate) fn computed_at(
+        &self,
+        positions: &[u32],
+        classes: &[LengthClass],
+        device: &Device,
+    ) -> Result<(Tensor, Tensor)> {
+        self.by_runs(positions, classes, device, |class, positions| self.computed(class, positions, device))
+    }
+
+    /// Joins the rows that `of_class` returns for each run of positions with one class.
+    fn by_runs(
+        &self,
+        positions: &[u32],
+        classes: &[LengthClass],
+        device: &Device,
+        of_class: impl Fn(LengthClass, &[u32]) -> Result<(Tensor, Tensor)>,
+    ) -> Result<(Tensor, Tensor)> {
         if classes.len() != positions.len() {
             bail!("rope: {} classes of lengths for {} positions", classes.len(), positions.len())
         }
         let mut start = 0;
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
         for run in classes.chunk_by(|a, b| a == b) {
-            let rows = self.of_class(run[0], &positions[start..start + run.len()], device)?;
+            let rows = of_class(run[0], &positions[start..start + run.len()])?;
             cos.push(rows.0);
             sin.push(rows.1);
             start += run.len();
@@ -87,15 +112,9 @@ impl Rope {
         }
     }
 
-    fn of_class(&self, class: LengthClass, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        match class {
-            LengthClass::Short => self.short.at(positions, device),
-            LengthClass::Long => self.long.at(positions, device),
-            LengthClass::Dynamic { .. } => {
-                let Tables { cos, sin } = compute(&rotation(&self.typed, class), positions.iter().copied(), device)?;
-                Ok((cos, sin))
-            }
-        }
+    fn computed(&self, class: LengthClass, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let Tables { cos, sin } = compute(&rotation(&self.typed, class), positions.iter().copied(), device)?;
+        Ok((cos, sin))
     }
 }
 
@@ -149,6 +168,8 @@ fn compute(rotation: &Rotation, positions: impl Iterator<Item = u32> + Clone, de
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn rope() -> CachedTables {
@@ -174,6 +195,24 @@ mod tests {
         for positions in [&[2, 0, 1][..], &[9], &[0, 1, 0, 1, 300], &[5], &[]] {
             assert_eq!(rows(&warm, positions), rows(&rope(), positions), "{positions:?}");
         }
+    }
+
+    #[test]
+    fn computed_rows_equal_those_of_tables() {
+        let scaling =
+            json!({"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0], "factor": 4});
+        let config = json!({
+            "model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": scaling,
+        });
+        let rope = Rope::new(&Config::from_json(config).unwrap());
+        let positions = [0, 5, 9, 0, 3, 40];
+        let classes = rope.classes(&positions);
+        assert_ne!(classes[0], classes[5]);
+        let rows = |(cos, sin): (Tensor, Tensor)| [cos, sin].map(|x| x.to_vec2::<f32>().unwrap());
+        let computed = rope.computed_at(&positions, &classes, &Device::Cpu).unwrap();
+        assert_eq!(rows(computed), rows(rope.at(&positions, &classes, &Device::Cpu).unwrap()));
+        assert!(rope.short.known.lock().unwrap().as_ref().unwrap().cos.dim(0).unwrap() == 16);
     }
 
     #[test]

@@ -45,7 +45,7 @@ use turns::{MessageText, TurnDelimiters};
 pub use built_in::{BuiltInTemplate, ChatTemplateSource};
 pub use clock::Clock;
 pub(crate) use printed::PrintedChat;
-pub use tool_calls::{ToolCallFormat, ToolCallKeys};
+pub use tool_calls::{ToolCallFormat, ToolCallKeys, ToolCallParameters};
 pub use turns::TurnError;
 pub use unrendered::UnrenderedParts;
 

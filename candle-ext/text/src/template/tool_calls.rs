@@ -7,7 +7,8 @@ use crate::conversation::{Conversation, Message};
 
 /// Text of tool calls that the assistant writes: the opening, calls with separators between them, and the closing.
 ///
-/// A call has a name and arguments as JSON. Both are fields of a JSON object, or the name precedes the arguments.
+/// A call has a name and arguments. Both are fields of a JSON object, or the name precedes the arguments. These are a JSON object,
+/// or one text for each parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCallFormat {
     /// Text before the first call: `<tool_call>` and a line break.
@@ -24,6 +25,19 @@ pub struct ToolCallFormat {
     pub closing: String,
     /// Keys of the JSON object; `None` if the call is no object.
     pub keys: Option<ToolCallKeys>,
+    /// Texts of the parameters; `None` if the arguments are a JSON object.
+    pub parameters: Option<ToolCallParameters>,
+}
+
+/// Text of each parameter of a call, in which a string has no quotes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCallParameters {
+    /// Text before the name: `<parameter=`.
+    pub before_name: String,
+    /// Text between the name and the value: `>` and a line break.
+    pub between: String,
+    /// Text after the value: a line break, `</parameter>` and a line break.
+    pub after_value: String,
 }
 
 /// Keys of the JSON object of a call.
@@ -38,14 +52,16 @@ pub struct ToolCallKeys {
 /// Names of the functions that the example chat calls.
 const NAMES: [&str; 2] = ["candlewickfirst", "candlewicksecond"];
 
-/// Key of their arguments.
+/// Keys and values of their arguments.
 const KEY: &str = "candlewickkey";
+const OTHER_KEY: &str = "candlewickother";
+const VALUES: [&str; 2] = ["candlewickvalue", "candlewickword"];
 
 /// End tag of the thinking that a template may print before the calls.
 const END_OF_THINKING: &str = "</think>";
 
 impl ChatTemplate {
-    /// Returns the format in which the assistant calls tools. `None` if the template renders no calls, or not as JSON.
+    /// Returns the format in which the assistant calls tools. `None` if the template renders no calls, or in another format.
     pub fn tool_call_format(&self) -> Option<ToolCallFormat> {
         // Some templates raise an error if a message has two calls.
         self.format_of(2).or_else(|| self.format_of(1))
@@ -69,20 +85,22 @@ impl ChatTemplate {
             opening: written[..first.start].to_owned(),
             before_name: first.before_name.clone(),
             between: first.between.clone(),
-            after_arguments: if first.keys.is_some() { "}".to_owned() } else { String::new() },
+            after_arguments: first.after_arguments.clone(),
             separator,
             closing: written[last.end..].trim_end().to_owned(),
             keys: first.keys.clone(),
+            parameters: first.parameters.clone(),
         })
     }
 }
 
 /// Returns a chat of which the answer has tool calls.
 fn example(n_calls: usize) -> Conversation {
-    let parameters = json!({"type": "object", "properties": {KEY: {"type": "string", "description": "d"}}});
+    let text = json!({"type": "string", "description": "d"});
+    let parameters = json!({"type": "object", "properties": {KEY: text, OTHER_KEY: text}});
     let tool = |name: &&str| json!({"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}});
     // Mistral's template requires ids of nine letters and digits.
-    let call = |name: &&str| json!({"id": &name[name.len() - 9..], "type": "function", "function": {"name": name, "arguments": {KEY: "v"}}});
+    let call = |name: &&str| json!({"id": &name[name.len() - 9..], "type": "function", "function": {"name": name, "arguments": {KEY: VALUES[0], OTHER_KEY: VALUES[1]}}});
     let answer = Message::new("assistant", "").with("tool_calls", NAMES[..n_calls].iter().map(call).collect());
     Conversation::new([Message::new("user", "question"), answer]).with_tools(NAMES.iter().map(tool).collect())
 }
@@ -94,11 +112,17 @@ struct PrintedCall {
     end: usize,
     before_name: String,
     between: String,
+    after_arguments: String,
     keys: Option<ToolCallKeys>,
+    parameters: Option<ToolCallParameters>,
 }
 
 impl PrintedCall {
     fn find(text: &str, name: &str) -> Option<Self> {
+        Self::find_json(text, name).or_else(|| Self::find_parameters(text, name))
+    }
+
+    fn find_json(text: &str, name: &str) -> Option<Self> {
         let at = text.find(name)?;
         let after = at + name.len();
         let arguments = after + text[after..].find(KEY)?;
@@ -110,12 +134,52 @@ impl PrintedCall {
         });
         if let Some((start, end, keys)) = object {
             let (before_name, between) = (text[start..at].to_owned(), text[after..arguments].to_owned());
-            return Some(Self { start, end, before_name, between, keys: Some(keys) });
+            let after_arguments = "}".to_owned();
+            return Some(Self {
+                start,
+                end,
+                before_name,
+                between,
+                after_arguments,
+                keys: Some(keys),
+                parameters: None,
+            });
         }
         let (_, n_bytes) = object_at(&text[arguments..])?;
         let between = text[after..arguments].to_owned();
-        let call = Self { start: at, end: arguments + n_bytes, before_name: String::new(), between, keys: None };
+        let (end, before_name, after_arguments) = (arguments + n_bytes, String::new(), String::new());
+        let call = Self { start: at, end, before_name, between, after_arguments, keys: None, parameters: None };
         Some(call).filter(|call| !call.between.trim().is_empty())
+    }
+
+    /// Finds a call such as `<function=NAME>`, with a tag for each parameter, and `</function>`.
+    fn find_parameters(text: &str, name: &str) -> Option<Self> {
+        let at = text.find(name)?;
+        let start = text[..at].rfind('<')?;
+        let after = at + name.len();
+        let key = after + text[after..].find(KEY)?;
+        let opening = after + text[after..key].rfind('<')?;
+        let before_name = &text[opening..key];
+        let (between, rest) = text[key + KEY.len()..].split_once(VALUES[0])?;
+        let (after_first, rest) = rest.split_once(OTHER_KEY)?;
+        let after_value = after_first.strip_suffix(before_name)?;
+        let rest = rest.strip_prefix(between)?.strip_prefix(VALUES[1])?.strip_prefix(after_value)?;
+        let after_arguments = &rest[..=rest.find('>')?];
+        // A name between two tags would look like the content of one.
+        let has_end = after_arguments.starts_with("</") && !text[start..at].contains('>');
+        has_end.then(|| Self {
+            start,
+            end: text.len() - rest.len() + after_arguments.len(),
+            before_name: text[start..at].to_owned(),
+            between: text[after..opening].to_owned(),
+            after_arguments: after_arguments.to_owned(),
+            keys: None,
+            parameters: Some(ToolCallParameters {
+                before_name: before_name.to_owned(),
+                between: between.to_owned(),
+                after_value: after_value.to_owned(),
+            }),
+        })
     }
 }
 
@@ -191,6 +255,21 @@ mod tests {
                      {{ c.function.arguments | tojson }}{%- endfor %}";
         check(format_of(&template(named)), ["[TOOL_CALLS]", "", "[ARGS]", ""], Some("[TOOL_CALLS]"), "");
         assert_eq!(format_of(&template(named)).unwrap().keys, None);
+    }
+
+    #[test]
+    fn the_parameters_may_be_texts_between_tags() {
+        // The calls of Qwen3-Coder's template.
+        let coder = "{%- for c in m.tool_calls %}{{- '\n<tool_call>\n<function=' + c.function.name + '>\n' }}\
+                     {%- for name, value in c.function.arguments|items %}{{- '<parameter=' + name + '>\n' }}\
+                     {{- value if value is string else value | tojson }}{{- '\n</parameter>\n' }}{%- endfor %}\
+                     {{- '</function>\n</tool_call>' }}{%- endfor %}";
+        let found = format_of(&template(coder));
+        let parameters = found.as_ref().unwrap().parameters.clone().unwrap();
+        let separator = "\n</tool_call>\n<tool_call>\n";
+        check(found, ["\n<tool_call>\n", "<function=", ">\n", "</function>"], Some(separator), "\n</tool_call>");
+        let parts = [&*parameters.before_name, &*parameters.between, &*parameters.after_value];
+        assert_eq!(parts, ["<parameter=", ">\n", "\n</parameter>\n"]);
     }
 
     #[test]

@@ -58,7 +58,21 @@ fn a_template_prints_what_the_program_of_the_format_prints() {
         let name = golden["template"].as_str().unwrap();
         assert_eq!(template(name).render(&chat, ending).unwrap(), golden["text"].as_str().unwrap(), "{golden}");
     }
-    assert_eq!(goldens.len(), 39);
+    assert_eq!(goldens.len(), 36);
+}
+
+#[test]
+fn the_template_of_qwen3_prints_calls_thinking_and_null_contents_as_the_original() {
+    let goldens = include_str!("../fixtures/chat/built_in_qwen3.json");
+    let goldens: Vec<Json> = serde_json::from_str(goldens).unwrap();
+    for golden in &goldens {
+        let chat = conversation(golden);
+        let is_answer = chat.messages.last().unwrap().is_assistant();
+        let ending = if is_answer { AddGenerationPrompt::No } else { AddGenerationPrompt::Yes };
+        let text = with_kwargs(template("qwen3"), golden).render(&chat, ending).unwrap();
+        assert_eq!(text, golden["text"].as_str().unwrap(), "{golden}");
+    }
+    assert_eq!(goldens.len(), 16);
 }
 
 #[test]

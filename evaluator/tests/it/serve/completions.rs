@@ -34,9 +34,8 @@ fn a_chat_has_the_reply_of_the_library_whole_and_streamed() {
     let (last, end) = (&chunks[chunks.len() - 1], &chunks[chunks.len() - 2]);
     assert_eq!((&last["choices"], &last["usage"]), (&json!([]), usage));
     assert_eq!(end["choices"][0]["finish_reason"], choice["finish_reason"]);
-    // Text parts are one text, and unknown fields are ignored.
-    let parts =
-        json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "Say wolf 4 times."}]}], "x": 1});
+    // Text parts are one text.
+    let parts = json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "Say wolf 4 times."}]}]});
     assert_eq!(server.ok(CHAT, &with(body, parts))["choices"], whole["choices"]);
 }
 
@@ -209,6 +208,30 @@ fn stop_strings_end_a_text_and_are_left_out() {
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
     let chunks = server.streamed(COMPLETIONS, &with(body, json!({"stream": true})));
     assert_eq!(joined(&chunks, 0, "/text"), before);
+}
+
+#[test]
+fn tokens_of_the_request_end_a_text_and_those_of_the_model_may_be_text() {
+    let server = Server::start(&[]);
+    let eos = *server.lm().tokenizer().eos_ids().iter().next().unwrap();
+    let ended = |path: &str, token: u32, fields: Value| {
+        let prompt = if path == CHAT { json!({"messages": user("Hi")}) } else { json!({"prompt": "Hi"}) };
+        let forced = json!({"logit_bias": {(token.to_string()): 100}, "temperature": 0, "max_tokens": 4});
+        let response = server.ok(path, &with(with(prompt, forced), fields));
+        let reason = response["choices"][0]["finish_reason"].as_str().unwrap().to_owned();
+        (reason, response["usage"]["completion_tokens"].as_u64().unwrap())
+    };
+    for path in [CHAT, COMPLETIONS] {
+        for (token, fields, reason, n_tokens) in [
+            (40, json!({}), "length", 4),
+            (40, json!({"stop_token_ids": [41, 40]}), "stop", 1),
+            (eos, json!({}), "stop", 1),
+            (eos, json!({"ignore_eos": true}), "length", 4),
+            (40, json!({"ignore_eos": true, "stop_token_ids": [40]}), "stop", 1),
+        ] {
+            assert_eq!(ended(path, token, fields.clone()), (reason.to_owned(), n_tokens), "{path} {token} {fields}");
+        }
+    }
 }
 
 #[test]

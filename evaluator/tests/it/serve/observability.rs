@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
 use super::{CHAT, COMPLETIONS, Server, read, user, with};
+use crate::support;
 
 fn metrics(server: &Server) -> BTreeMap<String, f64> {
     let text = read(server.send("GET /metrics", ""));
@@ -88,4 +91,25 @@ fn the_request_log_has_a_line_for_each_request_without_its_contents() {
         assert!(line["time"].as_str().unwrap().ends_with('Z') && line["prompt_tokens"].as_u64() > Some(0), "{line}");
     }
     assert_eq!((&lines[3]["id"], &lines[3]["finish_reasons"]), (&Value::Null, &json!([])));
+}
+
+#[test]
+fn a_server_without_a_reader_of_its_log_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = support::export(folder.path(), 1);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
+    command.arg("serve").arg(&model).args(["--device", "cpu", "--port", "0"]).env("RUST_LOG", "info");
+    let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let address =
+        lines.find_map(|line| Some(line.unwrap().split_once(" at http://")?.1.strip_suffix("/v1")?.to_owned()));
+    // Each later line on stderr fails.
+    drop(lines);
+    let mut server = Server { child, address: address.unwrap(), model, _folder: folder };
+    for _ in 0..3 {
+        server.ok(COMPLETIONS, &json!({"prompt": "Hi", "max_tokens": 1}));
+        assert_eq!(server.post("/x", &json!({})).0, 404);
+    }
+    server.signal("-TERM");
+    assert!(server.wait().success());
 }

@@ -94,6 +94,27 @@ fn bad_requests_get_errors_that_name_the_field() {
         (completion(json!({"prompt": vec!["a"; 5]})), 400, json!(null), "at most 4"),
         (completion(json!({"logprobs": true})), 400, json!("logprobs"), "an integer"),
         (completion(json!({"suffix": "x"})), 400, json!("suffix"), "not supported"),
+        (completion(json!({"min_tokens": 2})), 400, json!("min_tokens"), "min_tokens is 2, which is not supported"),
+        (completion(json!({"use_beam_search": true})), 400, json!("use_beam_search"), "not supported"),
+        (completion(json!({"temprature": 0})), 400, json!("temprature"), "not a field of this request"),
+        (completion(json!({"tools": []})), 400, json!("tools"), "not a field of this request"),
+        (completion(json!({"max_completion_tokens": 3})), 400, json!("max_completion_tokens"), "not a field"),
+        (completion(json!({"stop_token_ids": [600]})), 400, json!("stop_token_ids"), "token ids below 600"),
+        (completion(json!({"stop_token_ids": [-1]})), 400, json!("stop_token_ids"), "has -1"),
+        (completion(json!({"ignore_eos": 1})), 400, json!("ignore_eos"), "true or false"),
+        (completion(json!({"stream_options": {}})), 400, json!("stream_options"), "needs stream: true"),
+        (completion(json!({"stream": true, "stream_options": {"x": 1}})), 400, json!("x"), "not a field"),
+        (
+            completion(json!({"stream": true, "stream_options": {"continuous_usage_stats": true}})),
+            400,
+            json!("continuous_usage_stats"),
+            "use include_usage",
+        ),
+        (chat(json!({"functions": [{"name": "f"}]})), 400, json!("functions"), "use tools"),
+        (chat(json!({"reasoning_effort": "high"})), 400, json!("reasoning_effort"), "remove it"),
+        (chat(json!({"continue_final_message": true})), 400, json!("continue_final_message"), "not supported"),
+        (chat(json!({"prompt_logprobs": 1})), 400, json!("prompt_logprobs"), "not a field"),
+        (chat(json!({("n".repeat(500)): 1})), 400, json!("n".repeat(60)), "not a field"),
         (("/v1/embeddings", json!({})), 404, json!(null), "POST /v1/embeddings is not served"),
         (("/v1/models", json!({})), 405, json!(null), "does not accept POST"),
     ] {
@@ -114,7 +135,11 @@ fn bad_requests_get_errors_that_name_the_field() {
     // After all of them the server still answers.
     server.ok(
         CHAT,
-        &chat(json!({"response_format": {"type": "text"}, "presence_penalty": 0.0, "tools": [], "user": "u"})).1,
+        &chat(json!({
+            "response_format": {"type": "text"}, "presence_penalty": 0.0, "tools": [], "user": "u", "metadata": {"a": "b"},
+            "min_tokens": 0, "length_penalty": 1.0, "skip_special_tokens": true, "add_generation_prompt": true, "unknown": null,
+        }))
+        .1,
     );
 }
 

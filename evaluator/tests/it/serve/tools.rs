@@ -56,19 +56,55 @@ fn the_calls_of_a_reply_are_parsed_whole_and_streamed() {
                             {\"name\": \"time\", \"arguments\": {}}</tool_call >"]);
     let choice = server.ok(CHAT, &body(json!({})))["choices"][0].clone();
     let want =
-        [("weather", "{\"city\":\"Rome\"}"), ("time", "{}")].map(|(name, text)| (name.to_owned(), text.to_owned()));
+        [("weather", "{\"city\": \"Rome\"}"), ("time", "{}")].map(|(name, text)| (name.to_owned(), text.to_owned()));
     assert_eq!(calls(&choice["message"]), want, "{choice}");
     assert_eq!(
         (&choice["finish_reason"], &choice["message"]["content"]),
         (&json!("tool_calls"), &json!("</tool_call >"))
     );
     let chunks = server.streamed(CHAT, &body(json!({"stream": true})));
-    let deltas: Vec<Value> = chunks.iter().map(|chunk| chunk["choices"][0]["delta"].clone()).collect();
-    assert_eq!(deltas.iter().flat_map(calls).collect::<Vec<_>>(), want);
-    let parts = deltas.iter().filter_map(|delta| delta["tool_calls"].as_array()).flatten();
-    assert_eq!(parts.map(|call| call["index"].clone()).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(calls(&json!({"tool_calls": joined_calls(&chunks, 0)})), want);
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
     assert_eq!(joined(&chunks, 0, "/delta/content"), "</tool_call >");
+}
+
+/// Joins the parts of one choice's calls, as OpenAI's clients do: the first part of a call has its id, type and name.
+fn joined_calls(chunks: &[Value], index: usize) -> Vec<Value> {
+    let mut calls: Vec<Value> = Vec::new();
+    let choices = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap());
+    let deltas = choices.filter(|choice| choice["index"] == index).map(|choice| &choice["delta"]);
+    for part in deltas.filter_map(|delta| delta["tool_calls"].as_array()).flatten() {
+        let at = part["index"].as_u64().unwrap() as usize;
+        if at == calls.len() {
+            calls.push(part.clone());
+            continue;
+        }
+        assert!(at + 1 == calls.len() && part.get("id").is_none() && part["function"].get("name").is_none(), "{part}");
+        let arguments = calls[at].pointer_mut("/function/arguments").unwrap();
+        *arguments = json!(arguments.as_str().unwrap().to_owned() + part["function"]["arguments"].as_str().unwrap());
+    }
+    calls
+}
+
+#[test]
+fn the_arguments_of_a_streamed_call_arrive_in_parts() {
+    let server = scripted(&["\nSay wolf"]);
+    let fields =
+        json!({"tool_choice": "required", "parallel_tool_calls": false, "temperature": 1, "n": 4, "max_tokens": 60});
+    for seed in 0..3 {
+        let fields = with(fields.clone(), json!({"seed": seed}));
+        let whole = server.ok(CHAT, &body(fields.clone()));
+        let chunks = server.streamed(CHAT, &body(with(fields, json!({"stream": true}))));
+        for (index, choice) in whole["choices"].as_array().unwrap().iter().enumerate() {
+            let streamed = joined_calls(&chunks, index);
+            let text = |call: &Value| [call["function"]["name"].clone(), call["function"]["arguments"].clone()];
+            let wanted = choice["message"]["tool_calls"].as_array().cloned().unwrap_or_default();
+            assert!(streamed.iter().map(text).eq(wanted.iter().map(text)), "{streamed:?} {choice}");
+        }
+        let n_parts = chunks.iter().filter(|chunk| !chunk["choices"][0]["delta"]["tool_calls"].is_null()).count();
+        let n_calls: usize = (0..4).map(|index| joined_calls(&chunks, index).len()).sum();
+        assert!(n_parts > n_calls, "{n_parts} parts of {n_calls} calls");
+    }
 }
 
 #[test]
