@@ -75,7 +75,7 @@ pub use add::add;
 pub use add_columns::add_columns;
 pub use attention::{
     AttentionChoice, AttentionChunk, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec,
-    ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk, attention_chunk_backward, kv_cache_dtype,
+    ChunkInputs, CuSeqlens, ModelAttention, PartialSoftmax, attention, attention_chunk, attention_chunk_backward, kv_cache_dtype,
 };
 pub use backward::{BackwardContext, PendingExchange};
 pub use bytes::{tensor_from_bytes, with_bytes};

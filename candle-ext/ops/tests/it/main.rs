@@ -5,6 +5,7 @@
 mod adamw;
 mod attention;
 mod attention_chunks;
+mod attention_edge_cases;
 mod attention_implementations;
 mod candle_nn;
 mod cases;
