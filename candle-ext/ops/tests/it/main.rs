@@ -25,6 +25,7 @@ mod main_gradients;
 mod memory;
 mod moe;
 mod quantized;
+mod rank_heads;
 mod rms_norm;
 mod rope;
 mod scale_rows;
