@@ -218,7 +218,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
         let mut sums: Vec<f64> = old(&plus, row.start);
         sums.iter_mut().zip(old(&bias, 0)).for_each(|(sum, bias)| *sum += bias);
         for p in 0..k {
-            let left = at(&a_values, a, of_a, i, p);
+            let left = f64::from(gemm.factor) * at(&a_values, a, of_a, i, p);
             sums.iter_mut().enumerate().for_each(|(j, sum)| *sum += left * at(&b_values, b, of_b, p, j));
         }
         c[row].iter_mut().zip(sums).for_each(|(c, sum)| *c = sum as f32);
