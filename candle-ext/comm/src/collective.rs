@@ -73,6 +73,15 @@ pub trait Collective: Send + Sync {
         self.start_all_gather(x)?.wait()
     }
 
+    /// Gathers the ranks' shards of `whole`, `[size * rows, ...]`, in its memory. This rank's shard is up to date there, and the
+    /// other rows are overwritten.
+    ///
+    /// Returns false without a call if the group gathers into new memory only. Every rank gets the same answer if its tensor is
+    /// contiguous on the group's device.
+    fn all_gather_in_place(&self, _whole: &Tensor) -> Result<bool> {
+        Ok(false)
+    }
+
     /// Sums over the ranks and returns this rank's shard of dim 0: `[rows, ...]` becomes `[rows / size, ...]`.
     ///
     /// Fails if the rows cannot be divided by `size`.

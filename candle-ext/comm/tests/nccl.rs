@@ -84,6 +84,30 @@ fn three_and_four_ranks_do_all() {
 }
 
 #[test]
+fn a_buffer_is_gathered_in_its_own_memory() {
+    let gathered = run(2, PATIENT, |world, device| {
+        let (group, me) = (world.group(), world.group().rank());
+        for dtype in [DType::F32, DType::BF16] {
+            for shape in [&[1][..], &[5, 3], &[70_001]] {
+                let parts = [0, 1].map(|rank| cases::input(rank, dtype, shape));
+                let place = |rank: usize| if rank == me { Ok(parts[rank].clone()) } else { parts[rank].zeros_like() };
+                let whole = Tensor::cat(&[place(0)?, place(1)?], 0)?.to_device(device)?;
+                assert!(group.all_gather_in_place(&whole)?);
+                let got = whole.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+                let want = Tensor::cat(&parts, 0)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+                assert!(got == want, "{dtype:?} {shape:?}");
+            }
+        }
+        // A tensor in host memory, and rows that ranks cannot share equally, are left alone.
+        let on_cpu = Tensor::ones(4, DType::F32, &Device::Cpu)?;
+        let odd = Tensor::ones(3, DType::F32, device)?;
+        Ok([group.all_gather_in_place(&on_cpu)?, group.all_gather_in_place(&odd)?])
+    });
+    let Some(gathered) = gathered else { return };
+    gathered.into_iter().for_each(|rank| assert_eq!(rank.unwrap(), [false; 2]));
+}
+
+#[test]
 fn recorded_sequences_are_equal_across_ranks() {
     let called = run(2, PATIENT, |world, device| {
         let (group, x) = (world.group(), Tensor::ones(3, DType::F32, device)?);

@@ -38,6 +38,7 @@ pub mod linear_f64;
 pub mod moe;
 mod nvidia;
 pub mod quantized;
+pub mod rank_heads;
 mod recording;
 mod replaced;
 mod replay;
@@ -65,7 +66,7 @@ pub mod weight;
 mod weight_matmul;
 
 #[cfg(feature = "emulate")]
-pub use cuda::emulator::{MemoryLimit, emulate, emulate_with_limit};
+pub use cuda::emulator::{EmulatedWork, MemoryLimit, emulate, emulate_counted, emulate_with_limit};
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 
@@ -75,7 +76,8 @@ pub use add::add;
 pub use add_columns::add_columns;
 pub use attention::{
     AttentionChoice, AttentionChunk, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec,
-    ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk, attention_chunk_backward, kv_cache_dtype,
+    ChunkInputs, CuSeqlens, ModelAttention, PartialSoftmax, attention, attention_chunk, attention_chunk_backward,
+    kv_cache_dtype,
 };
 pub use backward::{BackwardContext, PendingExchange};
 pub use bytes::{tensor_from_bytes, with_bytes};
@@ -102,7 +104,7 @@ pub use gemm_plans::forget_gemms;
 pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
 pub use grouped_tile::{GroupedTile, force_grouped_tile};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
-pub use linear::{LinearCost, OutputDtype, linear};
+pub use linear::{LinearCost, OutputDtype, linear, linear_plus, linear_scaled};
 pub use linear_cross_entropy::{
     CrossEntropy, CrossEntropyCost, LOGITS_BYTES_ON_CPU, LossAndGrad, LossGrad, Reduction, TokenScores, VocabShard,
     linear_cross_entropy, logits_bytes, logits_bytes_on_gpu, max_logit_rows, token_scores,
@@ -129,6 +131,7 @@ pub use moe::sinkhorn::sinkhorn;
 pub use moe::weighted_swiglu::{weighted_swiglu, weighted_swiglu_cost};
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
+pub use rank_heads::{heads_by_rank, heads_of_ranks};
 pub use recording::{OpInput, auxiliary_loss, no_grad, record, record_exchange, requires_grad, saved_by_readers_only};
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};

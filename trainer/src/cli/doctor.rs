@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, GroupedGemmImpl, NvidiaLibrary,
-    cpu_gemm_kernel, cpu_gemm_kernels, gpu_unavailable_reason, gpus, nvidia_libraries,
+    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, GroupedGemmImpl, ModelAttention,
+    NvidiaLibrary, cpu_gemm_kernel, cpu_gemm_kernels, gpu_unavailable_reason, gpus, nvidia_libraries,
 };
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
@@ -159,7 +159,8 @@ fn is_reachable(endpoint: &str) -> bool {
 /// Returns the attention kernel for a typical bf16 model (32 query heads, 8 KV heads, head dim 128).
 fn attention() -> String {
     let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
-    let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
+    let model = ModelAttention { heads, window: None, max_tokens: 4096 };
+    let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, model, AttentionPasses::Both);
     match DeviceChoice::Auto.open().and_then(explain) {
         Ok(note) => note.map_or("fused".into(), |note| note.trim_start_matches("attention: ").to_owned()),
         Err(error) => format!("{error}"),

@@ -35,6 +35,8 @@ pub struct Fp8Plan {
     pub exclude_slower_modules: bool,
     /// True if linear layers multiply the values of FP8 codes in the compute dtype.
     pub fake_quantize: bool,
+    /// True if routed experts multiply in FP8, too.
+    pub quantize_experts: bool,
     /// Texts in the names of linear layers that stay in the compute dtype.
     pub exclude_modules: Vec<String>,
 }
@@ -126,7 +128,8 @@ impl Fp8Plan {
         let names = layers.flat_map(|layer_idx| {
             let layer = config.layer(layer_idx);
             let linears = layer.linears().map(|linear| linear.module.clone());
-            linears.chain(layer.expert_matrices().map(|matrix| matrix.name.clone())).collect::<Vec<_>>()
+            let experts = layer.expert_matrices().filter(|_| self.quantize_experts);
+            linears.chain(experts.map(|matrix| matrix.name.clone())).collect::<Vec<_>>()
         });
         names.filter(|name| !is_excluded(name)).collect()
     }

@@ -51,6 +51,9 @@ pub struct PrecisionSection {
     /// Rounds the operands of linear layers to FP8 but multiplies them in `model.dtype`, on any device, as TransformerEngine's debug
     /// feature `FakeQuant`. Scales are powers of two. It shows the effect of FP8 on the loss without a GPU for FP8. Default false.
     pub fake_quantize: Option<bool>,
+    /// Multiplies routed experts in FP8, too. Their codes are multiplied in `model.dtype`, so they gain no speed. Default true
+    /// on a CPU, false on a GPU, where FP8 makes them slower.
+    pub quantize_experts: Option<bool>,
     /// Keeps the linear layers and routed experts whose names contain one of these texts in `model.dtype`:
     /// `[o_proj, layers.3.mlp, experts]`. torchtitan's name is `filter_fqns`. Default: none.
     pub exclude_modules: Option<Vec<String>>,

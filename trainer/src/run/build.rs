@@ -47,7 +47,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
-    let note = attention.explain(&device, compute, model.config().attention_heads(), AttentionPasses::Both);
+    let of_model = model.config().attention(plan.data.max_length);
+    let note = attention.explain(&device, compute, of_model, AttentionPasses::Both);
     let notes = [note, explain_experts(plan, model.config(), &device)];
     let notes: Result<Vec<_>, _> = notes.into_iter().collect();
     let notes = notes.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;

@@ -216,6 +216,22 @@ impl Collective for NcclGroup {
         self.start_call(Op::AllGather, x, NcclCall { ops, inputs: vec![own], outputs: vec![out] }, first)
     }
 
+    fn all_gather_in_place(&self, whole: &Tensor) -> Result<bool> {
+        let is_here = matches!(whole.device(), Device::Cuda(device) if device.id() == self.device.id());
+        let n_rows = arguments::rows("all_gather", whole)?;
+        if !is_here || !whole.is_contiguous() || !n_rows.is_multiple_of(self.size) || whole.elem_count() == 0 {
+            return Ok(false);
+        }
+        arguments::dtype_and_rank("all_gather", whole.dtype(), whole.dims())?;
+        let n_own = n_rows / self.size;
+        let (whole, own) = (whole.detach(), whole.detach().narrow(0, self.rank * n_own, n_own)?);
+        let (from, to, n, dtype) = (address(&own)?, address(&whole)?, own.elem_count(), number(&own));
+        let ops = vec![NcclOp::AllGather { from, to, n, dtype }];
+        let plan = NcclCall { ops, inputs: vec![own.clone()], outputs: vec![whole] };
+        self.start_call(Op::AllGather, &own, plan, first)?.wait()?;
+        Ok(true)
+    }
+
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
         let n_rows = arguments::shard_rows(x, self.size)?;
         let own = self.to_device("reduce_scatter", x)?;

@@ -205,7 +205,8 @@ impl ComputeOptions {
         let config = Config::read(&folders.model)?;
         let dtype = self.dtype.of(&config, &folders.model)?;
         let attention = self.attention();
-        let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
+        let said =
+            attention.explain(&device, dtype, config.attention(config.max_positions()), AttentionPasses::Forward);
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
         let lm = Lm::load_sharded(&folders.model, folders.adapter.as_deref(), dtype, device, parallel_config)?;
         let lm = lm.with_attention(attention);

@@ -14,7 +14,7 @@ mod typed;
 use std::path::Path;
 
 use candle_core::DType;
-use candlewick_ops::AttentionHeads;
+use candlewick_ops::{AttentionHeads, ModelAttention};
 use serde_json::{Map, Value};
 
 use crate::{Family, ModelError, QkNorm, family::MoeLayers};
@@ -220,6 +220,12 @@ impl Config {
     /// Returns the head counts and head size of attention.
     pub fn attention_heads(&self) -> AttentionHeads {
         AttentionHeads { n_query: self.n_heads(), n_kv: self.n_kv_heads(), dim: self.head_dim() }
+    }
+
+    /// Returns the attention of this model for sequences of at most `max_tokens`.
+    pub fn attention(&self, max_tokens: usize) -> ModelAttention {
+        let window = self.typed.windows.iter().copied().flatten().min();
+        ModelAttention { heads: self.attention_heads(), window, max_tokens }
     }
 
     /// Returns the sliding window of layer `block_idx`: query i attends to key j if i - j < window.

@@ -1,7 +1,7 @@
 //! LoRA factors of one linear layer.
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, OutputDtype, Weight};
+use candlewick_ops::{self as ops, Weight};
 
 use super::AdapterSpec;
 use crate::{
@@ -38,9 +38,6 @@ impl Lora {
             None => x.clone(),
         };
         // The scaling applies to the smallest tensor, before rounding.
-        let down = ops::linear(&x, &self.a, None, OutputDtype::F32)?;
-        let down = ops::scale(&down, self.scaling, x.dtype())?;
-        let output = if base.dtype() == x.dtype() { OutputDtype::SameAsInput } else { OutputDtype::F32 };
-        ops::add(base, &ops::linear(&down, &self.b, None, output)?)
+        ops::linear_plus(&ops::linear_scaled(&x, &self.a, self.scaling)?, &self.b, base)
     }
 }

@@ -19,22 +19,37 @@ __device__ __forceinline__ void update(float& p, float g, float& m, float& v, co
     p = fmaf(p, f.shrink, -f.step_size * (m / (sqrtf(v) + f.eps)));
 }
 
-// Rounds to the nearest number.
+// Rounds consecutive elements to the nearest numbers.
 struct Nearest {
-    template <typename M> __device__ __forceinline__ M round(float p, long long) const { return narrow<M>(p); }
+    __device__ __forceinline__ Nearest from(long long) const { return {}; }
+    template <typename M> __device__ __forceinline__ M round(float p) { return narrow<M>(p); }
 };
 
-// Rounds to bf16 as stochastic_bf16 of floats.rs, by the element's position in the whole parameter (ShardPosition).
+// Rounds consecutive elements to bf16 as stochastic_bf16 of floats.rs, by their positions in the whole parameter.
+struct StochasticRow {
+    unsigned long long key;
+    // Position of the next element, its column in the shard, and the number of elements between two rows of the shard.
+    long long position, column, n_columns, gap;
+
+    template <typename M> __device__ __forceinline__ M round(float p) {
+        const uint random = static_cast<uint>(random_bits(key, position));
+        ++position;
+        if (++column == n_columns) column = 0, position += gap;
+        if (p != p) return narrow<M>(p);
+        const uint rounded = (__float_as_uint(p) + (random >> 16)) & 0xffff0000u;
+        return narrow<M>(__uint_as_float(rounded));
+    }
+};
+
+// Position of a shard's elements in the whole parameter (ShardPosition).
 struct Stochastic {
     unsigned long long key;
     long long row_len, first_column, n_columns, first;
 
-    template <typename M> __device__ __forceinline__ M round(float p, long long i) const {
-        if (p != p) return narrow<M>(p);
+    // Rounds from element i on. A 64-bit division takes as long as the update of several elements.
+    __device__ __forceinline__ StochasticRow from(long long i) const {
         const long long row = (first + i) / n_columns, column = (first + i) - row * n_columns;
-        const uint random = static_cast<uint>(random_bits(key, row * row_len + first_column + column));
-        const uint rounded = (__float_as_uint(p) + (random >> 16)) & 0xffff0000u;
-        return narrow<M>(__uint_as_float(rounded));
+        return {key, row * row_len + first_column + column, column, n_columns, row_len - n_columns};
     }
 };
 
@@ -45,11 +60,12 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
         auto p_pack = load<W>(master + i);
         auto m_pack = load<W>(mean + i), v_pack = load<W>(square + i);
         const auto g = load<W>(grad + i);
+        auto rounded = rounding.from(i);
 #pragma unroll
         for (int j = 0; j < W; ++j) {
             float p = widen(p_pack.at[j]), m = widen(m_pack.at[j]), v = widen(v_pack.at[j]);
             update(p, widen(g.at[j]), m, v, f);
-            p_pack.at[j] = rounding.template round<M>(p, i + j);
+            p_pack.at[j] = rounded.template round<M>(p);
             m_pack.at[j] = narrow<S>(m);
             v_pack.at[j] = narrow<S>(v);
         }
@@ -57,10 +73,10 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
         store(mean + i, m_pack);
         store(square + i, v_pack);
         if (copy != nullptr) {
-            Pack<T, W> rounded;
+            Pack<T, W> copies;
 #pragma unroll
-            for (int j = 0; j < W; ++j) rounded.at[j] = narrow<T>(widen(p_pack.at[j]));
-            store(copy + i, rounded);
+            for (int j = 0; j < W; ++j) copies.at[j] = narrow<T>(widen(p_pack.at[j]));
+            store(copy + i, copies);
         }
     }
 }

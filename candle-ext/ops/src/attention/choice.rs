@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::cu_seqlens::CuSeqlens;
 use super::layout::HeadCounts;
-use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
+use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, ModelAttention};
 
 /// Implementation that computes one call.
 pub(super) enum AttentionKernel {
@@ -17,38 +17,51 @@ pub(super) enum AttentionKernel {
 }
 
 impl AttentionChoice {
-    /// Describes the implementation that computes `passes` on a device; `None` if there is only one.
+    /// Describes the implementation that computes `passes` of a model on a device; `None` if there is only one.
     ///
     /// # Errors
     ///
-    /// If the implementation chosen by name is unusable. The call may load cuDNN and build a graph.
+    /// If the implementation chosen by name is unusable. The call may load cuDNN and build graphs.
     pub fn explain(
         self,
         device: &Device,
         dtype: DType,
-        heads: AttentionHeads,
+        model: ModelAttention,
         passes: AttentionPasses,
     ) -> Result<Option<String>> {
-        let AttentionHeads { n_query, n_kv, dim } = heads;
+        let AttentionHeads { n_query, n_kv, dim } = model.heads;
         let q = Tensor::zeros((2, n_query, dim), dtype, device)?;
         let scale = (dim as f32).powf(-0.5);
-        let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
         let heads = HeadCounts { n_kv, group: n_query / n_kv.max(1), dim };
-        let (kernel, why_not_cudnn) = choose(&q, &CuSeqlens::packed(vec![0, 2])?, &spec, heads, passes)?;
-        Ok(match (kernel, why_not_cudnn) {
-            (AttentionKernel::Reference, _) => {
-                Some("attention: reference, with all scores of a sequence in memory".into())
-            }
-            (AttentionKernel::Fused, Some(why)) if device.is_cuda() => {
-                Some(format!("attention: fused; not cuDNN: {why}"))
-            }
-            (AttentionKernel::Fused, _) => None,
-            #[cfg(feature = "cudnn")]
-            (AttentionKernel::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
-            #[cfg(feature = "flash-attn")]
-            (AttentionKernel::Flash, _) => Some("attention: FlashAttention 2".into()),
-        })
+        let choose = |n_tokens: usize, window| {
+            let spec = AttentionSpec { scale, causal: true, window, choice: self };
+            choose(&q, &CuSeqlens::packed(vec![0, n_tokens])?, &spec, heads, passes)
+        };
+        let usual = describe(choose(2, None)?, device);
+        let Some(window) = model.window.filter(|&window| window < model.max_tokens) else { return Ok(usual) };
+        let windowed = describe(choose(model.max_tokens, Some(window))?, device);
+        Ok(if windowed == usual { usual } else { Some(with_window(usual, windowed, window)) })
     }
+}
+
+/// Describes a chosen implementation; `None` if there is only one.
+fn describe((kernel, why_not_cudnn): (AttentionKernel, Option<String>), device: &Device) -> Option<String> {
+    match (kernel, why_not_cudnn) {
+        (AttentionKernel::Reference, _) => Some("attention: reference, with all scores of a sequence in memory".into()),
+        (AttentionKernel::Fused, Some(why)) if device.is_cuda() => Some(format!("attention: fused; not cuDNN: {why}")),
+        (AttentionKernel::Fused, _) => None,
+        #[cfg(feature = "cudnn")]
+        (AttentionKernel::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
+        #[cfg(feature = "flash-attn")]
+        (AttentionKernel::Flash, _) => Some("attention: FlashAttention 2".into()),
+    }
+}
+
+/// Joins the description of calls without and with a sliding window.
+fn with_window(usual: Option<String>, windowed: Option<String>, window: usize) -> String {
+    let usual = usual.unwrap_or_else(|| "attention: fused".into());
+    let windowed = windowed.unwrap_or_else(|| "attention: fused".into());
+    format!("{usual}; with a window of {window} tokens: {}", windowed.trim_start_matches("attention: "))
 }
 
 /// Selects the implementation. Also returns the reason why cuDNN was not selected, if it was considered.
@@ -196,6 +209,14 @@ mod tests {
         check_left(&CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("with a KV cache"));
         let deterministic = AttentionChoice { deterministic: true, ..auto };
         check_left(&CuSeqlens::packed(vec![0, 9]).unwrap(), deterministic, Some("quadratic in the length"));
+    }
+
+    #[test]
+    fn the_description_names_the_implementation_of_windows_if_it_is_another() {
+        let usual = Some("attention: cuDNN 9.14.0".to_owned());
+        let windowed = Some("attention: fused; not cuDNN: it gives NaN".to_owned());
+        let want = "attention: cuDNN 9.14.0; with a window of 4096 tokens: fused; not cuDNN: it gives NaN";
+        assert_eq!(with_window(usual, windowed, 4096), want);
     }
 
     #[test]

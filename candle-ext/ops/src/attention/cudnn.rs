@@ -13,6 +13,7 @@ use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
 use super::cu_seqlens::CuSeqlens;
 use super::cuda::{BackwardInputs, aligned};
+use super::cudnn_faults::{dotted, fault};
 use super::graphs::Graphs;
 use super::layout::HeadCounts;
 use super::ragged::{Bucket, Tables};
@@ -208,7 +209,8 @@ fn shape(
     heads: HeadCounts,
 ) -> Shape {
     // A window that covers every key equals no window.
-    let window = spec.window.filter(|&window| window < bucket.max_k).unwrap_or(0);
+    let longest = seqs.spans().map(|span| span.k.len()).max().unwrap_or(0);
+    let window = spec.window.filter(|&window| window < longest).unwrap_or(0);
     Shape {
         batch: bucket.batch as i64,
         max_q: bucket.max_q as i64,
@@ -337,6 +339,7 @@ impl Cudnn {
 }
 
 fn build(handle: *mut c_void, device: &CudaDevice, shape: Shape) -> Explained<Graph> {
+    fault((*VERSION).clone()?, shape.window, shape.max_k).map_or(Ok(()), Err)?;
     bind(device)?;
     let (mut graph, mut workspace) = (null_mut(), 0);
     // SAFETY: the handle is open, and what is written to lives until the call ends.
@@ -397,9 +400,4 @@ fn call(run: impl FnOnce(*mut c_char, usize) -> c_int) -> Explained<()> {
     }
     let message = CStr::from_bytes_until_nul(&message).map(CStr::to_string_lossy).unwrap_or_default();
     Err(message.trim().to_owned())
-}
-
-/// Formats a version: 91900 becomes 9.19.0.
-fn dotted(version: usize) -> String {
-    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }

@@ -13,9 +13,20 @@ impl<S: Copy + Eq + Hash, G: Copy> Graphs<S, G> {
         Self(HashMap::new())
     }
 
-    /// Returns the graph of a shape, built on first use, or the reason why cuDNN refused it.
+    /// Returns the graph of a shape, built on first use, or the reason why it has none. A new reason is logged.
     pub(super) fn get_or_build(&mut self, shape: S, build: impl FnOnce() -> Explained<G>) -> Explained<G> {
-        self.0.entry(shape).or_insert_with(build).clone()
+        if let Some(known) = self.0.get(&shape) {
+            return known.clone();
+        }
+        let built = build();
+        if let Err(why) = &built
+            && !self.0.values().any(|known| known.as_ref().err() == Some(why))
+        {
+            let why = why.lines().next().unwrap_or_default();
+            tracing::warn!("cuDNN does not compute this attention ({why}): `auto` computes it by `fused`");
+        }
+        self.0.insert(shape, built.clone());
+        built
     }
 
     /// Runs the graph of a shape unless an earlier run was refused. A refusal is logged once and remembered.

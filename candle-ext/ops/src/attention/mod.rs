@@ -12,6 +12,8 @@ mod cu_seqlens;
 mod cuda;
 #[cfg(feature = "cudnn")]
 mod cudnn;
+#[cfg(any(feature = "cudnn", test))]
+mod cudnn_faults;
 #[cfg(feature = "flash-attn")]
 mod flash;
 mod forward;
@@ -39,7 +41,7 @@ pub use chunk::{ChunkInputs, PartialSoftmax, attention_chunk, attention_chunk_ba
 pub use cost::AttentionCost;
 pub use cu_seqlens::{AttentionChunk, CuSeqlens};
 use layout::{HeadCounts, by_row};
-pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
+pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, ModelAttention};
 
 /// Computes attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
 ///

@@ -56,6 +56,17 @@ pub struct AttentionHeads {
     pub dim: usize,
 }
 
+/// Attention of a model, for [`AttentionChoice::explain`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelAttention {
+    /// Head counts.
+    pub heads: AttentionHeads,
+    /// Narrowest sliding window of a layer, in tokens.
+    pub window: Option<usize>,
+    /// Tokens of the longest sequence.
+    pub max_tokens: usize,
+}
+
 /// Passes that attention must support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionPasses {

@@ -2,7 +2,7 @@
 //!
 //! It serves tests without a GPU. `emulator/` holds the C++ side.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice;
@@ -23,6 +23,16 @@ use crate::thread_value::with_value;
 thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
     static LIMIT: Cell<Option<MemoryLimit>> = const { Cell::new(None) };
+    static WORK: RefCell<Option<EmulatedWork>> = const { RefCell::new(None) };
+}
+
+/// Launches and outputs of an emulated function.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EmulatedWork {
+    /// Names of the kernels in the order of their launches; `gemm` for each matmul of cuBLASLt.
+    pub launches: Vec<String>,
+    /// Bytes of the tensors that kernels were given to write.
+    pub output_bytes: usize,
 }
 
 /// Memory limit of the emulated device.
@@ -41,6 +51,22 @@ static LIBRARIES: LazyLock<Mutex<HashMap<&'static str, Arc<Library>>>> = LazyLoc
 /// Runs `f` with every op on CPU tensors computed by its CUDA kernel, backward included. Slow: for tests only.
 pub fn emulate<T>(f: impl FnOnce() -> T) -> T {
     with_value(&ON, true, f)
+}
+
+/// Runs `f` as [`emulate`] does. Also returns its launches and the bytes of its outputs on this thread.
+pub fn emulate_counted<T>(f: impl FnOnce() -> T) -> (T, EmulatedWork) {
+    let outer = WORK.replace(Some(EmulatedWork::default()));
+    let result = emulate(f);
+    (result, WORK.replace(outer).unwrap_or_default())
+}
+
+/// Counts work for [`emulate_counted`].
+fn count(add: impl FnOnce(&mut EmulatedWork)) {
+    WORK.with_borrow_mut(|work| {
+        if let Some(work) = work {
+            add(work);
+        }
+    });
 }
 
 /// Runs `f` as [`emulate`] does, on a device with the memory of `limit`. Ops that exceed it fail to allocate.
@@ -68,6 +94,7 @@ type Call = unsafe extern "C" fn(*const u64);
 /// As for [`Kernels::launch`].
 pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
     type Emulate = unsafe extern "C" fn(Call, *const u64, *const u32, u32, u32) -> bool;
+    count(|work| work.launches.push(name.to_owned()));
     let library = library(kernels)?;
     let failed = |error: libloading::Error| Error::Msg(format!("{}: {name}: {error}", kernels.op));
     // SAFETY: the library is built from `emulator.cpp` and `call.h`, whose functions have these types.
@@ -133,6 +160,7 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
     if LIMIT.get().is_some_and(|limit| (limit.in_use)() + n_bytes > limit.total_bytes) {
         bail!("allocate {n_bytes} bytes: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")")
     }
+    count(|work| work.output_bytes += n_bytes as usize);
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(vec![f32::NAN; len]),
         DType::BF16 => CpuStorage::BF16(vec![bf16::NAN; len]),
@@ -151,6 +179,7 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
 ///
 /// As for [`Gemm::run`].
 pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
+    count(|work| work.launches.push("gemm".to_owned()));
     let Gemm { m, n, k, a, b, .. } = *gemm;
     if let GemmInputs::Floats(dtype) = gemm.inputs
         && ![dtype, DType::F32].contains(&gemm.c_dtype)
@@ -189,7 +218,7 @@ pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
         let mut sums: Vec<f64> = old(&plus, row.start);
         sums.iter_mut().zip(old(&bias, 0)).for_each(|(sum, bias)| *sum += bias);
         for p in 0..k {
-            let left = at(&a_values, a, of_a, i, p);
+            let left = f64::from(gemm.factor) * at(&a_values, a, of_a, i, p);
             sums.iter_mut().enumerate().for_each(|(j, sum)| *sum += left * at(&b_values, b, of_b, p, j));
         }
         c[row].iter_mut().zip(sums).for_each(|(c, sum)| *c = sum as f32);

@@ -88,6 +88,14 @@ NARROW_PAIR(__half, "f16x2")
     }
 FP8_PAIR(e4m3_pair, "e4m3x2")
 FP8_PAIR(e5m2_pair, "e5m2x2")
+
+// Values of two E4M3 codes, the first in the lower byte (sm_89). f16 has all of them.
+__device__ __forceinline__ void e4m3_values(unsigned pair, float& first, float& second) {
+    unsigned values;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"(static_cast<unsigned short>(pair)));
+    first = __half2float(__ushort_as_half(values & 0xffff));
+    second = __half2float(__ushort_as_half(values >> 16));
+}
 #endif
 
 // 2^x, to 2 units in the last place; 0 instead of subnormal results.

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cuda::gemm::{Gemm, Matrix};
-use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
+use crate::cuda::{DeviceAddress, Out, address, columns, gpu, kernels, same_dtype};
 use crate::gemm::Accumulate;
 use crate::gemm_output::with_output;
 use crate::weight_matmul::Dims;
@@ -12,9 +12,29 @@ kernels!("linear");
 
 const OP: &str = "linear";
 
-/// Returns y = x w^T + b in `out_dtype`.
-pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: DType, dims: Dims) -> Result<Out> {
+/// Terms of a matmul besides its operands: factor * a b + plus + bias, rounded once.
+#[derive(Clone, Copy)]
+pub(super) struct GemmTerms<'a> {
+    pub(super) factor: f32,
+    /// Addend of the output's shape and dtype.
+    pub(super) plus: Option<&'a Tensor>,
+    /// Bias row, which only the forward has.
+    pub(super) bias: Option<&'a Tensor>,
+}
+
+impl<'a> GemmTerms<'a> {
+    /// The matmul alone.
+    pub(super) const NONE: Self = Self { factor: 1.0, plus: None, bias: None };
+
+    fn plus(&self) -> Result<Option<DeviceAddress>> {
+        self.plus.map(|plus| address(OP, plus)).transpose()
+    }
+}
+
+/// Returns y = factor * x w^T + plus + bias in `out_dtype`.
+pub(super) fn forward(x: &Tensor, w: &Tensor, terms: GemmTerms<'_>, out_dtype: DType, dims: Dims) -> Result<Out> {
     same_dtype(OP, x, w)?;
+    let bias = terms.bias;
     if let Some(bias) = bias.filter(|bias| bias.dtype() != out_dtype) {
         bail!("{OP}: on CUDA the bias must have the output's dtype {out_dtype:?}, not {:?}", bias.dtype())
     }
@@ -25,16 +45,18 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: 
         b: Matrix::transposed(address(OP, w)?),
         c: y.address,
         c_dtype: out_dtype,
+        factor: terms.factor,
+        plus: terms.plus()?,
         bias: bias.map(|bias| address(OP, bias)).transpose()?,
         ..Gemm::new([dims.t, dims.n, dims.k], x.dtype())
     };
-    // SAFETY: x is [t, k], w [n, k], the bias [n], y a new [t, n].
+    // SAFETY: x is [t, k], w [n, k], the bias [n], the addend [t, n] in the output's dtype, y a new [t, n].
     unsafe { gemm.run(on)? };
     Ok(y)
 }
 
-/// Returns dx = dy w, plus a `sum` of the same shape and dtype.
-pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType, dims: Dims) -> Result<Out> {
+/// Returns dx = factor * dy w + plus.
+pub(super) fn grad_x(dy: &Tensor, w: &Tensor, terms: GemmTerms<'_>, dtype: DType, dims: Dims) -> Result<Out> {
     let dy = dy.to_dtype(dtype)?;
     same_dtype(OP, &dy, w)?;
     let on = gpu(OP, &dy)?;
@@ -43,7 +65,8 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
         a: Matrix::plain(address(OP, &dy)?),
         b: Matrix::plain(address(OP, w)?),
         c: dx.address,
-        plus: sum.map(|sum| address(OP, sum)).transpose()?,
+        factor: terms.factor,
+        plus: terms.plus()?,
         ..Gemm::new([dims.t, dims.k, dims.n], dtype)
     };
     // SAFETY: dy is [t, n], w [n, k], the sum [t, k], dx a new [t, k].
@@ -51,8 +74,14 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
     Ok(dx)
 }
 
-/// Computes dw = [dw +] dy^T x for at least one token.
-pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumulate), dims: Dims) -> Result<()> {
+/// Computes dw = [dw +] factor * dy^T x for at least one token.
+pub(super) fn grad_w(
+    dy: &Tensor,
+    x: &Tensor,
+    factor: f32,
+    (dw, accumulate): (&Tensor, Accumulate),
+    dims: Dims,
+) -> Result<()> {
     let dy = dy.to_dtype(x.dtype())?;
     with_output(x.dtype(), dw, |dw| {
         let gemm = Gemm {
@@ -60,6 +89,7 @@ pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumu
             b: Matrix::plain(address(OP, x)?),
             c: address(OP, dw)?,
             c_dtype: dw.dtype(),
+            factor,
             plus: (accumulate == Accumulate::Add).then(|| address(OP, dw)).transpose()?,
             ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
         };

@@ -2,6 +2,7 @@
 //!
 //! t tokens (all leading dims), k inputs, n outputs
 
+mod adapter;
 pub(crate) mod bias;
 mod cost;
 pub(crate) mod cpu;
@@ -20,6 +21,7 @@ use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::Weight;
 use crate::weight_matmul::Dims;
+pub use adapter::{linear_plus, linear_scaled};
 use bias::add_grad_bias;
 pub use cost::LinearCost;
 
@@ -58,22 +60,12 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDt
         cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),
         cuda => {
             let bias = bias.map(Weight::value).transpose()?;
-            cuda::forward(&input, &w.stored()?.dense(input.dtype())?, bias.as_ref(), out_dtype, dims)?.into_storage()
+            let terms = cuda::GemmTerms { bias: bias.as_ref(), ..cuda::GemmTerms::NONE };
+            cuda::forward(&input, &w.stored()?.dense(input.dtype())?, terms, out_dtype, dims)?.into_storage()
         },
     });
-    let mut shape = x.dims().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = dims.n;
-    }
-    let saved = SavedLinear {
-        input: w.sink().map(|_| save(&input)),
-        x_dtype: x.dtype(),
-        wants_dx: requires_grad(x).then(|| x.dims().to_vec()),
-        w: w.clone(),
-        bias: bias.cloned(),
-        dims,
-    };
-    let y = storage::tensor(y, shape);
+    let saved = SavedLinear::new(x, &input, w, bias, dims);
+    let y = storage::tensor(y, output_shape(x, dims));
     Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy, context| {
         Ok([saved.backward(dy, context)?, None, None])
     }))
@@ -99,9 +91,34 @@ struct SavedLinear {
     w: Weight,
     bias: Option<Weight>,
     dims: Dims,
+    /// Factor on the matmul, 1 on a CPU.
+    #[cfg_attr(not(any(feature = "cuda", feature = "emulate")), expect(dead_code, reason = "only CUDA reads it"))]
+    factor: f32,
+}
+
+/// Returns the shape of the output for an input x.
+fn output_shape(x: &Tensor, dims: Dims) -> Vec<usize> {
+    let mut shape = x.dims().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = dims.n;
+    }
+    shape
 }
 
 impl SavedLinear {
+    /// Saves what the gradients of x w^T need; `input` is x in contiguous memory.
+    fn new(x: &Tensor, input: &Tensor, w: &Weight, bias: Option<&Weight>, dims: Dims) -> Self {
+        Self {
+            input: w.sink().map(|_| save(input)),
+            x_dtype: x.dtype(),
+            wants_dx: requires_grad(x).then(|| x.dims().to_vec()),
+            w: w.clone(),
+            bias: bias.cloned(),
+            dims,
+            factor: 1.0,
+        }
+    }
+
     /// Adds dw and db to their sinks and returns dx = dy w. Computes dx first if an exchange waits for it.
     ///
     /// The f32 gradient of an f32 output is rounded if the operands are bf16, so that all are.
@@ -126,7 +143,7 @@ impl SavedLinear {
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
                     let (dw, accumulate) = sink.grad_to_write()?;
-                    cuda::grad_w(dy, &x.get()?, (&dw, accumulate), self.dims)?;
+                    cuda::grad_w(dy, &x.get()?, self.factor, (&dw, accumulate), self.dims)?;
                 }
             },
         });
@@ -163,7 +180,8 @@ impl SavedLinear {
             },
             cuda => {
                 let sum = context.accumulated(0, dtype, shape)?;
-                let dx = cuda::grad_x(dy, &self.w.stored()?.dense(dtype)?, sum.as_ref(), dtype, self.dims)?;
+                let terms = cuda::GemmTerms { factor: self.factor, plus: sum.as_ref(), bias: None };
+                let dx = cuda::grad_x(dy, &self.w.stored()?.dense(dtype)?, terms, dtype, self.dims)?;
                 Ok(Some(dx.into_tensor(shape.as_slice())))
             },
         })

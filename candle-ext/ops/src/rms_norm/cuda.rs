@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::cuda::{Arg, FLAT_THREADS, Out, address, columns, gpu, kernels, same_dtype, suffix};
+use crate::cuda::{Arg, Blocks, FLAT_THREADS, Out, address, columns, gpu, kernels, same_dtype, suffix};
 
 kernels!("rms_norm");
 
@@ -140,6 +140,16 @@ impl Threads {
         }
     }
 
+    /// Returns the shared memory of a backward that copies a row ahead of its use: two stages of 16 bytes of x and dy for each
+    /// pack. The kernel has the same rule.
+    fn staged_bytes(self) -> usize {
+        const MOST_PACKS: usize = 2;
+        match self {
+            Self::Packs { packs, threads, .. } if packs <= MOST_PACKS => 2 * packs * 2 * threads * 16,
+            Self::Packs { .. } | Self::Long { .. } => 0,
+        }
+    }
+
     /// Returns the rows per block.
     fn rows(self) -> usize {
         match self {
@@ -175,9 +185,12 @@ pub(super) fn backward(
     args.extend([Arg::I32(t as i32), Arg::I32(d as i32)]);
     args.extend(threads.lanes());
     let name = threads.kernel("backward", &dtypes(x, w)?);
+    // The kernel's shared memory holds two rows.
+    let shared_bytes = if x.dtype() == w.dtype() { threads.staged_bytes() } else { 0 };
+    let blocks = Blocks { grid: [n_parts, 1, 1], threads: threads.of_block(), shared_bytes };
     // SAFETY: x, dy, dx and the accumulated gradient have t rows of d elements, w one row, rstd t elements. There is a
     // row of sums for each block.
-    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], threads.of_block(), &args)? };
+    unsafe { KERNELS.launch_blocks(on, &name, blocks, &args)? };
     if let Some(dw) = dw {
         // SAFETY: the kernel has written n_parts rows of d elements.
         unsafe { columns::add_parts(&KERNELS, on, parts_at, [n_parts, d], dw)? };

@@ -140,6 +140,32 @@ __device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* par
     }
 }
 
+// Copies of a thread's packs of x and dy of the next row in shared memory, which arrive while it computes a row. A thread
+// reads only its own, so it needs no barrier. Two stages: the copy of a row never overwrites one that is being read.
+template <int P, int W, typename T, typename O> struct NextRow {
+    // Larger rows have no shared memory left, packs of two sizes no copies of 16 bytes.
+    static constexpr bool IS_STAGED = P <= 2 && sizeof(T) == sizeof(O);
+
+    const T* x;
+    const O* dy;
+    int d, lanes, lane;
+
+    template <typename E> __device__ __forceinline__ static E* staged(int stage, int p, int which) {
+        const int slot = ((stage * P + p) * 2 + which) * static_cast<int>(blockDim.x) + threadIdx.x;
+        return reinterpret_cast<E*>(dynamic_shared() + slot * 16);
+    }
+
+    __device__ __forceinline__ void fetch(long long row, bool is_row, int stage) const {
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+            const int column = (p * lanes + lane) * W;
+            if (!is_row || column >= d) continue;
+            copy_async<16>(staged<T>(stage, p, 0), x + row * d + column, true);
+            copy_async<16>(staged<O>(stage, p, 1), dy + row * d + column, true);
+        }
+    }
+};
+
 // dx = r (g - n mean(g n)) for g = dy w, n = x r, plus another gradient if given. Also the sums of dy round(n) over
 // this block's rows, every gridDim-th. dx and the partial sums are optional.
 template <int P, int W, typename T, typename O>
@@ -153,20 +179,32 @@ __device__ __forceinline__ void backward(const T* x, const O* w, const O* dy, co
         const int column = (p * lanes + lane) * W;
         if (column < d) w_packs[p] = load<W>(w + column);
     }
+    using Next = NextRow<P, W, T, O>;
+    int stage = 0;
+    if constexpr (Next::IS_STAGED) {
+        const long long row = static_cast<long long>(blockIdx.x) * n_groups + group;
+        Next{x, dy, d, lanes, lane}.fetch(row, row < t, stage);
+    }
     for (long long first = static_cast<long long>(blockIdx.x) * n_groups; first < t;
          first += static_cast<long long>(gridDim.x) * n_groups) {
         const long long row = first + group;
         const bool is_row = row < t;
         const float r = is_row ? rstd[row] : 0.0f;
+        if constexpr (Next::IS_STAGED) wait_for_copies();
         Pack<T, W> x_packs[P];
         Pack<O, W> dy_packs[P];
 #pragma unroll
         for (int p = 0; p < P; ++p) {
             const int column = (p * lanes + lane) * W;
             if (is_row && column < d) {
-                x_packs[p] = load<W>(x + row * d + column);
-                dy_packs[p] = load<W>(dy + row * d + column);
+                x_packs[p] = load<W>(Next::IS_STAGED ? Next::template staged<T>(stage, p, 0) : x + row * d + column);
+                dy_packs[p] = load<W>(Next::IS_STAGED ? Next::template staged<O>(stage, p, 1) : dy + row * d + column);
             }
+        }
+        if constexpr (Next::IS_STAGED) {
+            const long long next_row = row + static_cast<long long>(gridDim.x) * n_groups;
+            stage ^= 1;
+            Next{x, dy, d, lanes, lane}.fetch(next_row, next_row < t, stage);
         }
         float sum = 0.0f;
 #pragma unroll

@@ -5,7 +5,8 @@ use std::io::{self, Write};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, CuSeqlens, attention,
+    AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, CuSeqlens, ModelAttention,
+    attention,
 };
 
 use crate::attention::{AttentionCase, CAUSAL, setups};
@@ -13,8 +14,17 @@ use crate::attention::{AttentionCase, CAUSAL, setups};
 use crate::attention::{BIDIRECTIONAL, shifted, window};
 use crate::cases::{F32, assert_close_above, assert_error, check_each, norm, randn, tape};
 
+/// Attention of a small model without a sliding window.
+const MODEL: ModelAttention =
+    ModelAttention { heads: AttentionHeads { n_query: 4, n_kv: 2, dim: 64 }, window: None, max_tokens: 1024 };
+
 /// Returns the output and the gradients of q, k and v for a random upstream gradient, on the CPU in f32.
-fn results(setup: &AttentionCase, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
+pub(crate) fn results(
+    setup: &AttentionCase,
+    implementation: AttentionImpl,
+    device: &Device,
+    dtype: DType,
+) -> Vec<Tensor> {
     let put = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
     let inputs: Vec<Tensor> = setup.inputs().iter().map(put).collect();
     let choice = AttentionChoice { implementation, ..setup.spec.choice };
@@ -29,7 +39,7 @@ fn results(setup: &AttentionCase, implementation: AttentionImpl, device: &Device
 }
 
 #[track_caller]
-fn compare(setup: &AttentionCase, got: &[Tensor], want: &[Tensor], bound: f64) {
+pub(crate) fn compare(setup: &AttentionCase, got: &[Tensor], want: &[Tensor], bound: f64) {
     let floor = 0.1 * norm(&want[0]);
     for (what, (got, want)) in ["y", "dq", "dk", "dv"].iter().zip(got.iter().zip(want)) {
         assert_close_above(&format!("{what} of {setup:?}"), got, want, bound, floor);
@@ -61,10 +71,9 @@ fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
     let of = |implementation| results(&setup, implementation, &Device::Cpu, DType::F32);
     compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
 
-    let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
     let explain = |implementation| {
         let choice = AttentionChoice { implementation, deterministic: false };
-        choice.explain(&Device::Cpu, DType::BF16, heads, AttentionPasses::Forward)
+        choice.explain(&Device::Cpu, DType::BF16, MODEL, AttentionPasses::Forward)
     };
     assert_eq!(explain(AttentionImpl::Auto).unwrap(), None);
     assert_eq!(explain(AttentionImpl::Fused).unwrap(), None);
@@ -107,6 +116,7 @@ cases! {
     bidirectional_window: ragged(64, AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
     one_token: AttentionCase::packed(&[1], (1, 1, 64), CAUSAL),
     sequences_of_one_token: AttentionCase::packed(&[1; 5], (4, 2, 64), CAUSAL),
+    empty_sequences_at_both_ends: AttentionCase::packed(&[0, 0, 40, 0, 9, 0], (4, 2, 64), CAUSAL),
     one_token_beside_others: AttentionCase::packed(&[1, 2, 1, 1, 9], (4, 2, 64), CAUSAL),
     thousands_of_tokens: AttentionCase::packed(&[1100, 900], (2, 2, 128), CAUSAL),
     many_short_sequences: AttentionCase::packed(&[3; 70], (2, 1, 64), CAUSAL),
@@ -148,8 +158,7 @@ mod cudnn {
     fn device() -> Option<Device> {
         let device = crate::cases::TestDevice::all().last().expect("a test_device").device();
         let choice = AttentionChoice { implementation: AttentionImpl::Cudnn, deterministic: false };
-        let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
-        match choice.explain(&device, DType::BF16, heads, AttentionPasses::Both) {
+        match choice.explain(&device, DType::BF16, MODEL, AttentionPasses::Both) {
             Ok(said) => {
                 println!("{}", said.unwrap_or_default());
                 Some(device)
@@ -205,10 +214,9 @@ mod cudnn {
     #[test]
     fn unsupported_calls_are_refused_and_auto_uses_another_implementation() {
         let Some(device) = device() else { return };
-        let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         let explain = |implementation, dtype| {
             let choice = AttentionChoice { implementation, deterministic: false };
-            choice.explain(&device, dtype, heads, AttentionPasses::Both)
+            choice.explain(&device, dtype, MODEL, AttentionPasses::Both)
         };
         assert_error(explain(AttentionImpl::Cudnn, DType::F32), "bf16 and f16, not F32");
         assert!(explain(AttentionImpl::Auto, DType::F32).unwrap().unwrap().contains("fused; not cuDNN"));

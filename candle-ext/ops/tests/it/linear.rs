@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear};
+use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear, linear_plus, linear_scaled};
 
 use crate::cases::{
     F32, OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
@@ -183,4 +183,68 @@ fn wrong_shapes_and_dtypes_are_named() {
     let sink = GradSink::new(Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap()).unwrap();
     let w = Weight::trainable(randn((3, 4), 2), sink);
     assert_error(run(&x, &w, None), "its gradient sink [5]");
+}
+
+/// Computes w x^T plus an adapter as a layer with LoRA does: base, A, B.
+fn adapted(x: &Tensor, w: &[Weight]) -> candle_core::Result<Tensor> {
+    let base = linear(x, &w[0], None, OutputDtype::SameAsInput)?;
+    linear_plus(&linear_scaled(x, &w[1], 2.5)?, &w[2], &base)
+}
+
+#[test]
+fn an_adapter_equals_the_reference() {
+    check_each([(&[33][..], 65, 17, 8), (&[2, 5], 16, 300, 4), (&[1], 64, 48, 1)], |(lead, k, n, r)| {
+        let case = OpCase {
+            name: "linear with an adapter",
+            inputs: vec![randn([lead, &[k]].concat(), 1)],
+            weights: vec![randn((n, k), 2), randn((r, k), 3), (randn((n, r), 4) * 0.1).unwrap()],
+            op: &|x, w| adapted(&x[0], w),
+            reference: &|a| {
+                let down = (a[0].broadcast_matmul(&a[2].t()?)? * 2.5)?;
+                a[0].broadcast_matmul(&a[1].t()?)? + down.broadcast_matmul(&a[3].t()?)?
+            },
+        };
+        case.check_all_formats();
+    });
+}
+
+#[test]
+fn an_adapter_joins_a_sum_in_f32() {
+    let half = |x: Tensor| x.to_dtype(DType::BF16).unwrap();
+    let (x, w, base) = (half(randn((5, 40), 1)), half(randn((6, 40), 2)), randn((5, 6), 3));
+    let exact = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+    let want = (exact(&base) + exact(&x).matmul(&exact(&w).t().unwrap()).unwrap()).unwrap();
+    check_each(TestDevice::all(), |test_device| {
+        let [x, base, w] = [&x, &base, &w].map(|t| test_device.put(t));
+        let y = test_device.run(|| linear_plus(&x, &Weight::frozen(w), &base).unwrap());
+        assert_eq!(y.dtype(), DType::F32);
+        assert_close("y", &y, &want, F32);
+    });
+}
+
+/// A GPU computes a layer with an adapter by its three matmuls, and the gradients by five.
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn an_adapter_launches_its_matmuls_alone() {
+    let half = |x: Tensor| x.to_dtype(DType::BF16).unwrap();
+    let x = half(randn((9, 64), 1));
+    let [w, a, b] = [(48, 64), (8, 64), (48, 8)].map(|shape| half(randn(shape, 2)));
+    let weights = [Weight::frozen(w), trainable(&a), trainable(&b)];
+    let inputs = [x];
+    let (tape, forward) = candlewick_ops::emulate_counted(|| tape(&inputs, || adapted(&inputs[0], &weights)));
+    assert_eq!(forward.launches, ["gemm"; 3]);
+    let dy = half(randn((9, 48), 5));
+    let (_, backward) = candlewick_ops::emulate_counted(|| tape.backward(&dy).unwrap());
+    assert_eq!(backward.launches, ["gemm"; 5]);
+
+    // With an op for each step: the scaling, two conversions and the sum have launches of their own.
+    let apart = |x: &Tensor| {
+        let base = linear(x, &weights[0], None, OutputDtype::SameAsInput)?;
+        let down = linear(x, &weights[1], None, OutputDtype::F32)?;
+        let down = candlewick_ops::scale(&down, 2.5, x.dtype())?;
+        add(&base, &linear(&down, &weights[2], None, OutputDtype::SameAsInput)?)
+    };
+    let (_, forward) = candlewick_ops::emulate_counted(|| apart(&inputs[0]).unwrap());
+    // candle computes the scaling and a conversion.
+    assert_eq!(forward.launches, ["gemm", "gemm", "gemm", "add_bf16"]);
 }

@@ -5,6 +5,7 @@
 mod adamw;
 mod attention;
 mod attention_chunks;
+mod attention_edge_cases;
 mod attention_implementations;
 mod candle_nn;
 mod cases;
@@ -24,6 +25,7 @@ mod main_gradients;
 mod memory;
 mod moe;
 mod quantized;
+mod rank_heads;
 mod rms_norm;
 mod rope;
 mod scale_rows;

@@ -279,9 +279,14 @@ impl GroupWeights {
             return Ok(());
         }
         self.all.drop_fp8_copies();
+        let whole = self.all.data()?;
+        // The shard of a resident buffer is a view of it.
+        if self.shard.all_gather_in_place(&whole)? {
+            return Ok(());
+        }
         let gathered = self.shard.all_gather(&self.own)?;
         // A group of one returns its input.
-        if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&self.all.data()?, &gathered) }
+        if gathered.id() == self.own.id() { Ok(()) } else { copy_into(&whole, &gathered) }
     }
 
     /// Returns the unsharded buffer, which must be available.

@@ -62,6 +62,15 @@ fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)
     }
 }
 
+/// Returns true if the run computes on a GPU. A program for GPUs does so by default, unless this machine's is unusable.
+pub(super) fn is_on_gpu(resolver: &Resolver) -> bool {
+    match device(resolver) {
+        Some(DeviceChoice::Cuda(_)) => true,
+        Some(DeviceChoice::Auto) => resolver.env.features.nccl && resolver.env.missing_gpu.is_none(),
+        Some(DeviceChoice::Cpu) | None => false,
+    }
+}
+
 /// Returns the recipe's device; `None` if its name is invalid, which is reported elsewhere.
 fn device(resolver: &Resolver) -> Option<DeviceChoice> {
     resolver.recipe().device.as_deref().map_or(Some(DeviceChoice::Auto), |name| name.parse().ok())

@@ -178,7 +178,11 @@ impl Environment {
     pub fn of_run_here(self, loaded: &Loaded) -> Self {
         let by_name = [ExpertsImplementation::Cublas, ExpertsImplementation::Cutlass];
         let is_named = loaded.recipe.model.experts_implementation.is_some_and(|named| by_name.contains(&named));
-        let is_needed = is_named || exceeds_gpu(self.config.as_ref(), &loaded.recipe.model.hf_config_kwargs);
+        let has_experts = self.config.as_ref().is_some_and(|config| config.moe().is_some());
+        // On a GPU the default of precision.quantize_experts is another.
+        let may_quantize = has_experts && loaded.recipe.precision.recipe.is_some();
+        let exceeds = exceeds_gpu(self.config.as_ref(), &loaded.recipe.model.hf_config_kwargs);
+        let is_needed = is_named || may_quantize || exceeds;
         let is_here = self.world.machines != Machines::Unknown;
         Self { missing_gpu: (is_needed && is_here).then(gpu_unavailable_reason).flatten(), ..self }
     }

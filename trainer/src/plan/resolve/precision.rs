@@ -2,6 +2,7 @@
 
 use candlewick_model::Config;
 
+use super::backend::is_on_gpu;
 use super::deepspeed;
 use super::resolver::Resolver;
 use crate::plan::{Fp8Plan, Fp8RecipePlan, ModelPlan, RanksPlan, ScaleRulePlan};
@@ -21,6 +22,7 @@ const FIRST_LAST: &str = "precision.first_last_layers_bf16";
 const AT_START: &str = "precision.num_layers_at_start_in_bf16";
 const AT_END: &str = "precision.num_layers_at_end_in_bf16";
 const EXCLUDE: &str = "precision.exclude_modules";
+const EXPERTS: &str = "precision.quantize_experts";
 const EXCLUDE_SLOWER: &str = "precision.exclude_slower_modules";
 const STATS: &str = "precision.stats_interval";
 const STATS_MODULES: &str = "precision.stats_modules";
@@ -42,6 +44,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksP
         gradient_rounding: resolver.pick(ROUNDING, section.gradient_rounding, GradientRounding::Nearest),
         recipe: scales(resolver, recipe),
         layers_in_bf16: layers_in_bf16(resolver),
+        quantize_experts: quantize_experts(resolver, model.config.as_ref()),
         exclude_modules: resolver.pick(EXCLUDE, section.exclude_modules.clone(), Vec::new()),
         exclude_slower_modules: resolver.pick(EXCLUDE_SLOWER, section.exclude_slower_modules, false),
         stats_interval: resolver.count(STATS, section.stats_interval, 0),
@@ -84,7 +87,7 @@ fn report_unread_with_fake(resolver: &mut Resolver, plan: &Fp8Plan) {
 
 /// Fails if no linear layer is left, or a filter matches none.
 fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
-    let all = Fp8Plan { exclude_modules: Vec::new(), ..plan.clone() }.modules(config);
+    let all = Fp8Plan { exclude_modules: Vec::new(), quantize_experts: true, ..plan.clone() }.modules(config);
     for text in plan.exclude_modules.iter().filter(|text| !all.iter().any(|name| name.contains(text.as_str()))) {
         let message = format!("{EXCLUDE}: no linear layer or expert has a name with {text:?}");
         let advice = format!("the names are like {}", all.first().map_or("none", String::as_str));
@@ -104,6 +107,26 @@ fn check_modules(resolver: &mut Resolver, plan: &Fp8Plan, config: &Config) {
             format!("shorten {EXCLUDE} or {AT_START}"),
         );
     }
+}
+
+/// Returns true if routed experts multiply in FP8. On a GPU they do so only if the recipe sets it, because they gain no speed.
+fn quantize_experts(resolver: &mut Resolver, config: Option<&Config>) -> bool {
+    let given = resolver.recipe().precision.quantize_experts;
+    if config.is_some_and(|config| config.moe().is_none()) {
+        if given.is_some() {
+            let message = format!("{EXPERTS}: it has no effect, because the model has no routed experts");
+            resolver.report_with_advice(&[EXPERTS], message, "remove the key");
+        }
+        return false;
+    }
+    let is_on_gpu = is_on_gpu(resolver);
+    if is_on_gpu && given.is_none() && config.is_some() {
+        resolver.note(format!(
+            "{EXPERTS}: routed experts stay in model.dtype, because FP8 makes them slower on a GPU; set it to true to \
+             quantize them"
+        ));
+    }
+    resolver.pick(EXPERTS, given, !is_on_gpu)
 }
 
 /// Reports a selection of statistics without statistics, or without tensors.
@@ -219,6 +242,7 @@ fn report_unread_keys(resolver: &mut Resolver, recipe: PrecisionRecipe) {
         (STATS_TENSORS, section.stats_tensors.is_some(), is_on, "delayed, current or blockwise"),
         (PARAM_GATHER, section.fp8_param_gather.is_some(), is_on, "delayed or current"),
         (FAKE, section.fake_quantize.is_some(), is_on, "delayed, current or blockwise"),
+        (EXPERTS, section.quantize_experts.is_some(), is_on, "delayed, current or blockwise"),
         (EXCLUDE, section.exclude_modules.is_some(), is_on, "delayed, current or blockwise"),
     ];
     for (key, _, _, recipes) in keys.into_iter().filter(|(_, is_set, is_read, _)| *is_set && !is_read) {

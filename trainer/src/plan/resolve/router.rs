@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use candlewick_model::{Config, Model, MoeConfig, RouterLoss};
-use candlewick_ops::{DeviceChoice, MAX_CUDA_TOP_K};
+use candlewick_ops::MAX_CUDA_TOP_K;
 
+use super::backend::is_on_gpu;
 use super::resolver::{Resolver, check_coefficient, short};
 use crate::plan::{ModelPlan, RouterLossTerm, RouterPlan, RoutingReplayPlan, WeightInit};
 use crate::recipe::{
@@ -63,13 +64,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, moe: &MoeConfi
 /// Reports more experts per token than the kernels of a GPU select.
 pub(super) fn report_top_k(resolver: &mut Resolver, moe: &MoeConfig) {
     let top_k = moe.router.top_k;
-    let device = resolver.recipe().device.as_deref().map_or(Ok(DeviceChoice::Auto), str::parse);
-    let is_on_gpu = match device {
-        Ok(DeviceChoice::Cuda(_)) => true,
-        Ok(DeviceChoice::Auto) => resolver.env.features.nccl && resolver.env.missing_gpu.is_none(),
-        Ok(DeviceChoice::Cpu) | Err(_) => false,
-    };
-    if is_on_gpu && top_k > MAX_CUDA_TOP_K {
+    if is_on_gpu(resolver) && top_k > MAX_CUDA_TOP_K {
         let keys = ["model.hf_config_kwargs", "model.config"].map(|section| format!("{section}.{TOP_K}"));
         let message =
             format!("{TOP_K}: a GPU selects at most {MAX_CUDA_TOP_K} experts for a token, and the model {top_k}");

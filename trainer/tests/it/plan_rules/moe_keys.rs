@@ -76,9 +76,10 @@ fn a_gpu_selects_at_most_32_experts_for_a_token() {
 }
 
 #[test]
-fn a_run_looks_for_a_gpu_if_the_model_selects_more_experts_than_one_can() {
-    let looks = |model: &str, top_k: usize| {
-        let text = format!("model: {{name_or_path: a, {model}}}\ndata: {{sources: [a.jsonl]}}\n");
+fn a_run_looks_for_a_gpu_if_it_selects_more_experts_than_one_can_or_trains_experts_in_fp8() {
+    let looks = |model: &str, precision: &str, top_k: usize| {
+        let text =
+            format!("model: {{name_or_path: a, {model}}}\ndata: {{sources: [a.jsonl]}}\nprecision: {{{precision}}}\n");
         let loaded = Loaded::parse(Path::new("recipes/r.yaml"), text, &[]).unwrap();
         let config = json!({"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": top_k});
         let config = Some(Config::from_json(config).unwrap());
@@ -86,8 +87,10 @@ fn a_run_looks_for_a_gpu_if_the_model_selects_more_experts_than_one_can() {
     };
     // Tests run without a GPU, or with one that is found.
     let no_gpu = candlewick_ops::gpu_unavailable_reason().is_some();
-    assert_eq!((looks("dtype: f32", 40), looks("hf_config_kwargs: {num_experts_per_tok: 33}", 2)), (no_gpu, no_gpu));
-    assert!(!looks("dtype: f32", 32));
+    assert_eq!(looks("dtype: f32", "", 40), no_gpu);
+    assert_eq!(looks("hf_config_kwargs: {num_experts_per_tok: 33}", "", 2), no_gpu);
+    assert_eq!(looks("dtype: f32", "recipe: current", 32), no_gpu);
+    assert!(!looks("dtype: f32", "", 32));
 }
 
 #[test]

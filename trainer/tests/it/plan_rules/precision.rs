@@ -69,6 +69,30 @@ fn layers_and_names_are_left_out() {
     assert!(modules(&plan(&[])).is_empty());
 }
 
+/// Experts multiply in model.dtype after FP8 rounding, which makes a GPU slower.
+#[test]
+fn experts_are_quantized_on_a_gpu_only_if_the_recipe_sets_it() {
+    let check = |arguments: &[&str], has_experts: bool, n_notes: usize| {
+        let plan = of_experts(1, &[&["precision.recipe=current"], arguments].concat()).unwrap();
+        assert_eq!(modules(&plan).iter().any(|name| name.contains("experts")), has_experts, "{arguments:?}");
+        let notes = plan.notes.iter().filter(|note| {
+            note.contains("precision.quantize_experts: routed experts stay in model.dtype")
+                && note.contains("set it to true")
+        });
+        assert_eq!(notes.count(), n_notes, "{arguments:?}: {:?}", plan.notes);
+    };
+    check(&["device=cpu"], true, 0);
+    check(&["device=cuda"], false, 1);
+    check(&["device=cuda", "precision.quantize_experts=true"], true, 0);
+    check(&["device=cuda", "precision.quantize_experts=false"], false, 0);
+    check(&["device=cpu", "precision.quantize_experts=false"], false, 0);
+    // A filter that names experts is no typing error there.
+    check(&["device=cuda", "precision.exclude_modules=[experts]"], false, 1);
+    let dense = ["precision.recipe=current", "precision.quantize_experts=true"];
+    refused(&dense, &["precision.quantize_experts", "the model has no routed experts"]);
+    refused(&["precision.quantize_experts=true"], &["precision.quantize_experts", "only with precision.recipe"]);
+}
+
 #[test]
 fn only_the_base_of_an_adapter_is_quantized() {
     let (fp8, lora) = ("model.quantize_base=fp8", "model.peft_config={r: 4, target_modules: all-linear}");

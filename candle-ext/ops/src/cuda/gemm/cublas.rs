@@ -61,7 +61,7 @@ impl Cublas {
             // SAFETY: the caller guarantees valid addresses.
             unsafe { gemm.fill(gpu) }.map_err(|error| GemmError::Fatal(error.to_string()))?;
         }
-        let (alpha, beta) = (1.0f32, if is_added { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (gemm.factor, if is_added { 1.0f32 } else { 0.0 });
         // cuBLAS is column-major: a row-major c = a b is a column-major c^T = b^T a^T.
         // SAFETY: the handle is open, and the sizes and strides are those of the caller's matrices.
         let status = unsafe {

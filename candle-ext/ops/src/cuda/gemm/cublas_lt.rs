@@ -228,7 +228,7 @@ impl<'a> Call<'a> {
         output: DeviceAddress,
     ) -> std::result::Result<(), GemmError> {
         let Self { gemm, problem, .. } = self;
-        let (alpha, beta) = (1.0f32, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (gemm.factor, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
         let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
         // SAFETY: the layouts are those of the caller's matrices; the workspace belongs to this stream.
         let status = unsafe {

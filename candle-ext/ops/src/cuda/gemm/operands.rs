@@ -60,7 +60,7 @@ pub(crate) enum Fp8Accumulation {
     Split,
 }
 
-/// c [m, n] = a [m, k] b [k, n] plus an optional matrix and bias, summed in f32.
+/// c [m, n] = factor * a [m, k] b [k, n] plus an optional matrix and bias, summed in f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gemm {
     pub(crate) m: usize,
@@ -69,6 +69,8 @@ pub(crate) struct Gemm {
     pub(crate) a: Matrix,
     pub(crate) b: Matrix,
     pub(crate) inputs: GemmInputs,
+    /// Factor on the matmul (alpha).
+    pub(crate) factor: f32,
     pub(crate) c: DeviceAddress,
     /// Row stride of c and of the addend, as [`Matrix::stride`].
     pub(crate) c_stride: Option<usize>,
@@ -131,7 +133,8 @@ impl Gemm {
     pub(crate) fn new([m, n, k]: [usize; 3], dtype: DType) -> Self {
         let nowhere = Matrix::plain(0);
         let inputs = GemmInputs::Floats(dtype);
-        Self { m, n, k, a: nowhere, b: nowhere, inputs, c: 0, c_stride: None, c_dtype: dtype, plus: None, bias: None }
+        let (c_stride, plus, bias) = (None, None, None);
+        Self { m, n, k, a: nowhere, b: nowhere, inputs, factor: 1.0, c: 0, c_stride, c_dtype: dtype, plus, bias }
     }
 
     /// Returns c as a matrix.

@@ -88,6 +88,7 @@ struct Case {
     gap: usize,
     plus: Addend,
     has_bias: bool,
+    factor: f32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -105,6 +106,7 @@ const PLAIN: Case = Case {
     gap: 0,
     plus: Addend::Nothing,
     has_bias: false,
+    factor: 1.0,
 };
 
 fn cases() -> Vec<Case> {
@@ -124,6 +126,7 @@ fn cases() -> Vec<Case> {
     for dtypes in [[DType::F32; 2], [DType::F16; 2], [DType::BF16, DType::F32]] {
         cases.push(Case { dtypes, plus: Addend::Output, ..PLAIN });
         cases.push(Case { dtypes, has_bias: true, ..PLAIN });
+        cases.push(Case { dtypes, factor: -2.5, plus: Addend::Other, ..PLAIN });
     }
     cases
 }
@@ -168,6 +171,7 @@ impl Tensors {
                 Addend::Other => Some(at(3)),
             },
             bias: case.has_bias.then(|| at(4)),
+            factor: case.factor,
             ..Gemm::new(SIZES, case.dtypes[0])
         }
     }
