@@ -15,6 +15,8 @@ static FAULTY: Kernels = Kernels {
     },
     #[cfg(feature = "cuda")]
     fatbin: &[],
+    #[cfg(feature = "cuda")]
+    functions: crate::cuda::LoadedFunctions::new(),
     library: concat!(env!("OUT_DIR"), "/libfaulty.so"),
 };
 
