@@ -15,6 +15,8 @@ mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;
 pub(crate) mod gemm;
+#[cfg(feature = "cuda")]
+pub(crate) mod offload;
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub(crate) mod poison;
 #[cfg(feature = "cuda")]
