@@ -36,17 +36,17 @@ fn main() {
     if cuda {
         println!("cargo::rustc-env=CANDLEWICK_CUDA_RELEASE={}", release(&nvcc()));
     }
+    let emulator = emulated.then(|| emulator(&out));
     for op in ops_with_kernels().iter().filter(|_| cuda || emulated) {
         let kernel = Path::new("src").join(op).join("kernel.cu");
-        let source = preprocessed(&kernel);
-        let kernels = parse::kernels(&source).unwrap_or_else(|error| panic!("{}: {error}", kernel.display()));
-        write(&out.join(op).with_extension("rs"), &table(&kernels));
         if cuda {
             compile(&nvcc(), &kernel, &out.join(op).with_extension("fatbin"));
         }
-        if emulated {
-            emulate(&kernel, &kernels, &source, &out.join(format!("lib{op}.so")));
-        }
+        declare(op, &kernel, emulator.as_deref(), &out);
+    }
+    if emulated {
+        // Kernels that test the emulator.
+        declare("faulty", Path::new("emulator/faulty.cu"), emulator.as_deref(), &out);
     }
     let cudnn_headers = headers("cudnn", "CANDLEWICK_CUDA_HEADERS");
     let cutlass_headers = headers("cutlass", "CANDLEWICK_CUTLASS_HEADERS");
@@ -58,6 +58,17 @@ fn main() {
     }
     if cudnn_headers.is_some() || cutlass_headers.is_some() {
         link_cxx_library();
+    }
+}
+
+/// Writes the table of an op's kernels. Also builds the library of emulated ones, if there is an emulator.
+fn declare(op: &str, kernel: &Path, emulator: Option<&Path>, out: &Path) {
+    let source = preprocessed(kernel);
+    let kernels = parse::kernels(&source).unwrap_or_else(|error| panic!("{}: {error}", kernel.display()));
+    write(&out.join(op).with_extension("rs"), &table(&kernels));
+    if let Some(emulator) = emulator {
+        let object = emulated(op, kernel, &kernels, &source, out);
+        link_emulated(&object, emulator, &out.join(format!("lib{op}.so")));
     }
 }
 
@@ -153,35 +164,57 @@ fn cuda_sources(folder: &Path) -> Vec<PathBuf> {
     sources
 }
 
-/// Compiles kernels with the emulator for this machine's processor, unless the output is up to date.
-fn emulate(kernel: &Path, kernels: &[Declared], source: &str, library: &Path) {
-    let calls = library.with_extension("cpp");
+/// Options of C++ that is part of emulated kernels. One op's shared memory must not be confused with another's: symbols are
+/// hidden.
+const EMULATED: [&str; 8] = [
+    "-c",
+    "-fPIC",
+    "-O2",
+    "-std=c++17",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-U_FORTIFY_SOURCE",
+    "-Iemulator",
+];
+
+/// Compiles the emulator for this machine's processor, unless the output is up to date. Returns the object file.
+fn emulator(out: &Path) -> PathBuf {
+    let object = out.join("emulator.o");
+    let mut command = cxx();
+    command.args(EMULATED).arg("-o").arg(&object).arg("emulator/emulator.cpp");
+    let inputs = ["emulator.h", "emulator.cpp"].map(|file| read(&Path::new("emulator").join(file)));
+    run_if_new(command, &object, &inputs.concat(), CXX);
+    object
+}
+
+/// Compiles an op's kernels for the emulator, unless the output is up to date. Returns the object file.
+fn emulated(op: &str, kernel: &Path, kernels: &[Declared], source: &str, out: &Path) -> PathBuf {
+    let calls = out.join(format!("emulated_{op}.cpp"));
     let path = fs::canonicalize(kernel).expect("the source is in the package");
     let mut text = format!("#include {path:?}\n#include <call.h>\n");
     for Declared { name, parameters, .. } in kernels {
         let classes: Vec<String> = parameters.iter().map(|class| format!("Class::{class:?}")).collect();
         text += &format!("CALL({name}, {})\n", classes.join(", "));
     }
-    let mut command = cxx();
-    command.args([
-        "-shared",
-        "-fPIC",
-        "-O2",
-        "-std=c++17",
-        "-fno-strict-aliasing",
-        // One op's shared memory must not be confused with another's.
-        "-fvisibility=hidden",
-        "-U_FORTIFY_SOURCE",
-        "-w",
-        "-Iemulator",
-        "-Isrc/cuda",
-    ]);
-    command.arg("-o").arg(library).arg("emulator/emulator.cpp").arg(&calls);
-    let emulator = ["call.h", "emulator.cpp"].map(|file| read(&Path::new("emulator").join(file)));
     if fs::read_to_string(&calls).ok().as_ref() != Some(&text) {
         write(&calls, &text);
     }
-    run_if_new(command, library, &format!("{text}\n{emulator:?}\n{source}"), CXX);
+    let object = calls.with_extension("o");
+    let mut command = cxx();
+    command.args(EMULATED).args(["-Isrc/cuda", "-w"]);
+    // The emulator has the function that reports a misaligned access, in place of the sanitizer's library.
+    command.args(["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]);
+    command.arg("-o").arg(&object).arg(&calls);
+    run_if_new(command, &object, &format!("{text}\n{}\n{source}", read(Path::new("emulator/call.h"))), CXX);
+    object
+}
+
+/// Links an op's kernels with the emulator, unless the output is up to date.
+fn link_emulated(kernels: &Path, emulator: &Path, library: &Path) {
+    let mut command = cxx();
+    command.arg("-shared").arg("-o").arg(library).args([kernels, emulator]);
+    let inputs = [kernels, emulator].map(|object| read(&object.with_extension("stamp")));
+    run_if_new(command, library, &inputs.concat(), CXX);
 }
 
 /// Compiles the C++ that calls cuDNN and links it statically.

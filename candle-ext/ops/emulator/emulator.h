@@ -1,12 +1,14 @@
 // A subset of CUDA C++ that runs this package's kernels on a CPU, for tests without a GPU.
 //
 // Blocks run one after another. The threads of a block are fibers: each runs until it waits for the others, and warps
-// run far ahead of each other. Shared memory is static, so it holds the previous block's data; dynamic shared memory
-// starts as NaN.
+// run far ahead of each other. A seed draws the order of the blocks, and of a warp's lanes between two waits. Shared memory
+// starts as NaN in each block.
 //
-// Timing says nothing, but a missing __syncthreads gives a wrong result, the same in every run.
+// Timing says nothing, but a missing __syncthreads gives a wrong result, the same in every run. A missing __syncwarp gives
+// results that depend on the seed. The compiler's alignment sanitizer checks every load and store.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -44,11 +46,14 @@ struct Copy {
 };
 std::vector<Copy>& emulated_copies();
 
-// Stops the program with this message unless `holds`.
+// Ends the launch with this message unless `holds`.
 void emulated_check(bool holds, const char* otherwise);
 
 // A slot for each lane of the calling thread's warp; it differs from that of the last call.
 uint64_t* emulated_lanes();
+
+// True in the last lane of a warp that calls it.
+bool emulated_is_last();
 
 template <typename T> T emulated_exchange(T value, int from) {
     static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves at most eight bytes");
@@ -71,21 +76,27 @@ template <typename T> T __shfl_down_sync(unsigned, T value, int delta) {
     return emulated_exchange(value, lane + delta < 32 ? lane + delta : lane);
 }
 
-// For warp-wide instructions: once all lanes have arrived, the first lane calls `f` with all lanes' values, and is the
-// first to resume.
+// For warp-wide instructions: the last lane to arrive calls `f` with all lanes' values.
 template <typename T, typename F> void emulated_together(T& own, F f) {
     uint64_t* lanes = emulated_lanes();
-    lanes[threadIdx.x % 32] = reinterpret_cast<uint64_t>(&own);
+    uint64_t& slot = lanes[threadIdx.x % 32];
+    slot = reinterpret_cast<uint64_t>(&own);
+    if (emulated_is_last()) {
+        T* all[32];
+        for (int lane = 0; lane < 32; ++lane) all[lane] = reinterpret_cast<T*>(lanes[lane]);
+        f(all);
+        std::fill_n(lanes, 32, 0);
+    }
     __syncwarp();
-    if (threadIdx.x % 32 != 0) return;
-    T* all[32];
-    for (int lane = 0; lane < 32; ++lane) all[lane] = reinterpret_cast<T*>(lanes[lane]);
-    f(all);
+    emulated_check(slot == 0, "a warp-wide instruction that some lanes do not reach");
 }
 
 inline unsigned __ballot_sync(unsigned, bool holds) {
+    uint64_t* lanes = emulated_lanes();
+    lanes[threadIdx.x % 32] = holds;
+    __syncwarp();
     unsigned votes = 0;
-    for (int lane = 0; lane < 32; ++lane) votes |= emulated_exchange<unsigned>(holds, lane) << lane;
+    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(lanes[lane]) << lane;
     return votes;
 }
 

@@ -66,7 +66,7 @@ pub mod weight;
 mod weight_matmul;
 
 #[cfg(feature = "emulate")]
-pub use cuda::emulator::{EmulatedWork, MemoryLimit, emulate, emulate_counted, emulate_with_limit};
+pub use cuda::emulator::{EmulatedWork, MemoryLimit, emulate, emulate_counted, emulate_with_limit, emulate_with_seed};
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 

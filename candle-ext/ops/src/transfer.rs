@@ -140,15 +140,18 @@ pub struct HostBuffer(HostValues);
 enum HostValues {
     OnHost(Tensor),
     #[cfg(feature = "cuda")]
-    Pinned(crate::cuda::transfer::Pinned),
+    Pinned(crate::cuda::offload::OffloadedTensor),
 }
 
 impl HostBuffer {
-    /// Starts to copy `x`. Its device memory is free again when all work submitted so far is done.
+    /// Starts to copy `x`, while later compute runs. Do not write to `x` before the copy is done. Its memory is kept until then; the
+    /// next offloaded tensor makes compute wait for that.
     pub fn start(x: &Tensor) -> Result<Self> {
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => HostValues::Pinned(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
+            Device::Cuda(device) => {
+                HostValues::Pinned(crate::cuda::offload::OffloadedTensor::start(&x.contiguous()?, device)?)
+            }
             _ => HostValues::OnHost(x.clone()),
         }))
     }
@@ -158,16 +161,34 @@ impl HostBuffer {
         match self.0 {
             HostValues::OnHost(x) => Ok(x),
             #[cfg(feature = "cuda")]
-            HostValues::Pinned(pinned) => pinned.into_host(),
+            HostValues::Pinned(offloaded) => offloaded.into_host(),
         }
     }
 
-    /// Returns the values on their original device, without waiting: the device copies them in stream order.
+    /// Returns the number of bytes of the values.
+    pub fn n_bytes(&self) -> u64 {
+        match &self.0 {
+            HostValues::OnHost(x) => (x.elem_count() * x.dtype().size_in_bytes()) as u64,
+            #[cfg(feature = "cuda")]
+            HostValues::Pinned(offloaded) => offloaded.n_bytes(),
+        }
+    }
+
+    /// Starts to copy the values back to their original device, while later compute runs. They occupy memory there from now on.
+    pub fn prefetch(&mut self) -> Result<()> {
+        match &mut self.0 {
+            HostValues::OnHost(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            HostValues::Pinned(offloaded) => offloaded.prefetch(),
+        }
+    }
+
+    /// Returns the values on their original device. Later compute waits for the copy; the host does not.
     pub fn into_device(self) -> Result<Tensor> {
         match self.0 {
             HostValues::OnHost(x) => Ok(x),
             #[cfg(feature = "cuda")]
-            HostValues::Pinned(pinned) => pinned.into_device(),
+            HostValues::Pinned(offloaded) => offloaded.into_device(),
         }
     }
 }

@@ -22,8 +22,8 @@ pub use assembly::EngineSpec;
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
     ActivationCheckpointing, Engine, Fp8LayerStats, HeadCost, InFlightStep, LossScale, Micro, MicroExperts,
-    OptimizerStep, PackedTokens, ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepMicros, StepResult,
-    StepRouting, TrainBatch, ZeroGradCount, mtp_loss_name,
+    OffloadMemory, OptimizerStep, PackedTokens, ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepMicros,
+    StepResult, StepRouting, TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 pub use expert_parallel::{ExpertParallel, TokenDispatcher};
 pub use groups::ParallelGroups;

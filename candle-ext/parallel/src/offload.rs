@@ -17,6 +17,10 @@ pub enum OffloadTarget {
     Folder(PathBuf),
 }
 
+/// Most bytes of an activation that is copied back early, and needs memory meanwhile. Layers with larger inputs compute for much
+/// longer than the copy takes.
+pub(crate) const MAX_PREFETCHED_BYTES: u64 = 512 << 20;
+
 /// An offloaded activation. [`OffloadedActivation::fetch`] restores it bit for bit.
 pub(crate) enum OffloadedActivation {
     Host(HostBuffer),
@@ -32,6 +36,15 @@ impl OffloadedActivation {
         let file = tempfile::tempfile_in(folder).map_err(|error| failed("open a file", folder, &error))?;
         with_bytes(x, |bytes| write(&file, bytes, folder))?;
         Ok(Self::InFile { file, shape: x.dims().to_vec(), dtype: x.dtype() })
+    }
+
+    /// Starts to copy the activation back to the device, if it is in host memory and has at most [`MAX_PREFETCHED_BYTES`].
+    /// [`Self::fetch`] reads all others.
+    pub(crate) fn prefetch(&mut self) -> Result<()> {
+        match self {
+            Self::Host(copy) if copy.n_bytes() <= MAX_PREFETCHED_BYTES => copy.prefetch(),
+            Self::Host(_) | Self::InFile { .. } => Ok(()),
+        }
     }
 
     pub(crate) fn fetch(self) -> Result<Tensor> {

@@ -2,7 +2,7 @@
 
 use candlewick_model::{AttentionExchange, ExpertExchange, LayerCost, LayerSpec, MixerSpec};
 use candlewick_ops::{AttentionHeads, CrossEntropyCost, DeviceKind, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
-use candlewick_parallel::{HeadCost, StepCost, ring_exchange};
+use candlewick_parallel::{HeadCost, OffloadMemory, StepCost, ring_exchange};
 
 use super::Setup;
 use crate::plan::{Fp8RecipePlan, checkpointing, dtype};
@@ -15,7 +15,11 @@ pub(super) fn step(setup: &Setup) -> StepCost<'_> {
         mtp_layers: mtp_layers(setup).map(|layer_idx| layer(setup, layer_idx)).collect(),
         head: head(setup),
         checkpointing: checkpointing(setup.modes.activations, setup.model.n_blocks()),
-        offloads_to_same_memory: setup.offloads_to_ram,
+        offload_memory: match setup.compute_device {
+            DeviceKind::Gpu => OffloadMemory::Host,
+            DeviceKind::Cpu if setup.offloads_to_ram => OffloadMemory::Device,
+            DeviceKind::Cpu => OffloadMemory::Files,
+        },
         layout: &setup.layout,
         schedule: setup.schedule,
         stage: setup.stage,

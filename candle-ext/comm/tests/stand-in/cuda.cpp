@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -194,6 +195,17 @@ static void *allocate_nan(size_t n) {
 
 static std::map<void *, size_t> &sizes = *new std::map<void *, size_t>;
 
+// Sizes of pinned host memory, by address.
+static std::map<const void *, size_t> &pinned = *new std::map<const void *, size_t>;
+
+static bool is_pinned(const void *address) {
+    std::lock_guard held(lock);
+    auto after = pinned.upper_bound(address);
+    if (after == pinned.begin()) return false;
+    const auto [start, n] = *std::prev(after);
+    return static_cast<const char *>(address) < static_cast<const char *>(start) + n;
+}
+
 static void free_memory(void *memory) {
     size_t n;
     {
@@ -307,14 +319,28 @@ Result cuMemFreeAsync(void *memory, Stream *stream) { return put(stream, [=] { f
 Result cuMemsetD8Async(void *to, unsigned char value, size_t n, Stream *stream) {
     return put(stream, [=] { memset(to, value, n); }), SUCCESS;
 }
+// Pinned memory: copies from and to it run in the order of their stream, and the host does not wait.
+Result cuMemHostAlloc(void **memory, size_t n, unsigned) {
+    if (!current) return INVALID_CONTEXT;
+    *memory = allocate_nan(n);
+    std::lock_guard held(lock);
+    pinned[*memory] = n;
+    return SUCCESS;
+}
+Result cuMemFreeHost(void *memory) {
+    std::lock_guard held(lock);
+    return pinned.erase(memory) ? (free(memory), SUCCESS) : INVALID_VALUE;
+}
 // Copies of pageable memory: the driver has read or written it when it returns.
 Result cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t n, Stream *stream) {
+    if (is_pinned(from)) return put(stream, [=] { memcpy(to, from, n); }), SUCCESS;
     auto bytes = std::make_shared<std::vector<char>>(static_cast<const char *>(from), static_cast<const char *>(from) + n);
     return put(stream, [=] { memcpy(to, bytes->data(), n); }), SUCCESS;
 }
 Result cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t n, Stream *stream) {
     put(stream, [=] { memcpy(to, from, n); });
-    return drain(stream), SUCCESS;
+    if (!is_pinned(to)) drain(stream);
+    return SUCCESS;
 }
 Result cuMemcpyDtoDAsync_v2(void *to, const void *from, size_t n, Stream *stream) {
     return put(stream, [=] { memcpy(to, from, n); }), SUCCESS;

@@ -28,12 +28,7 @@ type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
 static MODULES: LazyLock<Mutex<Modules>> = LazyLock::new(Mutex::default);
 
-/// Kernel functions by device, op and name. Their number is bounded by the number of kernels.
-type Functions = HashMap<(DeviceId, &'static str), HashMap<String, CudaFunction>>;
-
-static FUNCTIONS: LazyLock<Mutex<Functions>> = LazyLock::new(Mutex::default);
-
-/// Launches a kernel; see [`Kernels::launch`].
+/// Launches the kernel at a position in the signatures; see [`Kernels::launch`].
 ///
 /// # Safety
 ///
@@ -41,15 +36,16 @@ static FUNCTIONS: LazyLock<Mutex<Functions>> = LazyLock::new(Mutex::default);
 pub(super) unsafe fn launch(
     kernels: &Kernels,
     device: &CudaDevice,
-    name: &str,
+    position: usize,
     blocks: Blocks,
     args: &[Arg],
 ) -> Result<()> {
+    let name = kernels.signatures[position].name;
     let failed = |error: &dyn Display| Error::Msg(format!("{}: CUDA failed at {name}: {error}", kernels.op));
     let Blocks { grid, threads, shared_bytes } = blocks;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(|error| failed(&error))?;
-    let function = function(kernels, device, name)?;
+    let function = function(kernels, device, position)?;
     if shared_bytes > UNASKED_SHARED_BYTES {
         let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(most, shared_bytes as i32).map_err(|error| failed(&error))?;
@@ -57,7 +53,7 @@ pub(super) unsafe fn launch(
     let [x, y, z] = grid.map(|n| n as u32);
     let config =
         LaunchConfig { grid_dim: (x, y, z), block_dim: (threads as u32, 1, 1), shared_mem_bytes: shared_bytes as u32 };
-    let mut builder = stream.launch_builder(&function);
+    let mut builder = stream.launch_builder(function);
     for arg in args {
         match arg {
             Arg::Address(value) | Arg::U64(value) => builder.arg(value),
@@ -73,17 +69,13 @@ pub(super) unsafe fn launch(
 }
 
 /// Returns a kernel; loads it on first use.
-fn function(kernels: &Kernels, device: &CudaDevice, name: &str) -> Result<CudaFunction> {
-    let mut functions = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    let of_op = functions.entry((device.id(), kernels.op)).or_default();
-    if let Some(function) = of_op.get(name) {
-        return Ok(function.clone());
-    }
-    let function = module(kernels, device)?
-        .load_function(name)
-        .map_err(|error| Error::Msg(format!("{}: CUDA has no kernel {name}: {error}", kernels.op)))?;
-    of_op.insert(name.to_owned(), function.clone());
-    Ok(function)
+fn function<'a>(kernels: &'a Kernels, device: &CudaDevice, position: usize) -> Result<&'a CudaFunction> {
+    let ordinal = device.cuda_stream().context().ordinal();
+    kernels.functions.get_or_load(ordinal, position, kernels.signatures.len(), || {
+        let name = kernels.signatures[position].name;
+        let function = module(kernels, device)?.load_function(name);
+        function.map_err(|error| Error::Msg(format!("{}: CUDA has no kernel {name}: {error}", kernels.op)))
+    })
 }
 
 fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {

@@ -4,6 +4,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::ffi::{CStr, c_char};
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -24,6 +25,8 @@ thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
     static LIMIT: Cell<Option<MemoryLimit>> = const { Cell::new(None) };
     static WORK: RefCell<Option<EmulatedWork>> = const { RefCell::new(None) };
+    /// Seed of the next launch's order of blocks and lanes.
+    static SEED: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Launches and outputs of an emulated function.
@@ -46,9 +49,17 @@ pub struct MemoryLimit {
     pub peak: fn() -> u64,
 }
 
+/// Difference of the seeds of two launches.
+const SEED_STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Bytes of the reason of a failure, with the path of a source.
+const FAILURE_BYTES: usize = 4096;
+
 static LIBRARIES: LazyLock<Mutex<HashMap<&'static str, Arc<Library>>>> = LazyLock::new(Mutex::default);
 
 /// Runs `f` with every op on CPU tensors computed by its CUDA kernel, backward included. Slow: for tests only.
+///
+/// Each launch draws another order of the lanes of a warp, and of the blocks.
 pub fn emulate<T>(f: impl FnOnce() -> T) -> T {
     with_value(&ON, true, f)
 }
@@ -67,6 +78,11 @@ fn count(add: impl FnOnce(&mut EmulatedWork)) {
             add(work);
         }
     });
+}
+
+/// Runs `f` as [`emulate`] does, with orders of lanes and blocks drawn from a seed. A seed repeats them.
+pub fn emulate_with_seed<T>(seed: u64, f: impl FnOnce() -> T) -> T {
+    with_value(&SEED, seed.wrapping_mul(SEED_STEP), || emulate(f))
 }
 
 /// Runs `f` as [`emulate`] does, on a device with the memory of `limit`. Ops that exceed it fail to allocate.
@@ -93,7 +109,7 @@ type Call = unsafe extern "C" fn(*const u64);
 ///
 /// As for [`Kernels::launch`].
 pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
-    type Emulate = unsafe extern "C" fn(Call, *const u64, *const u32, u32, u32) -> bool;
+    type Emulate = unsafe extern "C" fn(Call, *const u64, *const u32, u32, u32, u64, *mut c_char, usize) -> bool;
     count(|work| work.launches.push(name.to_owned()));
     let library = library(kernels)?;
     let failed = |error: libloading::Error| Error::Msg(format!("{}: {name}: {error}", kernels.op));
@@ -105,12 +121,19 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     let arguments: Vec<u64> = args.iter().map(bytes).collect();
     let Blocks { grid, threads, shared_bytes } = blocks;
     let grid = grid.map(|n| n as u32);
-    // SAFETY: the caller guarantees valid arguments, whose number and classes were checked; they outlive the run.
-    let ended = unsafe { emulate(*call, arguments.as_ptr(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
-    if !ended {
-        bail!("{}: the threads of {name} deadlock", kernels.op)
+    let seed = SEED.replace(SEED.get().wrapping_add(SEED_STEP));
+    let (grid, mut failure) = (grid.as_ptr(), [0; FAILURE_BYTES]);
+    let (text, n) = (failure.as_mut_ptr(), failure.len());
+    // SAFETY: the caller guarantees valid arguments, whose number and classes were checked; they outlive the run. The failure
+    // can be written.
+    let is_right =
+        unsafe { emulate(*call, arguments.as_ptr(), grid, threads as u32, shared_bytes as u32, seed, text, n) };
+    if is_right {
+        return Ok(());
     }
-    Ok(())
+    // SAFETY: snprintf ends the text with a zero.
+    let why = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+    bail!("{}: emulated kernel {name}, {why}", kernels.op)
 }
 
 /// Returns the bytes of an argument. A 4-byte argument takes the low bytes, as on any little-endian processor.
@@ -399,3 +422,7 @@ unsafe fn write(address: DeviceAddress, dtype: DType, values: &[f32]) -> Result<
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

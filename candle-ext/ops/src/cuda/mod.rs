@@ -15,6 +15,8 @@ mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;
 pub(crate) mod gemm;
+#[cfg(feature = "cuda")]
+pub(crate) mod offload;
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub(crate) mod poison;
 #[cfg(feature = "cuda")]
@@ -27,6 +29,8 @@ pub(crate) use arg::{Arg, Blocks, DeviceAddress};
 pub(crate) use check::Signature;
 pub(crate) use class::Class;
 pub(crate) use compiled::Kernels;
+#[cfg(feature = "cuda")]
+pub(crate) use compiled::LoadedFunctions;
 
 /// Threads of a block in kernels over flat buffers.
 pub(crate) const FLAT_THREADS: usize = 256;
@@ -52,6 +56,8 @@ macro_rules! kernels {
             },
             #[cfg(feature = "cuda")]
             fatbin: include_bytes!(concat!(env!("OUT_DIR"), "/", $op, ".fatbin")),
+            #[cfg(feature = "cuda")]
+            functions: $crate::cuda::LoadedFunctions::new(),
             #[cfg(feature = "emulate")]
             library: concat!(env!("OUT_DIR"), "/lib", $op, ".so"),
         };
@@ -85,7 +91,8 @@ impl Kernels {
     /// As for [`Kernels::launch`]; the kernel must not need more shared memory.
     pub(crate) unsafe fn launch_blocks(&self, gpu: Gpu, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
         let Blocks { grid, threads, .. } = blocks;
-        self.signature(name)?.check(self.op, threads, args)?;
+        let position = self.position(name)?;
+        self.signatures[position].check(self.op, threads, args)?;
         if grid.contains(&0) {
             return Ok(());
         }
@@ -95,7 +102,7 @@ impl Kernels {
         match gpu {
             // SAFETY: the caller guarantees valid arguments.
             #[cfg(feature = "cuda")]
-            Gpu::Device(device) => unsafe { driver::launch(self, device, name, blocks, args) },
+            Gpu::Device(device) => unsafe { driver::launch(self, device, position, blocks, args) },
             // SAFETY: as above.
             #[cfg(feature = "emulate")]
             Gpu::Emulated(_) => unsafe { emulator::launch(self, name, blocks, args) },

@@ -1,16 +1,16 @@
-//! Asynchronous copies through pinned memory, ordered by the device's stream.
+//! Asynchronous copies through pinned memory, ordered by the device's compute stream. Offload has [a stream of its
+//! own](super::offload).
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::mem::ManuallyDrop;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
-use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, PinnedHostSlice, result};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CudaDevice, Device, Error, Result, Shape, Storage, Tensor, WithDType};
 
 use super::{address, driver};
 
@@ -19,9 +19,12 @@ const SMALLEST: usize = 4096;
 /// Buffer size in bytes from which sizes are rounded up to an eighth of a power of two, instead of a power of two.
 const LARGE: usize = 1 << 20;
 
-/// Free buffers by device and size, in the order in which their copies began. The stream runs copies in order: if the
+/// Address of a stream's handle, which identifies it.
+type StreamId = usize;
+
+/// Free buffers by stream and size, in the order in which their copies began. The stream runs copies in order: if the
 /// first buffer of a size is in use, all are.
-type Pool = HashMap<DeviceId, BTreeMap<usize, VecDeque<Staging>>>;
+type Pool = HashMap<StreamId, BTreeMap<usize, VecDeque<Staging>>>;
 
 /// Pool of free pinned buffers.
 static POOL: LazyLock<Mutex<Pool>> = LazyLock::new(Mutex::default);
@@ -42,41 +45,42 @@ struct Table {
 
 /// Pinned staging buffer.
 struct Staging {
-    device: DeviceId,
+    stream: StreamId,
     bytes: PinnedHostSlice<u8>,
     /// Last copy from or to the buffer.
-    copy: Option<CudaEvent>,
+    copy: Option<Arc<CudaEvent>>,
 }
 
 impl Staging {
-    /// Takes a free buffer of at least `n_bytes` and at most about twice that, or allocates one.
-    fn take(device: &CudaDevice, n_bytes: usize) -> std::result::Result<Self, DriverError> {
+    /// Takes a free buffer of at least `n_bytes` and at most about twice that, or allocates one. `stream` runs its copies.
+    fn take(stream: &CudaStream, n_bytes: usize) -> std::result::Result<Self, DriverError> {
         let power = n_bytes.next_power_of_two().max(SMALLEST);
         let n_bytes = if power > LARGE { n_bytes.next_multiple_of(power / 8) } else { power };
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        let fitting = pool.entry(device.id()).or_default().range_mut(n_bytes..=2 * n_bytes);
+        let id = stream.cu_stream().addr();
+        let fitting = pool.entry(id).or_default().range_mut(n_bytes..=2 * n_bytes);
         let ready = fitting.map(|(_, free)| free).find(|free| free.front().is_some_and(Self::is_ready));
         if let Some(staging) = ready.and_then(VecDeque::pop_front) {
             return Ok(staging);
         }
         // SAFETY: the taker writes a buffer before it is read. Without the write-combined flag the host can also read
         // it fast.
-        let bytes = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(n_bytes, 0)? };
-        Ok(Self { device: device.id(), bytes, copy: None })
+        let bytes = unsafe { stream.context().alloc_pinned_with_flags(n_bytes, 0)? };
+        Ok(Self { stream: id, bytes, copy: None })
     }
 
     fn is_ready(&self) -> bool {
-        self.copy.as_ref().is_none_or(CudaEvent::is_complete)
+        self.copy.as_ref().is_none_or(|copy| copy.is_complete())
     }
 
     fn mark(&mut self, stream: &CudaStream) -> std::result::Result<(), DriverError> {
-        self.copy = Some(stream.record_event(None)?);
+        self.copy = Some(Arc::new(stream.record_event(None)?));
         Ok(())
     }
 
     fn give_back(self) {
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        pool.entry(self.device).or_default().entry(self.bytes.len()).or_default().push_back(self);
+        pool.entry(self.stream).or_default().entry(self.bytes.len()).or_default().push_back(self);
     }
 }
 
@@ -128,7 +132,7 @@ pub(crate) fn upload_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Re
 fn send(bytes: &[u8], to: super::DeviceAddress, device: &CudaDevice) -> std::result::Result<(), DriverError> {
     let stream = device.cuda_stream();
     stream.context().bind_to_thread()?;
-    let mut staging = Staging::take(device, bytes.len())?;
+    let mut staging = Staging::take(&stream, bytes.len())?;
     staging.bytes.as_mut_slice()?[..bytes.len()].copy_from_slice(bytes);
     // SAFETY: the device memory at `to` is large enough; the buffer is not written again before the copy is done.
     unsafe { result::memcpy_htod_async(to, &staging.bytes.as_slice()?[..bytes.len()], stream.cu_stream())? };
@@ -160,39 +164,49 @@ pub(crate) struct Readback {
 
 impl Readback {
     pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
-        let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
-        let from = address("readout", x)?;
-        Self::copy(from, n_bytes, device).map_err(cuda_failed("device readback"))
+        Self::on_stream(x, &device.cuda_stream())
     }
 
-    fn copy(from: super::DeviceAddress, n_bytes: usize, device: &CudaDevice) -> std::result::Result<Self, DriverError> {
-        let stream = device.cuda_stream();
+    /// Starts to copy a contiguous tensor on `stream`.
+    pub(super) fn on_stream(x: &Tensor, stream: &CudaStream) -> Result<Self> {
+        let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
+        let from = address("readout", x)?;
+        Self::copy(from, n_bytes, stream).map_err(cuda_failed("device readback"))
+    }
+
+    fn copy(from: super::DeviceAddress, n_bytes: usize, stream: &CudaStream) -> std::result::Result<Self, DriverError> {
         stream.context().bind_to_thread()?;
-        let mut staging = Staging::take(device, n_bytes)?;
+        let mut staging = Staging::take(stream, n_bytes)?;
         let to = &mut staging.bytes.as_mut_slice()?[..n_bytes];
         // SAFETY: there are n_bytes at `from`, and the buffer is kept until the copy is done.
         unsafe { result::memcpy_dtoh_async(to, from, stream.cu_stream())? };
-        staging.mark(&stream)?;
+        staging.mark(stream)?;
         Ok(Self { staging: ManuallyDrop::new(staging), n_bytes })
     }
 
-    fn send_back(&mut self, to: super::DeviceAddress, device: &CudaDevice) -> std::result::Result<(), DriverError> {
-        if self.n_bytes == 0 {
-            return Ok(());
-        }
-        let stream = device.cuda_stream();
+    /// Starts to copy the bytes back to the device, to `to`, on the same stream. There the second copy follows the first.
+    pub(super) fn send_back(
+        &mut self,
+        to: super::DeviceAddress,
+        stream: &CudaStream,
+    ) -> std::result::Result<(), DriverError> {
         stream.context().bind_to_thread()?;
         let bytes = &self.staging.bytes.as_slice()?[..self.n_bytes];
         // SAFETY: the device memory at `to` is large enough; the buffer returns to the pool with this copy's event.
         unsafe { result::memcpy_htod_async(to, bytes, stream.cu_stream())? };
-        self.staging.mark(&stream)
+        self.staging.mark(stream)
+    }
+
+    /// Returns the event after the last copy.
+    pub(super) fn done(&self) -> Arc<CudaEvent> {
+        Arc::clone(self.staging.copy.as_ref().expect("a copy has started"))
     }
 
     pub(crate) fn is_ready(&self) -> bool {
         self.staging.is_ready()
     }
 
-    fn wait_for_bytes(&self) -> Result<&[u8]> {
+    pub(super) fn wait_for_bytes(&self) -> Result<&[u8]> {
         if let Some(copy) = &self.staging.copy {
             copy.synchronize().map_err(cuda_failed("device readback"))?;
         }
@@ -205,37 +219,6 @@ impl Readback {
     }
 }
 
-/// Tensor whose values were copied to pinned memory.
-pub(crate) struct Pinned {
-    readback: Readback,
-    shape: Shape,
-    dtype: DType,
-    device: CudaDevice,
-}
-
-impl Pinned {
-    pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
-        let (shape, dtype, device) = (x.shape().clone(), x.dtype(), device.clone());
-        Ok(Self { readback: Readback::start(x, &device)?, shape, dtype, device })
-    }
-
-    pub(crate) fn into_host(self) -> Result<Tensor> {
-        let bytes = self.readback.wait_for_bytes()?;
-        crate::bytes::tensor_from_bytes(self.dtype, self.shape.clone(), |host| {
-            host.copy_from_slice(bytes);
-            Ok(())
-        })
-    }
-
-    /// Both copies are on one stream: the second begins when the first is done, and the host does not wait.
-    pub(crate) fn into_device(mut self) -> Result<Tensor> {
-        let storage = driver::alloc(&self.device, self.dtype, self.shape.elem_count())?;
-        let to = driver::base("unpark", &storage)?;
-        self.readback.send_back(to, &self.device).map_err(cuda_failed("device readback"))?;
-        Ok(crate::storage::tensor(Storage::Cuda(storage), self.shape))
-    }
-}
-
 impl Drop for Readback {
     fn drop(&mut self) {
         // SAFETY: it is not used afterwards.
@@ -244,6 +227,6 @@ impl Drop for Readback {
 }
 
 /// Returns a function that adds the name of a failed operation to an error of CUDA.
-fn cuda_failed(operation: &'static str) -> impl FnOnce(DriverError) -> Error {
+pub(super) fn cuda_failed(operation: &'static str) -> impl FnOnce(DriverError) -> Error {
     move |error| Error::Msg(format!("{operation}: CUDA failed: {error}"))
 }

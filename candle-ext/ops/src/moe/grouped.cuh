@@ -117,14 +117,24 @@ __device__ __forceinline__ void add_outer(const T* dy, const T* x, const uint* o
         sums.add(operands);
     }
     dw += static_cast<long long>(group) * out * in;
+    const auto at = [&](int i, int j) {
+        return dw + static_cast<long long>(first_row + sums.row(i)) * in + first_column + sums.column(j);
+    };
+    const auto exists = [&](int i, int j) { return first_row + sums.row(i) < out && first_column + sums.column(j) < in; };
+    // All old values are loaded before the first store: the loads overlap.
+    float old[OWN][OWN] = {};
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
-            const int row = first_row + sums.row(i), column = first_column + sums.column(j);
-            if (row >= out || column >= in) continue;
-            G* to = dw + static_cast<long long>(row) * in + column;
-            *to = narrow<G>(sums.at[i][j] + (overwrite ? 0.0f : widen(*to)));
+            if (!overwrite && exists(i, j)) old[i][j] = widen(*at(i, j));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+            if (exists(i, j)) *at(i, j) = narrow<G>(sums.at[i][j] + old[i][j]);
         }
     }
 }

@@ -133,6 +133,35 @@ __device__ __forceinline__ void multiply_groups(const T* x, const T* w, const ui
     });
 }
 
+// Writes the warp's sums to `to`, 32 rows and WARP_COLUMNS columns, of which n_rows and n_columns exist; all do if WHOLE. If ADDS,
+// adds the old values, which are all loaded before the first store: the loads overlap.
+template <bool WHOLE, bool ADDS, typename G>
+__device__ __forceinline__ void write_sums(const mma::Matrix<WARP_COLUMNS>& sums, G* to, long long stride, int n_rows,
+                                           int n_columns) {
+    constexpr int N = WARP_COLUMNS / 8;
+    const auto exists = [&](int i, int j) {
+        return WHOLE || (sums.row_of(i) < n_rows && sums.column_of(2 * j) < n_columns);
+    };
+    const auto at = [&](int i, int j) { return to + sums.row_of(i) * stride + sums.column_of(2 * j); };
+    float values[4][N][2] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            if (ADDS && exists(i, j)) load_floats(at(i, j), values[i][j]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            values[i][j][0] += sums.at[i][2 * j];
+            values[i][j][1] += sums.at[i][2 * j + 1];
+            if (exists(i, j)) store_floats(at(i, j), values[i][j]);
+        }
+    }
+}
+
 // dw [e * out, in] = [dw +] dy^T x of each group, one group per blockIdx.z.
 template <typename T, typename G>
 __device__ __forceinline__ void add_outer(const T* dy, const T* x, const uint* offsets, G* dw, int out, int in,
@@ -170,18 +199,11 @@ __device__ __forceinline__ void add_outer(const T* dy, const T* x, const uint* o
         }
     };
     pipeline((n_terms + TERMS - 1) / TERMS, copy, multiply);
-    dw += static_cast<long long>(group) * out * in;
-    for_each_pair(sums, [&](int row, int column, float first, float second) {
-        row += first_row;
-        column += first_column;
-        if (row >= out || column >= in) return;
-        G* to = dw + static_cast<long long>(row) * in + column;
-        float values[2] = {0.0f, 0.0f};
-        if (!overwrite) load_floats(to, values);
-        values[0] += first;
-        values[1] += second;
-        store_floats(to, values);
-    });
+    const int row = first_row + warp_row(), column = first_column + warp_column();
+    dw += (static_cast<long long>(group) * out + row) * in + column;
+    if (overwrite) write_sums<false, false>(sums, dw, in, out - row, in - column);
+    else if (row + 32 <= out && column + WARP_COLUMNS <= in) write_sums<true, true>(sums, dw, in, out - row, in - column);
+    else write_sums<false, true>(sums, dw, in, out - row, in - column);
 }
 
 }  // namespace grouped_mma

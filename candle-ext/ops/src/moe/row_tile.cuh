@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "warp.cuh"
 
 // Tile of rows of a group; group e holds the rows after the last group, whose outputs are zero.
 struct RowTile {
@@ -17,12 +18,7 @@ __device__ __forceinline__ RowTile row_tile(const Offsets& offsets, int e, int n
     for (int first = 0; first <= e; first += 32) {
         const int group = first + lane;
         const int start = group <= e ? offsets[group] : n, end = group < e ? offsets[group + 1] : n;
-        int tiles = (end - start + HEIGHT - 1) / HEIGHT;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_sync(0xffffffffu, tiles, lane >= step ? lane - step : lane);
-            if (lane >= step) tiles += other;
-        }
+        const int tiles = scan_lanes((end - start + HEIGHT - 1) / HEIGHT);
         const int total = __shfl_sync(0xffffffffu, tiles, 31);
         if (index < before + total) {
             const int found = __popc(__ballot_sync(0xffffffffu, before + tiles <= index));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "warp.cuh"
 
 constexpr uint DROPPED = 0xffffffffu;
 // Slots per block, one per thread.
@@ -24,28 +25,51 @@ KERNEL(256) count_experts(const uint* experts, uint* counts, int n, int e) {
     }
 }
 
-// Replaces each count by that of earlier tiles, and writes the first row of each bucket. One block, a thread per bucket.
-KERNEL(1024) scan_counts(uint* counts, uint* offsets, int n_tiles, int e) {
-    __shared__ uint ends[MOST_BUCKETS];
-    const int bucket = threadIdx.x;
+// Warps of a block of scan_tiles, and tiles of each at a time.
+constexpr int SCAN_WARPS = 32, OWN_TILES = 16;
+
+// Replaces each count by that of earlier tiles, and writes the number of slots of each bucket [e + 1]. A block has 32 buckets,
+// one per lane. Its warps divide the tiles, and read the counts of all of them before they write.
+KERNEL(1024) scan_tiles(uint* counts, uint* totals, int n_tiles, int e) {
+    __shared__ uint of_warp[SCAN_WARPS][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, bucket = blockIdx.x * 32 + lane;
     uint total = 0;
-    if (bucket <= e) {
-        for (int tile = 0; tile < n_tiles; ++tile) {
-            uint* count = counts + static_cast<long long>(tile) * (e + 1) + bucket;
-            const uint own = *count;
-            *count = total;
-            total += own;
+    for (int first = 0; first < n_tiles; first += SCAN_WARPS * OWN_TILES) {
+        const int first_own = first + warp * OWN_TILES, n_own = bucket <= e ? min(OWN_TILES, n_tiles - first_own) : 0;
+        uint* count = counts + static_cast<long long>(first_own) * (e + 1) + bucket;
+        uint own[OWN_TILES], sum = 0;
+#pragma unroll
+        for (int i = 0; i < OWN_TILES; ++i) {
+            own[i] = i < n_own ? count[i * (e + 1)] : 0;
+            sum += own[i];
         }
+        of_warp[warp][lane] = sum;
+        __syncthreads();
+        uint before = total;
+        for (int i = 0; i < SCAN_WARPS; ++i) {
+            if (i < warp) before += of_warp[i][lane];
+            total += of_warp[i][lane];
+        }
+#pragma unroll
+        for (int i = 0; i < OWN_TILES; ++i) {
+            if (i < n_own) count[i * (e + 1)] = before;
+            before += own[i];
+        }
+        __syncthreads();
     }
-    ends[bucket] = total;
+    if (warp == 0 && bucket <= e) totals[bucket] = total;
+}
+
+// Replaces each bucket's number of slots by its first row. One block, a thread per bucket.
+KERNEL(1024) scan_buckets(uint* offsets, int e) {
+    __shared__ uint of_warp[MOST_BUCKETS / 32];
+    const int bucket = threadIdx.x, lane = bucket % 32, warp = bucket / 32;
+    const uint own = bucket <= e ? offsets[bucket] : 0, end = scan_lanes(own);
+    if (lane == 31) of_warp[warp] = end;
     __syncthreads();
-    for (int step = 1; step < MOST_BUCKETS; step *= 2) {
-        const uint before = bucket >= step ? ends[bucket - step] : 0;
-        __syncthreads();
-        ends[bucket] += before;
-        __syncthreads();
-    }
-    if (bucket <= e) offsets[bucket] = ends[bucket] - total;
+    const uint end_of_warp = scan_lanes(of_warp[lane]);
+    const uint before = __shfl_sync(0xffffffffu, end_of_warp, warp > 0 ? warp - 1 : 0);
+    if (bucket <= e) offsets[bucket] = (warp > 0 ? before : 0) + end - own;
 }
 
 // Each slot's row: that of its bucket, plus its earlier slots in other tiles and in its own.

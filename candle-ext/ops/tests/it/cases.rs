@@ -1,6 +1,8 @@
 //! Shared test support: seeded inputs, the relative error, and one check for all ops.
 
 use std::any::Any;
+#[cfg(not(feature = "cuda"))]
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
 
@@ -28,7 +30,7 @@ pub(crate) fn bound(dtype: DType) -> f64 {
 /// Factor on the bounds for other seeds. The bounds were chosen for seed 0.
 const OTHER_INPUTS: f64 = 3.0;
 
-/// Seed of all inputs, from CANDLEWICK_OPS_SEED; failures print it.
+/// Seed of all inputs, and of the orders of emulated lanes, from CANDLEWICK_OPS_SEED; failures print it.
 ///
 /// Tests draw inputs before they compute. So the GEMM kernel is selected here.
 static SEED: LazyLock<u64> = LazyLock::new(|| {
@@ -38,6 +40,16 @@ static SEED: LazyLock<u64> = LazyLock::new(|| {
         Err(_) => 0,
     }
 });
+
+/// Returns the seed of the order of lanes in the next emulation of this thread. It differs from those before.
+#[cfg(not(feature = "cuda"))]
+fn next_lane_seed() -> u64 {
+    thread_local! {
+        static RUNS: Cell<u64> = const { Cell::new(0) };
+    }
+    let run = RUNS.replace(RUNS.get() + 1);
+    SEED.wrapping_mul(1 << 32).wrapping_add(run)
+}
 
 /// Returns a random number generator with this seed.
 pub(crate) fn rng(seed: u64) -> StdRng {
@@ -202,7 +214,7 @@ impl TestDevice {
         match self {
             Self::Cpu => f(),
             #[cfg(not(feature = "cuda"))]
-            Self::Emulated => candlewick_ops::emulate(f),
+            Self::Emulated => candlewick_ops::emulate_with_seed(next_lane_seed(), f),
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => candlewick_ops::poison(f),
         }

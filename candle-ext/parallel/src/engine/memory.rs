@@ -5,6 +5,7 @@ use candlewick_model::LayerCost;
 use candlewick_ops::{CrossEntropyCost, GemmSize};
 
 use super::ActivationCheckpointing;
+use crate::offload::MAX_PREFETCHED_BYTES;
 use crate::pipeline::{PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
 
 /// Sizes of a training step on one rank, from which activation memory is estimated.
@@ -18,8 +19,8 @@ pub struct StepCost<'a> {
     pub head: HeadCost,
     /// Activation checkpointing of each layer.
     pub checkpointing: Vec<ActivationCheckpointing>,
-    /// True if offloaded activations stay in the computing device's memory.
-    pub offloads_to_same_memory: bool,
+    /// Memory of offloaded activations.
+    pub offload_memory: OffloadMemory,
     /// Layers of each pipeline stage.
     pub layout: &'a PipelineLayout,
     /// Pipeline schedule.
@@ -28,6 +29,17 @@ pub struct StepCost<'a> {
     pub stage: usize,
     /// Micro-batches of a step.
     pub n_micros: usize,
+}
+
+/// Memory that holds offloaded activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OffloadMemory {
+    /// Memory of the computing device.
+    Device,
+    /// Host memory of a GPU. A layer's input is copied back during the backward of the layer after it.
+    Host,
+    /// Files.
+    Files,
 }
 
 /// Sizes of final norm, output layer and loss on one rank.
@@ -135,7 +147,9 @@ impl StepCost<'_> {
         for layer_idx in run.clone() {
             // The output at the end of a saved tape is the next layer's input.
             let is_saved = layer_idx == run.start || self.checkpointing[layer_idx - 1] == ActivationCheckpointing::None;
-            moments.extend(self.layer(layer_idx, if is_saved { 0 } else { input }, &mut saved));
+            let of_layer = self.layer(layer_idx, if is_saved { 0 } else { input }, &mut saved);
+            let prefetched = if layer_idx == run.start { 0 } else { self.prefetched_bytes(layer_idx - 1) };
+            moments.extend(of_layer.into_iter().map(|moment| StepBytes { layer: moment.layer + prefetched, ..moment }));
         }
         if self.layout.is_last(self.stage, chunk) {
             let has_output = run.last().is_some_and(|last| self.checkpointing[last] == ActivationCheckpointing::None);
@@ -144,6 +158,16 @@ impl StepCost<'_> {
             moments.extend(self.mtp(saved + layer));
         }
         ChunkBytes { saved, worst: StepBytes::worst(moments) }
+    }
+
+    /// Returns the bytes of a layer's offloaded input that is on the device during the backward of the next layer.
+    fn prefetched_bytes(&self, layer_idx: usize) -> u64 {
+        let is_offloaded = self.checkpointing[layer_idx] == ActivationCheckpointing::Offload;
+        let bytes = self.layers[layer_idx].activation_bytes();
+        match self.offload_memory {
+            OffloadMemory::Host if is_offloaded && bytes <= MAX_PREFETCHED_BYTES => bytes,
+            OffloadMemory::Host | OffloadMemory::Device | OffloadMemory::Files => 0,
+        }
     }
 
     /// Mirrors `mtp_backward`: forward and loss of each MTP layer, then backward of each. `saved` includes the last
@@ -175,7 +199,7 @@ impl StepCost<'_> {
         if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
             // The input is in memory while the layer computes.
             let moments = vec![moment(*saved, input + cost.forward_bytes().max(replay))];
-            *saved += cost.routing_bytes() + if self.offloads_to_same_memory { input } else { 0 };
+            *saved += cost.routing_bytes() + if self.offload_memory == OffloadMemory::Device { input } else { 0 };
             return moments;
         }
         *saved += unsaved_input;

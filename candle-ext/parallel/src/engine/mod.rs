@@ -39,7 +39,7 @@ pub use fp8::Fp8LayerStats;
 pub use inference::{PackedTokens, ScoreQuery};
 use loss::LossForm;
 pub use loss::{LossScale, StepLoss, StepLosses};
-pub use memory::{HeadCost, StepBytes, StepCost};
+pub use memory::{HeadCost, OffloadMemory, StepBytes, StepCost};
 pub use micro::{Micro, StepMicros};
 pub use mtp::mtp_loss_name;
 pub use routing_replay::{MicroExperts, StepRouting};

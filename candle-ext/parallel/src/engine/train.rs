@@ -37,6 +37,16 @@ enum SavedActivation {
     Offloaded(OffloadedActivation, SavedOutputs),
 }
 
+impl SavedActivation {
+    /// Starts to copy an input in host memory back to the device.
+    fn prefetch(&mut self) -> Result<()> {
+        match self {
+            Self::Offloaded(offloaded, _) => offloaded.prefetch(),
+            Self::Tape(..) | Self::Input(..) => Ok(()),
+        }
+    }
+}
+
 /// Activations of a model chunk between its forward and its backward.
 struct ChunkActivations {
     /// Tape of the embedding, if the chunk begins with it.
@@ -303,8 +313,14 @@ impl Engine {
             }
         };
         let run = self.pipeline.layout().blocks(self.pipeline.stage(), pass.chunk_pass.chunk);
-        for (block_idx, keep) in run.zip(blocks).rev() {
-            dx = self.backward_block(block_idx, keep, &dx, &context, auxiliary)?;
+        let mut blocks: Vec<_> = run.zip(blocks).collect();
+        while let Some((block_idx, mut saved)) = blocks.pop() {
+            saved.prefetch()?;
+            // The next layer's input is copied during this layer's backward.
+            if let Some((_, next)) = blocks.last_mut() {
+                next.prefetch()?;
+            }
+            dx = self.backward_block(block_idx, saved, &dx, &context, auxiliary)?;
             self.release_unit(block_idx + 1, pass.micro_batch)?;
         }
         let Some(embedded) = embedded else {
@@ -359,16 +375,17 @@ impl Engine {
             let tape = Tape::record(&[&x], || self.model.block(weights, &x, context))?;
             return Ok((tape.output().clone(), SavedActivation::Tape(x, tape)));
         }
+        // The copy to host memory runs during the forward.
+        let is_offloaded = self.checkpointing[block_idx] == ActivationCheckpointing::Offload;
+        let offloaded = is_offloaded.then(|| OffloadedActivation::offload(&x, &self.offload_target)).transpose()?;
         let forward = || self.model.block(weights, &x, context);
         let (y, outputs) = match self.checkpointing[block_idx] {
             ActivationCheckpointing::Selective => save_outputs(OutputsToSave::All, forward)?,
             _ => save_outputs(OutputsToSave::Routing, forward)?,
         };
-        let kept = match self.checkpointing[block_idx] {
-            ActivationCheckpointing::Offload => {
-                SavedActivation::Offloaded(OffloadedActivation::offload(&x, &self.offload_target)?, outputs)
-            }
-            _ => SavedActivation::Input(x, outputs),
+        let kept = match offloaded {
+            Some(offloaded) => SavedActivation::Offloaded(offloaded, outputs),
+            None => SavedActivation::Input(x, outputs),
         };
         Ok((y, kept))
     }

@@ -230,7 +230,7 @@ impl ParamStore {
         for group_idx in units.flat_map(|unit_idx| self.layout.groups_of(unit_idx)) {
             let grads = self.reducer.group_grads(group_idx);
             if grads.is_some_and(|grads| micro_batch == MicroBatch::Last || !grads.is_resident()) {
-                self.reducer.start(&self.layout, group_idx)?;
+                self.reducer.start(&self.layout, group_idx, micro_batch)?;
             }
         }
         Ok(())

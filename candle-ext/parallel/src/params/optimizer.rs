@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_ops::{
-    AdamW, AdamWState, GradScaler, HostBuffer, ShardPosition, StochasticRounding, adamw, adamw_stochastic, copy_into,
-    derive_key, upload_into,
+    AdamW, AdamWState, GradScaler, ShardPosition, StochasticRounding, adamw, adamw_stochastic, copy_into, derive_key,
+    upload_into,
 };
 
 use super::buffers::ShardedBuffers;
@@ -81,11 +81,12 @@ impl ShardedAdamW {
 
     /// Runs the AdamW step that the scaler has decided on.
     pub(crate) fn step(&self, by: &Update<'_>, reducer: &GradReducer) -> Result<()> {
-        let (on_host, on_device): (Vec<_>, Vec<_>) =
+        let (mut on_host, on_device): (Vec<_>, Vec<_>) =
             self.shards.iter().partition(|(_, shard)| shard.offload.optimizer == MemoryLocation::Host);
         for (group_idx, shard) in on_device {
             shard.step(by, &reducer.reduced(*group_idx)?)?;
         }
+        on_host.sort_by_key(|(group_idx, _)| !reducer.has_host_copy(**group_idx));
         step_on_host(&on_host, by, reducer)
     }
 
@@ -213,15 +214,15 @@ impl ShardPiece {
     }
 }
 
-/// Runs the step of offloaded shards. It waits for the scaler's decision once, and overlaps gradient copies with
-/// updates.
+/// Runs the step of offloaded shards. It waits for the scaler's decision once. The gradients of the first shards were copied during
+/// backward, the others are copied during the updates.
 fn step_on_host(shards: &[(&usize, &AdamWShard)], by: &Update<'_>, reducer: &GradReducer) -> Result<()> {
     if shards.is_empty() {
         return Ok(());
     }
     let Some(scaler) = by.scaler.to_host()? else { return Ok(()) };
     let by = &Update { scaler: &scaler, ..*by };
-    let start = |(group_idx, _): &(&usize, _)| HostBuffer::start(&reducer.reduced(**group_idx)?);
+    let start = |(group_idx, _): &(&usize, _)| reducer.host_copy(**group_idx);
     let mut copy = shards.first().map(start).transpose()?;
     for (i, (_, shard)) in shards.iter().enumerate() {
         let next = shards.get(i + 1).map(start).transpose()?;

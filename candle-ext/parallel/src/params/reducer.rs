@@ -6,11 +6,13 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Collective, Pending, Reduce};
 use candlewick_model::ParamGroupKind;
-use candlewick_ops::{GradSink, copy_into, count_zeros, sum_of_squares};
+use candlewick_ops::{GradSink, HostBuffer, copy_into, count_zeros, sum_of_squares};
 
+use super::MicroBatch;
 use super::bytes::StoreBytes;
 use super::grads::GroupGrads;
 use super::layout::{ParamGroup, ParamLayout};
+use super::offload::MemoryLocation;
 use super::sharding::GroupRanks;
 use crate::placement::Placement;
 
@@ -22,19 +24,31 @@ pub(crate) struct GradReducer {
     dtype: DType,
     device: Device,
     in_flight: Mutex<InFlight>,
+    /// Copies to host memory of this step's gradients, by group index: those that offloaded optimizers read.
+    host_copies: Mutex<BTreeMap<usize, HostBuffer>>,
 }
 
 /// Parameter groups whose gradients are being reduced, oldest first. All ranks start collectives in the same order.
 #[derive(Default)]
 struct InFlight {
     /// Running reduce-scatters.
-    scattering: VecDeque<(usize, Pending)>,
+    scattering: VecDeque<ReductionInFlight>,
     /// Running all-reduces over replicas.
-    summing: VecDeque<(usize, Pending)>,
+    summing: VecDeque<ReductionInFlight>,
+}
+
+/// Collective of a group's gradients.
+struct ReductionInFlight {
+    group_idx: usize,
+    micro_batch: MicroBatch,
+    pending: Pending,
 }
 
 /// Maximum number of groups in each collective at a time.
 const MAX_IN_FLIGHT: usize = 1;
+
+/// Most groups whose gradients are in host memory at a time: one that is read and one that is copied.
+const MAX_HOST_COPIES: usize = 2;
 
 /// Most elements of partial gradients in one all-reduce, unless a single parameter has more.
 const BUCKET_ELEMENTS: usize = 1 << 20;
@@ -48,7 +62,14 @@ impl GradReducer {
             grads.insert(group_idx, of_group);
             sinks.extend(sinks_of_group);
         }
-        Ok(Self { grads, sinks, dtype, device: device.clone(), in_flight: Mutex::default() })
+        Ok(Self {
+            grads,
+            sinks,
+            dtype,
+            device: device.clone(),
+            in_flight: Mutex::default(),
+            host_copies: Mutex::default(),
+        })
     }
 
     /// Returns the gradient sink of a trainable parameter.
@@ -68,15 +89,22 @@ impl GradReducer {
 
     /// Clears all gradients.
     pub(crate) fn clear(&self) -> Result<()> {
+        self.host_copies.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.grads.values().try_for_each(GroupGrads::clear)
     }
 
-    /// Starts the reduction of a trainable group's gradients.
-    pub(crate) fn start(&self, layout: &ParamLayout, group_idx: usize) -> Result<()> {
+    /// Returns the copy of a group's reduced gradients to host memory, which may have started during backward.
+    pub(crate) fn host_copy(&self, group_idx: usize) -> Result<HostBuffer> {
+        let started = self.host_copies.lock().unwrap_or_else(PoisonError::into_inner).remove(&group_idx);
+        started.map_or_else(|| HostBuffer::start(&self.reduced(group_idx)?), Ok)
+    }
+
+    /// Starts the reduction of a trainable group's gradients of a micro-batch, or of all if they are resident.
+    pub(crate) fn start(&self, layout: &ParamLayout, group_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         let unreduced = self.grads[&group_idx].take_unreduced()?;
         let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
         let pending = layout.groups[group_idx].ranks.shard.start_reduce_scatter(&unreduced)?;
-        in_flight.scattering.push_back((group_idx, pending));
+        in_flight.scattering.push_back(ReductionInFlight { group_idx, micro_batch, pending });
         self.advance(&mut in_flight, layout, MAX_IN_FLIGHT)
     }
 
@@ -90,15 +118,41 @@ impl GradReducer {
     fn advance(&self, in_flight: &mut InFlight, layout: &ParamLayout, max_in_flight: usize) -> Result<()> {
         let InFlight { scattering, summing } = in_flight;
         while scattering.len() > max_in_flight {
-            let Some((group_idx, shard)) = scattering.pop_front() else { break };
+            let Some(ReductionInFlight { group_idx, micro_batch, pending }) = scattering.pop_front() else { break };
             let replicate = &layout.groups[group_idx].ranks.replicate;
-            summing.push_back((group_idx, replicate.start_all_reduce(&shard.wait()?, Reduce::Sum)?));
+            let pending = replicate.start_all_reduce(&pending.wait()?, Reduce::Sum)?;
+            summing.push_back(ReductionInFlight { group_idx, micro_batch, pending });
         }
         while summing.len() > max_in_flight {
-            let Some((group_idx, sum)) = summing.pop_front() else { break };
-            self.grads[&group_idx].store_reduced(sum.wait()?)?;
+            let Some(ReductionInFlight { group_idx, micro_batch, pending }) = summing.pop_front() else { break };
+            self.grads[&group_idx].store_reduced(pending.wait()?)?;
+            if micro_batch == MicroBatch::Last {
+                self.start_host_copy(layout, group_idx)?;
+            }
         }
         Ok(())
+    }
+
+    /// Starts to copy a group's gradients to host memory if the optimizer is there, no later exchange changes them, and the host
+    /// updates the group first.
+    fn start_host_copy(&self, layout: &ParamLayout, group_idx: usize) -> Result<()> {
+        let group = &layout.groups[group_idx];
+        let is_partial = group.params.iter().any(|param| param.placement.is_partial());
+        let is_tied = layout.tied_groups().any(|tied| tied == group_idx);
+        let mut host_copies = self.host_copies.lock().unwrap_or_else(PoisonError::into_inner);
+        if group.offload.optimizer == MemoryLocation::Host
+            && !is_partial
+            && !is_tied
+            && host_copies.len() < MAX_HOST_COPIES
+        {
+            host_copies.insert(group_idx, HostBuffer::start(&self.reduced(group_idx)?)?);
+        }
+        Ok(())
+    }
+
+    /// Returns true if the copy of a group's gradients to host memory has started.
+    pub(crate) fn has_host_copy(&self, group_idx: usize) -> bool {
+        self.host_copies.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&group_idx)
     }
 
     /// All-reduces the partial gradients of replicated parameters over the tensor axis. Small ones share a call.

@@ -8,8 +8,10 @@ use crate::moe::KERNELS;
 const OP: &str = "expert assignment";
 /// Slots per block of the sort.
 const TILE: usize = 256;
-/// Threads of the block that scans the counts: one per expert, and one for dropped slots.
+/// Threads of a block that scans counts. The block that scans buckets has one thread per expert, and one for dropped slots.
 const SCAN_THREADS: usize = 1024;
+/// Buckets of a block that scans tiles: one per lane of a warp.
+const SCAN_BUCKETS: usize = 32;
 const THREADS: usize = 256;
 
 /// Offsets, order and rows.
@@ -38,7 +40,9 @@ pub(super) fn sort(experts: &Tensor, e: usize) -> Result<SortedOnDevice> {
     // SAFETY: there are n experts, orders and rows, e + 1 offsets, and e + 1 counts per tile.
     unsafe {
         KERNELS.launch(on, "count_experts", grid, TILE, &[experts, counts, n_arg, e_arg])?;
-        KERNELS.launch(on, "scan_counts", [1, 1, 1], SCAN_THREADS, &[counts, offsets_at, tiles, e_arg])?;
+        let blocks = [(e + 1).div_ceil(SCAN_BUCKETS), 1, 1];
+        KERNELS.launch(on, "scan_tiles", blocks, SCAN_THREADS, &[counts, offsets_at, tiles, e_arg])?;
+        KERNELS.launch(on, "scan_buckets", [1, 1, 1], SCAN_THREADS, &[offsets_at, e_arg])?;
         let args = [experts, counts, offsets_at, order_at, rows_at, n_arg, e_arg];
         KERNELS.launch(on, "place_slots", grid, TILE, &args)?;
     }
@@ -68,4 +72,49 @@ pub(super) fn pad(from: &SortedOnDevice, multiple: usize, n_rows: usize) -> Resu
         order: order.into_tensor(n_rows),
         rows: rows.into_tensor(n),
     })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::cuda::emulator::emulate;
+
+    /// Scans counts that differ for every tile and bucket, and compares each with a sum.
+    #[track_caller]
+    fn check_scan(n_tiles: usize, e: usize) {
+        let count = |tile: usize, bucket: usize| (7 * tile + 13 * bucket) as u32 % 11;
+        let all: Vec<u32> = (0..n_tiles * (e + 1)).map(|place| count(place / (e + 1), place % (e + 1))).collect();
+        let counts = Tensor::new(all, &Device::Cpu).unwrap();
+        let on = gpu(OP, &counts).unwrap();
+        let offsets = Out::new(on, DType::U32, e + 1).unwrap();
+        let (at, offsets_at) = (Arg::Address(address(OP, &counts).unwrap()), Arg::Address(offsets.address));
+        let (tiles, e_arg) = (Arg::I32(n_tiles as i32), Arg::I32(e as i32));
+        let blocks = [(e + 1).div_ceil(SCAN_BUCKETS), 1, 1];
+        // SAFETY: there are e + 1 counts per tile, and e + 1 offsets.
+        emulate(|| unsafe {
+            KERNELS.launch(on, "scan_tiles", blocks, SCAN_THREADS, &[at, offsets_at, tiles, e_arg]).unwrap();
+            KERNELS.launch(on, "scan_buckets", [1, 1, 1], SCAN_THREADS, &[offsets_at, e_arg]).unwrap();
+        });
+        let (found, mut row) = (counts.to_vec1::<u32>().unwrap(), 0);
+        let offsets = offsets.into_tensor(e + 1).to_vec1::<u32>().unwrap();
+        for bucket in 0..=e {
+            assert_eq!(offsets[bucket], row, "bucket {bucket}");
+            let mut earlier = 0;
+            for tile in 0..n_tiles {
+                assert_eq!(found[tile * (e + 1) + bucket], earlier, "tile {tile}, bucket {bucket}");
+                earlier += count(tile, bucket);
+            }
+            row += earlier;
+        }
+    }
+
+    #[test]
+    fn counts_of_any_number_of_tiles_and_buckets_are_scanned() {
+        for (n_tiles, e) in [(1, 1), (15, 31), (17, 32), (512, 8), (513, 40), (1100, 3), (2, 1023)] {
+            check_scan(n_tiles, e);
+        }
+    }
 }
