@@ -313,15 +313,15 @@ def main() -> int:
     parser.description = __doc__
     parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run: " + ", ".join(SIDES))
     parser.add_argument("--shapes", default=",".join(DEFAULT), help="which models: " + ", ".join(CASES))
-    parser.add_argument("--side-seconds", type=float, help="least seconds of timed steps of a side; default 10")
+    parser.add_argument("--side-seconds", type=float, default=10, help="least seconds of timed steps of a side")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side, which share its seconds")
     args = parser.parse_args()
     sides = args.sides.split(",")
     unknown = [name for name in sides if name not in SIDES] + [name for name in args.shapes.split(",") if name not in CASES]
     if unknown:
         parser.error(f"no side or model has the name {', '.join(unknown)}")
-    if args.side_seconds is None:
-        args.side_seconds = 0 if args.quick else 10
+    if args.quick:
+        args.side_seconds = 0
     end = time.monotonic() + args.seconds
     # Its children end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -172,6 +172,22 @@ fn the_calls_of_a_draw_have_their_parts_and_fit_into_its_time() {
     check("3", "A", "doctor smoke h100");
 }
 
+/// A dry run takes our program's steps on the CPU; without torch its sides are errors.
+#[test]
+fn a_call_runs_dry_on_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let trainer = format!("exec {} \"$@\"", trainer());
+    let (said, code) = gpu_check(
+        &[("trainer", &trainer)],
+        folder.path(),
+        &["--dry-run", "--parts", "micro-batches,where,long-2-layers"],
+    );
+    assert_eq!(code, Some(0), "{said}");
+    for line in ["4B-mb2          ours", "linear forward", "long, 2 layers:", "end: all lengths were trained"] {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+}
+
 #[test]
 fn wrong_options_of_the_check_are_refused_before_it_starts() {
     let check = |options: &[&str], want: &str| {
