@@ -166,7 +166,7 @@ def trained(job: dict, mode, seconds: float) -> dict:
     records = all_records[job["warm"]:]
     if not records:
         raise TimeoutError(cut_off or "it logged no step")
-    losses = {record["iter"]: record["loss"] for record in all_records}
+    losses = {str(record["iter"]): record["loss"] for record in all_records}
     return {"speeds": [record["tokens_per_second"] for record in records], "losses": losses,
             "device_used_bytes": records[-1].get("gpu_used_bytes"), "mode": mode, "notes": notes, "cut_off": cut_off,
             "gpu": gpu, "record": records[-1]}
