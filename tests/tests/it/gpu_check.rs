@@ -200,6 +200,7 @@ fn wrong_options_of_the_check_are_refused_before_it_starts() {
     check(&["--draw", "7", "--call", "A"], "draw 7 has no call 'A'");
     check(&["--draw", "1", "--call", "A", "--parts", "ops"], "--draw goes with neither --parts nor --first");
     check(&["--parts", "ops:fast"], "--parts ops:fast: the seconds are no number");
+    check(&["--draw", "1", "--call", "A", "--seconds", "100"], "--seconds 100: the parts keep 380 seconds");
     check(&["--parts", "ops", "--seconds", "soon"], "--seconds soon is no number");
 }
 
