@@ -49,7 +49,10 @@ class OpsBench:
             answer = ""
         finally:
             watch.cancel()
-        return json.loads(answer) if answer else {"error": f"ops-bench ended, or gave no answer in {ANSWER:.0f} s"}
+        try:
+            return json.loads(answer)
+        except ValueError:
+            return {"error": answer.strip() or f"ops-bench ended, or gave no answer in {ANSWER:.0f} s"}
 
     def end(self):
         self.process.kill()
