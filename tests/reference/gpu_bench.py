@@ -1,130 +1,38 @@
 #!/usr/bin/env python3
 """Times training steps of random models, ours and torch's, on one GPU: gpu_bench.py TRAINER OUT.json
 
-Both sides: micro-batches of one row of 4096 tokens, four per step; bf16 weights and activations, f32 gradient accumulation,
-f32 master weights and AdamW moments, gradient clipping. If the activations do not fit, torch checkpoints every layer, and
-ours checkpoints as few as necessary. MFU counts 6 N + causal attention FLOPs per token over 989.5e12, the dense bf16 peak of an H100 or
-H200; recomputation does not count. torch's side is transformers (else torch_decoder.py) with sdpa attention, cuDNN's
-first; `compiled` means each block and the loss by torch.compile. OUT is written after each run, and no
-run starts that would exceed --seconds. --sides selects the sides to run; OUT keeps the results of the others.
+All sides: four rows of 4096 tokens a step; bf16 weights and activations, f32 gradient accumulation, f32 master weights and AdamW
+moments, gradient clipping. A run ends after --side-seconds of timed steps. If the activations do not fit, torch checkpoints every
+layer; ours checkpoints as few as necessary, by `trainer estimate`. MFU counts 6 N + causal attention FLOPs per token over 989.5e12,
+the dense bf16 peak of an H100 or H200; recomputation does not count. gpu_shapes.py has the models.
+
+The sides of torch are transformers (else torch_decoder.py) with sdpa attention, cuDNN's first, and PEFT for LoRA:
+`torch` is eager. `torch_compiled` compiles each block and the loss. `liger` has Liger's kernels, with its fused loss of the output layer
+and its fused experts. `torchao_tensorwise` and `torchao_rowwise` are linear layers in FP8 by torchao, compiled. `nf4` is LoRA on torchao's
+NF4 weights, compiled.
+
+The sides of a model run after one another. The next model, and the next of --rounds, begin with the last side. OUT is written after each
+run, and no run starts that would exceed --seconds. OUT keeps the results of other calls.
 """
 import argparse
 import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-PEAK = 989.5e12
-GIB = 2**30
-SHAPES = {
-    "Llama-3.2-1B": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
-                         intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                         head_dim=64, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
-                         rope_theta=500000.0, tie_word_embeddings=True),
-    "SmolLM2-1.7B": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
-                         intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32, num_key_value_heads=32,
-                         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=130000.0,
-                         tie_word_embeddings=True),
-    "Qwen3-4B": dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=2560, intermediate_size=9728,
-                     num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-                     vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
-                     tie_word_embeddings=True),
-}
-LLAMA_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336,
-                num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-                max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False)
-QWEN_7B = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=3584, intermediate_size=18944,
-               num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
-               max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False)
-# Six layers of Qwen3-30B-A3B, and a dense model with equal FLOPs per token: its MLPs are as wide as a token's eight experts.
-QWEN_MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
-                num_hidden_layers=6, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
-                max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False,
-                num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
-DENSE_TWIN = {**{key: QWEN_MOE[key] for key in SHAPES["Qwen3-4B"]}, "architectures": ["Qwen3ForCausalLM"],
-              "model_type": "qwen3"}
-BF16_STATE = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
-# Sections `precision` of models in FP8. `auto` keeps layers in bf16 that are slower in FP8.
-FP8 = {recipe: {"recipe": recipe} for recipe in ("delayed", "current", "blockwise")} | {
-    "auto": {"recipe": "delayed", "exclude_slower_modules": True}}
-LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": "all-linear"}
-# Larger models, by name only: the config, the recipe's keys, and a published throughput in tokens/s on one H100 with its source.
-LARGE = {
-    "8B-bf16-moments": (LLAMA_8B, BF16_STATE, 6667, "torchtitan, full fine-tuning with FSDP and torch.compile, bf16"),
-    "8B-LoRA": (LLAMA_8B, {"model": {"peft_config": LORA}}, 12473, "NeMo Automodel, LoRA of rank 16"),
-    "7B-LoRA": (QWEN_7B, {"model": {"peft_config": LORA}}, 14110, "NeMo Automodel, LoRA of rank 16"),
-}
-# By name only, too: models in FP8, each after the same model in bf16, and a mixture of experts after its dense twin.
-BASES = {"4B": (SHAPES["Qwen3-4B"], {}), "8B": (LLAMA_8B, BF16_STATE)}
-NAMED = {f"{name}-{precision}": (config, keys if precision == "bf16" else {**keys, "precision": FP8[precision]}, None, None)
-         for name, (config, keys) in BASES.items() for precision in ("bf16", *FP8)}
-NAMED |= {"MoE-dense-twin": (DENSE_TWIN, {}, None, None), "MoE": (QWEN_MOE, {"model": {"experts_implementation": "auto"}}, None, None),
-          "MoE-fused": (QWEN_MOE, {"model": {"experts_implementation": "fused"}}, None, None),
-          "MoE-delayed": (QWEN_MOE, {"precision": {"recipe": "delayed"}}, None, None)}
-TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=16, vocab_size=600)
-TINY_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+import gpu_smi
+from gpu_shapes import (CASES, DEFAULT, FP8, GIB, PEAK, TINY, TINY_EXPERTS, flops_per_token, is_lora, torch_recomputes)
 
-
-def n_weights(c: dict, n_experts: int | None = None) -> int:
-    """Returns the number of weights in matmuls, the head included: with tied embeddings, nearly all. Of a mixture of experts,
-    n_experts counts; default: all."""
-    d, heads = c["hidden_size"], c["num_attention_heads"]
-    head_dim = c.get("head_dim", d // heads)
-    attention = d * head_dim * (2 * heads + 2 * c["num_key_value_heads"])
-    mlp = 3 * d * c["intermediate_size"]
-    if "num_experts" in c:
-        mlp = 3 * d * c["moe_intermediate_size"] * (n_experts or c["num_experts"]) + d * c["num_experts"]
-    return c["num_hidden_layers"] * (attention + mlp) + c["vocab_size"] * d
-
-
-def flops_per_token(c: dict, length: int, per_weight: int) -> float:
-    heads = c["num_attention_heads"]
-    head_dim = c.get("head_dim", c["hidden_size"] // heads)
-    return per_weight * n_weights(c, c.get("num_experts_per_tok")) + 6 * c["num_hidden_layers"] * heads * head_dim * length
-
-
-def widths(c: dict) -> tuple:
-    """Returns the widths of the queries of all heads and of the keys."""
-    head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
-    return head_dim * c["num_attention_heads"], head_dim * c["num_key_value_heads"]
-
-
-def torch_recomputes(c: dict, job: dict, memory_bytes: int) -> bool:
-    """True if torch must recompute. Bytes: bf16 weights, four f32 per weight; per token and layer about 10 d + 4 f + 6 h k."""
-    a_token = 2 * c["num_hidden_layers"] * (10 * c["hidden_size"] + 4 * c["intermediate_size"] + 6 * widths(c)[0])
-    # Logits and their gradients in f32, and the memory of libraries.
-    logits = 3 * 4 * c["vocab_size"] * job["length"]
-    return 18 * n_weights(c) + a_token * job["length"] + logits + 2 * GIB > memory_bytes
-
-
-def state_bytes(keys: dict) -> int:
-    """Returns the bytes of a weight with its gradient, master and moments."""
-    if "peft_config" in keys.get("model", {}):
-        return 2
-    return 14 if "deepspeed" in keys else 18
-
-
-def flops_per_weight(keys: dict) -> int:
-    """Returns the FLOPs per weight and token: forward, dx and dw; a frozen weight has no dw."""
-    return 4 if "peft_config" in keys.get("model", {}) else 6
-
-
-def modes(c: dict, job: dict, memory_bytes: int) -> list:
-    """Returns our values of activation_checkpoint that may fit, the fastest first. Per layer the tape saves the residual
-    stream twice, queries and keys before and after RoPE (and QK norm), values and outputs, gate and up."""
-    q, k = widths(c)
-    a_block = 2 * job["length"] * (2 * c["hidden_size"] + 3 * (q + k) + 2 * c["intermediate_size"])
-    # Logits in f32 and their gradients of a chunk, and the memory of libraries.
-    others = state_bytes(job["keys"]) * n_weights(c) + 5 * GIB
-    fit = [mode for mode, share in (("none", 1.0), ({"every": 2}, 0.5))
-           if others + share * c["num_hidden_layers"] * a_block < memory_bytes]
-    return [*fit, "full"]
+# Values of activation_checkpoint, the fastest first.
+MODES = ("none", {"every": 2}, "full")
+# Steps of a run, at most; --side-seconds end it earlier.
+MOST_STEPS = 100_000
 
 
 def call(command: list, seconds: float) -> str:
@@ -139,20 +47,44 @@ def call(command: list, seconds: float) -> str:
                 raise TimeoutError(f"not done after {seconds:.0f} s") from None
             raise
     if process.returncode != 0:
-        raise RuntimeError(" | ".join(complained.strip().splitlines()[-10:]) or f"exit code {process.returncode}")
+        raise RuntimeError(reason(complained, process.returncode))
     return said
+
+
+def reason(complained: str, code: int) -> str:
+    """Returns the end of a program's messages; a program that a signal ended may have printed others."""
+    said = " | ".join(complained.strip().splitlines()[-10:])
+    return f"{said} | signal {-code}".removeprefix(" | ") if code < 0 else said or f"exit code {code}"
 
 
 def ours(job: dict, seconds: float) -> dict:
     """Times our side in the fastest mode that fits in memory."""
     end = time.monotonic() + seconds
-    for mode in job["modes"]:
+    modes = fitting(job)
+    for mode, estimate in modes:
         try:
-            return trained(job, mode, end - time.monotonic())
+            return {**trained(job, mode, end - time.monotonic()), "estimated_bytes": estimate}
         except RuntimeError as error:
-            if "memory" not in str(error) or mode == job["modes"][-1] or end - time.monotonic() < 20:
+            if "memory" not in str(error) or mode == modes[-1][0] or end - time.monotonic() < 20:
                 raise
     raise RuntimeError("no mode to run in")
+
+
+def fitting(job: dict) -> list:
+    """Returns the modes from the first one on that fits, each with the bytes of `trainer estimate`."""
+    found = []
+    for mode in MODES:
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = recipe_of(job, mode, Path(folder), [])
+            # The exit code is 4 if the run does not fit.
+            command = [job["trainer"], "-q", "estimate", str(recipe), "--json", "--device", str(job["memory"])]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode not in (0, 4):
+            raise RuntimeError(f"trainer estimate: {done.stderr.strip()[-500:] or f'exit code {done.returncode}'}")
+        estimate = json.loads(done.stdout)
+        if estimate["fits"] or found or mode == MODES[-1]:
+            found.append((mode, estimate["peak_bytes"]))
+    return found
 
 
 def words(n: int) -> str:
@@ -170,7 +102,8 @@ def recipe_of(job: dict, mode, folder: Path, texts: list[str]) -> Path:
         "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
         "data": {"sources": [str(text)], "max_length": job["length"], "cache_dir": str(folder / "cache"),
                  **keys.pop("data", {})},
-        "gradient_accumulation_steps": job["rows"], "train_iters": job["steps"], "train_log_iter_interval": 1,
+        "micro_batch_size": job["micro_batch_size"], "gradient_accumulation_steps": job["rows"] // job["micro_batch_size"],
+        "train_iters": job["steps"], "train_log_iter_interval": 1,
         "optimizer": {"learning_rate": 1e-4}, "checkpoint": "none", **keys,
     }))
     return recipe
@@ -184,7 +117,7 @@ def step_records(run: Path) -> list:
 
 
 def argument_parser(seconds: float) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer")
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
@@ -193,40 +126,94 @@ def argument_parser(seconds: float) -> argparse.ArgumentParser:
     return parser
 
 
+def timed_enough(job: dict, seconds: list) -> bool:
+    """True after enough timed steps: the least number of them, and the least time."""
+    return len(seconds) >= job["least_steps"] and sum(seconds) >= job["side_seconds"]
+
+
+def run_until(command: list, run: Path, job: dict, seconds: float) -> str | None:
+    """Runs the trainer until enough steps are timed. Returns the reason of an earlier end."""
+    end = time.monotonic() + seconds
+    errors = run.parent / "errors.txt"
+    with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file,
+                                                    start_new_session=True) as process:
+        try:
+            while process.poll() is None:
+                if timed_enough(job, [record["step_time"] for record in step_records(run)[job["warm"]:]]):
+                    return None
+                if time.monotonic() > end:
+                    return f"not done after {seconds:.0f} s"
+                time.sleep(0.05)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        raise RuntimeError(reason(errors.read_text(), process.returncode))
+    return None
+
+
 def trained(job: dict, mode, seconds: float) -> dict:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, gpu_smi.sampled() as samples:
         folder = Path(name)
         run = folder / "run"
-        # One document is many rows long: nearly every row is one sequence.
-        n_words = job["length"] * job["rows"] * job["steps"]
+        # Rows for eight steps, then the same again. One document is many rows long: nearly every row is one sequence.
+        n_words = job["length"] * job["rows"] * 8
         recipe = recipe_of(job, mode, folder, [words(n_words // 4 + i) for i in range(4)])
-        cut_off = None
-        try:
-            call([job["trainer"], "-q", "train", str(recipe)], seconds)
-        except TimeoutError as error:
-            cut_off = str(error)
-        records, about = step_records(run)[job["warm"]:], run / "run.json"
+        cut_off = run_until([job["trainer"], "-q", "train", str(recipe)], run, job, seconds)
+        all_records, about = step_records(run), run / "run.json"
         notes = json.loads(about.read_text()).get("notes", []) if about.is_file() else []
+        gpu = samples.summary()
+    records = all_records[job["warm"]:]
     if not records:
         raise TimeoutError(cut_off or "it logged no step")
-    speeds = sorted(record["tokens_per_second"] for record in records)
-    return {"tokens_per_second": speeds[len(speeds) // 2], "slowest": speeds[0], "fastest": speeds[-1],
+    losses = {str(record["iter"]): record["loss"] for record in all_records}
+    return {"speeds": [record["tokens_per_second"] for record in records], "losses": losses,
             "device_used_bytes": records[-1].get("gpu_used_bytes"), "mode": mode, "notes": notes, "cut_off": cut_off,
-            "record": records[-1]}
+            "gpu": gpu, "record": records[-1]}
 
 
-def peer(job: dict, compiled: bool, seconds: float) -> dict:
-    """Times torch in its own process, which frees its memory before our run."""
-    script = Path(__file__).with_name("gpu_bench_torch.py")
-    said = call([sys.executable, str(script), json.dumps({**job, "compiled": compiled})], seconds)
-    return json.loads(said.splitlines()[-1])
+def peer(job: dict, side: str, seconds: float) -> dict:
+    """Times torch in its own process, which frees its memory before our run. Without enough memory, it recomputes."""
+    script, end = Path(__file__).with_name("gpu_bench_torch.py"), time.monotonic() + seconds
+    for recompute in dict.fromkeys([job["recompute"], True]):
+        asked = json.dumps({**job, "side": side, "recompute": recompute})
+        with gpu_smi.sampled() as samples:
+            try:
+                said = call([sys.executable, str(script), asked], end - time.monotonic())
+                return {**json.loads(said.splitlines()[-1]), "recomputes": recompute, "gpu": samples.summary()}
+            except RuntimeError as error:
+                if "out of memory" not in str(error) or recompute or end - time.monotonic() < 20:
+                    raise
+    raise RuntimeError("no mode to run in")
 
 
-SIDES = {
-    "ours": lambda job, left: ours(job, min(left, 100)),
-    "torch": lambda job, left: peer(job, False, min(left, 90)),
-    "torch_compiled": lambda job, left: peer(job, True, min(left, 150)),
-}
+# The sides, and the seconds that a run of each may take.
+SIDES = {"ours": 100, "torch": 90, "torch_compiled": 150, "liger": 120, "torchao_tensorwise": 150, "torchao_rowwise": 150, "nf4": 150}
+
+
+def applies(side: str, keys: dict) -> bool:
+    """True if a side can train such a model: NF4 is for LoRA, and FP8 by torchao for full training."""
+    if side == "nf4":
+        return is_lora(keys)
+    return not (side.startswith("torchao") and is_lora(keys))
+
+
+def run_side(side: str, job: dict, left: float) -> dict:
+    seconds = min(left, SIDES[side])
+    return ours(job, seconds) if side == "ours" else peer(job, side, seconds)
+
+
+def add_round(before: dict | None, found: dict) -> dict:
+    """Returns a result with the speeds of earlier rounds."""
+    rounds = [*((before or {}).get("rounds", [])), found.pop("speeds")]
+    speeds = sorted(speed for speeds in rounds for speed in speeds)
+    return {**found, "rounds": rounds, "tokens_per_second": statistics.median(speeds), "slowest": speeds[0], "fastest": speeds[-1]}
+
+
+def host_ms(side: str, job: dict, left: float) -> float:
+    """Returns the milliseconds of a step on rows of 16 tokens: the host takes them to submit its work."""
+    short = {**job, "length": 16, "side_seconds": 0, "least_steps": 10}
+    return 1e3 * 16 * job["rows"] / statistics.median(run_side(side, short, left)["speeds"])
 
 
 def memory_of(trainer: str) -> int:
@@ -240,12 +227,18 @@ def memory_of(trainer: str) -> int:
 def line(row: dict, side: str) -> str:
     result = row[side]
     if "error" in result:
-        return f"{row['name']:15} {side:15} {result['error'][:300]}"
+        return f"{row['name']:15} {side:15} {result['error'][-300:]}"
     used = result.get("device_used_bytes") or 0
     chosen = [note for note in result.get("notes", []) if "attention" in note or note.startswith(("experts: ", "precision."))]
     how = [result["model"]] if "model" in result else chosen
-    if row["recompute"] if "model" in result else result.get("mode", "none") != "none":
-        how.append("recomputes" if "model" in result else f"recomputes: {result['mode']}")
+    if result.get("recomputes") or result.get("mode", "none") != "none":
+        how.append(f"recomputes: {result.get('mode', 'full')}")
+    if "host_ms" in result:
+        how.append(f"host {result['host_ms']:.1f} of {1e3 * row['rows'] * row['length'] / result['tokens_per_second']:.1f} ms a step")
+    if "estimated_bytes" in result:
+        how.append(f"estimated {result['estimated_bytes'] / GIB:.1f} GiB")
+    if result.get("gpu"):
+        how.append(gpu_smi.text(result["gpu"]))
     if side == "ours" and row.get("mark"):
         how.append(f"{result['tokens_per_second'] / row['mark']:.2f} of {row['mark']:,} ({row['mark_source']})")
     return (f"{row['name']:15} {side:15} {result['tokens_per_second']:9,.0f} tokens/s  MFU {result['mfu']:6.1%}  "
@@ -253,66 +246,103 @@ def line(row: dict, side: str) -> str:
 
 
 def compared(rows: list) -> list:
-    """Returns a line for each model in FP8: its speed-up over the same model in bf16, and the gap of their training losses at
-    the last step of both. Data and initial weights are equal."""
+    """Returns a line for each pair of a model and a side of torch, with our speed over the side's. For each model in FP8, returns its
+    speed-up over the same model in bf16, and the gap of their training losses at the last step that both took. Data and initial
+    weights are equal."""
     ours_by_name = {row["name"]: row["ours"] for row in rows if "record" in row.get("ours", {})}
     lines = []
+    for row in rows:
+        for side in SIDES:
+            if side != "ours" and row["name"] in ours_by_name and "tokens_per_second" in row.get(side, {}):
+                ratio = row["ours"]["tokens_per_second"] / row[side]["tokens_per_second"]
+                lines.append(f"{row['name']}: {ratio:.2f} times as fast as {side}" + (", SLOWER" if ratio < 1 else ""))
     for name, fp8 in ours_by_name.items():
         base, _, precision = name.rpartition("-")
         bf16 = ours_by_name.get(f"{base}-bf16" if f"{base}-bf16" in ours_by_name else base)
-        if precision not in FP8 or bf16 is None:
+        if precision not in (*FP8, "fp8") or bf16 is None:
             continue
-        gap = "losses of other steps"
-        if fp8["record"]["iter"] == bf16["record"]["iter"]:
-            gap = f"loss of step {fp8['record']['iter']} {fp8['record']['loss'] - bf16['record']['loss']:+.4f}"
+        common = sorted(set(fp8["losses"]) & set(bf16["losses"]), key=int)
+        gap = "no step in common"
+        if common:
+            gap = f"loss of step {common[-1]} {fp8['losses'][common[-1]] - bf16['losses'][common[-1]]:+.4f}"
         lines.append(f"{name}: {fp8['tokens_per_second'] / bf16['tokens_per_second']:.2f} times as fast as bf16, {gap}")
     return lines
 
 
+def table_of(args, old: dict) -> list:
+    """Returns a row for each model, with the results of earlier calls."""
+    sizes = dict(length=64, rows=2, steps=MOST_STEPS, warm=1, least_steps=2) if args.quick else dict(
+        length=4096, rows=4, steps=MOST_STEPS, warm=3, least_steps=5)
+    memory, table = memory_of(args.trainer), []
+    for name in args.shapes.split(","):
+        case = CASES[name]
+        config = case.config
+        if args.quick:
+            config = {**config, **TINY, **(TINY_EXPERTS if "num_experts" in config else {})}
+        job = {**sizes, "config": config, "keys": case.keys, "micro_batch_size": case.micro_batch_size, "device": args.device,
+               "trainer": args.trainer, "memory": memory, "side_seconds": args.side_seconds / args.rounds}
+        job["recompute"] = torch_recomputes(config, job, memory)
+        done = {side: old[name][side] for side in SIDES if side in old.get(name, {})}
+        table.append({"name": name, **sizes, "mark": None if args.quick else case.mark, "mark_source": case.mark_source,
+                      "times_host": case.times_host, "job": job, **done})
+    return table
+
+
+def measure(row: dict, side: str, left: float) -> dict:
+    """Returns the result of a side, or its error."""
+    job, before = row["job"], row.get(side, {})
+    try:
+        if left < 10:
+            raise TimeoutError("no time was left")
+        began = time.monotonic()
+        found = add_round(before, run_side(side, job, left))
+        found["mfu"] = found["tokens_per_second"] * flops_per_token(job["config"], job["length"], job["keys"]) / PEAK
+    except Exception as error:  # A bench that fails is a line of the table; rounds that were measured stay.
+        return before if "rounds" in before else {"error": f"{type(error).__name__}: {error}"[:2000]}
+    left -= time.monotonic() - began
+    if row["times_host"] and "host_ms" not in before and left > 10:
+        try:
+            found["host_ms"] = host_ms(side, job, left)
+        except Exception as error:  # The speed was measured.
+            print(f"{row['name']} {side}, rows of 16 tokens: {error}", flush=True)
+    return {**({"host_ms": before["host_ms"]} if "host_ms" in before else {}), **found}
+
+
 def main() -> int:
     parser = argument_parser(350)
-    parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run, in this order")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="which models; also " + ", ".join([*LARGE, *NAMED]))
+    parser.description = __doc__
+    parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run: " + ", ".join(SIDES))
+    parser.add_argument("--shapes", default=",".join(DEFAULT), help="which models: " + ", ".join(CASES))
+    parser.add_argument("--side-seconds", type=float, default=10, help="least seconds of timed steps of a side")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each side, which share its seconds")
     args = parser.parse_args()
+    sides = args.sides.split(",")
+    unknown = [name for name in sides if name not in SIDES] + [name for name in args.shapes.split(",") if name not in CASES]
+    if unknown:
+        parser.error(f"no side or model has the name {', '.join(unknown)}")
+    if args.quick:
+        args.side_seconds = 0
     end = time.monotonic() + args.seconds
     # Its children end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    sizes = dict(length=64, rows=2, steps=4, warm=1) if args.quick else dict(length=4096, rows=4, steps=8, warm=3)
-    memory = memory_of(args.trainer)
     old = {row["name"]: row for row in json.loads(args.out.read_text())} if args.out.is_file() else {}
-    shapes = args.shapes.split(",")
+    table = table_of(args, old)
     # Rows of other calls stay in the file.
-    table, kept = [], [row for name, row in old.items() if name not in shapes]
-    cases = {name: (config, {}, None, None) for name, config in SHAPES.items()} | LARGE | NAMED
-    for name in shapes:
-        config, keys, mark, mark_source = cases[name]
-        mark = None if args.quick else mark
-        if args.quick:
-            config = {**config, **TINY, **(TINY_EXPERTS if "num_experts" in config else {})}
-        job = {**sizes, "config": config, "keys": keys, "device": args.device, "trainer": args.trainer}
-        job["recompute"], job["modes"] = torch_recomputes(config, job, memory), modes(config, job, memory)
-        done = {side: old[name][side] for side in SIDES if side in old.get(name, {})}
-        table.append({"name": name, **sizes, "recompute": job["recompute"], "mark": mark, "mark_source": mark_source,
-                      "job": job, **done})
-    failed = False
-    # One side after the other, so that an interrupted call loses least.
-    for side in args.sides.split(","):
-        for row in table:
-            left = end - time.monotonic()
-            try:
-                if left < 10:
-                    raise TimeoutError("no time was left")
-                row[side] = SIDES[side](row["job"], left)
-                job = row["job"]
-                per_token = flops_per_token(job["config"], sizes["length"], flops_per_weight(job["keys"]))
-                row[side]["mfu"] = row[side]["tokens_per_second"] * per_token / PEAK
-            except Exception as error:  # A bench that fails is a line of the table.
-                row[side] = {"error": f"{type(error).__name__}: {error}"[:2000]}
-                failed |= side == "ours"
-            print(line(row, side), flush=True)
-            args.out.write_text(json.dumps([*kept, *table], indent=1))
+    kept = [row for name, row in old.items() if name not in args.shapes.split(",")]
+    for row in table:
+        for side in sides:
+            row.pop(side, None)
+    for turn in range(args.rounds):
+        for place, row in enumerate(table):
+            # The side that begins changes: a card that was idle is faster.
+            for side in sides if (turn + place) % 2 == 0 else sides[::-1]:
+                if not applies(side, row["job"]["keys"]):
+                    continue
+                row[side] = measure(row, side, end - time.monotonic())
+                print(line(row, side), flush=True)
+                args.out.write_text(json.dumps([*kept, *table], indent=1))
     print(*compared([*kept, *table]), sep="\n")
-    return 1 if failed else 0
+    return 1 if any("error" in row.get("ours", {}) for row in table if "ours" in sides) else 0
 
 
 if __name__ == "__main__":

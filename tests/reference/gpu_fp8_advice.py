@@ -9,14 +9,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpu_bench import BASES, TINY, argument_parser, call, recipe_of
+from gpu_bench import argument_parser, call, recipe_of
+from gpu_shapes import BASES, TINY
 
 
 def advice_of(args, config: dict, keys: dict, seconds: float) -> list:
     """Returns the advice of each recipe for micro-batches of one row."""
     length = 64 if args.quick else 4096
     job = {"config": {**config, **TINY} if args.quick else config, "keys": keys, "device": args.device, "length": length,
-           "rows": 1, "steps": 1}
+           "rows": 1, "micro_batch_size": 1, "steps": 1}
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(job, "none", Path(folder), [])
         return json.loads(call([args.trainer, "-q", "fp8-advise", str(recipe), "--json"], seconds))
@@ -45,8 +46,8 @@ def lines(name: str, advice: list) -> list:
 def main() -> int:
     args = argument_parser(60).parse_args()
     end, all_advice = time.monotonic() + args.seconds, {}
-    for name, (config, keys) in BASES.items():
-        all_advice[name] = advice_of(args, config, keys, max(end - time.monotonic(), 1))
+    for name, case in BASES.items():
+        all_advice[name] = advice_of(args, case.config, case.keys, max(end - time.monotonic(), 1))
         print(*lines(name, all_advice[name]), sep="\n", flush=True)
         args.out.write_text(json.dumps(all_advice, indent=1))
     return 0

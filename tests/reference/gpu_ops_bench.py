@@ -2,11 +2,13 @@
 """Times torch on the ops that ops-bench timed, on the same device: gpu_ops_bench.py OPS.json [--device cuda] [--seconds N]
 
 OPS.json is the output of `ops-bench --json`: shapes, rotating input sets, ceilings. The script adds torch's time to each row
-and rewrites the file. Torch runs in several variants (eager, compiled, each attention backend); the fastest counts and is
-named. gpu_ops_bench_rows.py describes a row.
+and rewrites the file. Torch runs in several variants (eager, compiled, each attention backend, Liger's kernels, torchao's FP8 layers); the fastest
+counts and is named. gpu_ops_bench_rows.py describes a row.
 """
 import argparse
 import collections
+import dataclasses
+import importlib
 import json
 import statistics
 import time
@@ -19,6 +21,8 @@ import torch.nn.functional as F
 from gpu_ops_bench_rows import HEAD, line
 
 BF16, F32 = torch.bfloat16, torch.float32
+# Beginning of the names of compiled variants.
+COMPILED = "compiled"
 args = argparse.Namespace()
 
 
@@ -48,12 +52,21 @@ def differentiable(what, make_inputs, ways):
 
 
 def eager_and_compiled(what, make_inputs, f):
-    return differentiable(what, make_inputs, {"eager": f, "compiled": torch.compile(f, dynamic=False)})
+    return differentiable(what, make_inputs, {"eager": f, COMPILED: torch.compile(f, dynamic=False)})
+
+
+def liger(name):
+    """Returns a function of Liger's ops; an ImportError without Liger is the variant's failure."""
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function)
 
 
 def rms_norm(what, t, d):
-    return eager_and_compiled(what, lambda: (randn(t, d, grad=True), randn(d, grad=True)),
-                              lambda x, w: F.rms_norm(x, (d,), w, 1e-6))
+    make = lambda: (randn(t, d, grad=True), randn(d, grad=True))
+    # In place, Liger's backward would overwrite the gradient that every run reads.
+    by_liger = lambda x, w: liger("rms_norm.LigerRMSNormFunction").apply(x, w, 1e-6, 0.0, "llama", False)
+    return {**eager_and_compiled(what, make, lambda x, w: F.rms_norm(x, (d,), w, 1e-6)),
+            **differentiable(what, make, {"liger": by_liger})}
 
 
 def add_rms_norm(what, t, d):
@@ -73,8 +86,11 @@ def rope(what, t, h, k):
 
 
 def swiglu(what, t, f):
-    return eager_and_compiled(what, lambda: (randn(t, f, grad=True), randn(t, f, grad=True)),
-                              lambda gate, up: F.silu(gate) * up)
+    # Liger's backward writes into what its forward saved, so only its forward can run again.
+    by_liger = {"liger": lambda gate, up: liger("swiglu.LigerSiLUMulFunction").apply(gate, up)}
+    make = lambda: (randn(t, f, grad=True), randn(t, f, grad=True))
+    return {**eager_and_compiled(what, make, lambda gate, up: F.silu(gate) * up),
+            **(differentiable(what, make, by_liger) if what == "forward" else {})}
 
 
 def add(what, t, d):
@@ -129,6 +145,25 @@ def linear(what, t, k, n):
     return differentiable(what, lambda: (randn(t, k), randn(n, k)), {"eager": F.linear})
 
 
+def fp8_linear(what, t, k, n):
+    """torchao's linear layer, with the quantization of both operands."""
+    def made(recipe):
+        def make():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            if args.device == "cpu":
+                config = dataclasses.replace(config, emulate=True)
+            layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, device=args.device, dtype=BF16))
+            layer, x = torch.compile(convert_to_float8_training(layer, config=config), dynamic=False), randn(t, k)
+
+            def run():
+                with torch.no_grad():
+                    return layer(x)
+            return run
+        return make
+    return {f"{COMPILED} torchao {recipe}": made(recipe) for recipe in ("tensorwise", "rowwise")}
+
+
 def linear_dx(what, t, k, n):
     def make():
         dy, w = randn(t, n), randn(n, k)
@@ -147,8 +182,10 @@ def linear_dw(what, t, k, n):
 
 
 def group_ends(t, e):
-    """Ends of e groups of equal size; ours are skewed."""
-    return (torch.arange(1, e + 1, device=args.device) * t // e).to(torch.int32)
+    """Ends of e groups of t rows, as in ops-bench: group i has about as many rows as 1 / (i + 8) of them."""
+    weights = [sum(1 / (i + 8) for i in range(n)) for n in range(e + 1)]
+    # Halves round up, as in Rust.
+    return torch.tensor([int(t * weight / weights[e] + 0.5) for weight in weights[1:]], dtype=torch.int32, device=args.device)
 
 
 def grouped_linear(what, t, k, n, e):
@@ -187,7 +224,13 @@ def moe_layer(what, t, d, f, e, k):
         gate, up = torch._grouped_mm(x[order // k], gate_up.mT, offs=ends).chunk(2, -1)
         y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=ends) * weights.flatten()[order, None].to(BF16)
         return torch.zeros_like(x).index_add(0, order // k, y)
-    return differentiable(what, make, {"_grouped_mm": layer, "compiled": torch.compile(layer, dynamic=False)})
+
+    def liger_layer(x, router, gate_up, down):
+        weights, experts = torch.softmax(x @ router.t(), -1, dtype=F32).topk(k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return liger("fused_moe.LigerFusedMoEFunction").apply(x, gate_up, down, experts.to(torch.int32), weights.to(BF16))
+    return differentiable(what, make, {"_grouped_mm": layer, COMPILED: torch.compile(layer, dynamic=False),
+                                       "liger": liger_layer})
 
 
 def dense_mlp(what, t, d, f):
@@ -211,7 +254,10 @@ def linear_cross_entropy(what, t, v, d):
             return run
         return make
     loss = lambda x, w, targets: F.cross_entropy((x @ w.t()).float(), targets)
-    return {"eager": made(loss), "compiled": made(torch.compile(loss, dynamic=False))}
+    of_liger = lambda x, w, targets: liger("fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction").apply(x, w, targets)
+    # The loss comes with statistics.
+    by_liger = lambda *inputs: of_liger(*inputs)[0]
+    return {"eager": made(loss), COMPILED: made(torch.compile(loss, dynamic=False)), "liger": made(by_liger)}
 
 
 def adamw(what, n):
@@ -263,7 +309,7 @@ def sum_of_squares(what, n):
             return lambda: f(x)
         return make
     squares = lambda x: (x * x).sum()
-    return {"vector_norm": made(torch.linalg.vector_norm), "compiled": made(torch.compile(squares, dynamic=False))}
+    return {"vector_norm": made(torch.linalg.vector_norm), COMPILED: made(torch.compile(squares, dynamic=False))}
 
 
 OPS = {
@@ -272,6 +318,7 @@ OPS = {
     "linear dw": linear_dw, "linear_cross_entropy": linear_cross_entropy, "adamw": adamw, "grad_scaler": grad_scaler,
     "copy_into f32 to bf16": in_place(copy_to(BF16)), "copy_into f32": in_place(copy_to(F32)), "zero_": in_place(zero),
     "sum_of_squares": sum_of_squares, "grouped_linear": grouped_linear,
+    "fp8 delayed": fp8_linear, "fp8 current": fp8_linear,
     "grouped_linear dx": grouped_linear_dx, "grouped_linear dw": grouped_linear_dw, "moe layer": moe_layer, "dense mlp": dense_mlp,
 }
 
@@ -330,6 +377,16 @@ def ceilings():
     return {"copy_bytes_per_second": 2 * n_bytes / copy * 1e3, "product_flops_per_second": 2 * n**3 / product * 1e3}
 
 
+def ceilings_of(file):
+    """Returns the ceilings of the file, or those measured now."""
+    if file and file.is_file():
+        return json.loads(file.read_text())
+    found = ceilings()
+    if file:
+        file.write_text(json.dumps(found))
+    return found
+
+
 def said(ceilings):
     return (f"copies {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, "
             f"multiplies {ceilings['product_flops_per_second'] / 1e12:.1f} TFLOP/s")
@@ -340,6 +397,7 @@ def main():
     parser.add_argument("ops", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--ceilings", type=Path, help="file of torch's ceilings; it is written if it is missing")
     parser.add_argument("--quick", action="store_true")
     parser.parse_args(namespace=args)
     began = time.monotonic()
@@ -348,7 +406,7 @@ def main():
     torch._dynamo.config.recompile_limit = 64
     found = json.loads(args.ops.read_text())
     found["torch"] = torch.__version__
-    found["torch_ceilings"] = ceilings()
+    found["torch_ceilings"] = ceilings_of(args.ceilings)
     print(f"ours: {found['device']}, {said(found['ceilings'])}")
     print(f"torch {torch.__version__}: {said(found['torch_ceilings'])}")
     print(HEAD)
@@ -362,8 +420,10 @@ def main():
             op = row["op"].removesuffix(" fused").replace(" cutlass", "")
             key = json.dumps([op, row["what"], shape])
             if key not in done and time.monotonic() - began < args.seconds:
-                ways = {name: make for name, make in OPS[op](row["what"], **shape).items()
-                        if (name == "compiled") == is_compiled}
+                # Rows without a counterpart in torch stay as they are.
+                variants = OPS[op](row["what"], **shape) if op in OPS else {}
+                ways = {name: make for name, make in variants.items()
+                        if name.startswith(COMPILED) == is_compiled}
                 for all_of_it, new in zip(known[key], timed(ways, row["n_sets"])):
                     all_of_it.update(new)
             done.add(key)

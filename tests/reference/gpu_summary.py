@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from gpu_bench import SIDES, compared, line as step_line
+from gpu_ceilings import line as ceiling_line
 from gpu_fp8_advice import lines as advice_lines
 from gpu_long import line as long_line
 from gpu_ops_bench_rows import line as op_line
@@ -29,7 +30,8 @@ def read(path):
 def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
-        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-advise", "host", "fp8-steps", "moe-steps", "long",
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-advise", "host", "fp8-steps", "moe-steps",
+        "long", "long-2", "ceilings", "small", "h100",
         *GROUPED)}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
@@ -54,7 +56,7 @@ def main():
               f"{row['not_cached_ms']:.2f} ms with new descriptors")
     for name, found in (of["fp8-advise"] or {}).items():
         print(*advice_lines(name, found), sep="\n")
-    for title in ("bench", "tune", "large", "fp8-steps", "moe-steps"):
+    for title in ("bench", "tune", "large", "small", "h100", "fp8-steps", "moe-steps"):
         rows = of[title] or []
         if rows:
             print(f"\n{title}:")
@@ -66,8 +68,11 @@ def main():
             print(comparison)
     if of["where"]:
         print(f"\ntime by {of['where']['by']}:", *map(where_line, of["where"]["rows"][:25]), sep="\n")
-    if of["long"]:
-        print("\nlong:", *map(long_line, of["long"]["steps"]), f"end: {of['long']['end'][:300]}", sep="\n")
+    if of["ceilings"]:
+        print("\nceilings of matmuls:", *map(ceiling_line, of["ceilings"]), sep="\n")
+    for found in (of["long"], of["long-2"]):
+        if found:
+            print(f"\nlong, {found['layers']} layers:", *map(long_line, found["steps"]), f"end: {found['end'][:300]}", sep="\n")
 
 
 def print_ops(ops):

@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu_bench import SHAPES, TINY, argument_parser, call, recipe_of, words
+from gpu_bench import argument_parser, call, recipe_of, words
+from gpu_shapes import CASES, TINY
 
 METRIC = "gpu__time_duration.sum"
 SECONDS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1.0, "second": 1.0}
@@ -61,8 +62,9 @@ def line(row: dict) -> str:
 def main() -> int:
     args = argument_parser(90).parse_args()
     length, steps = (64, 2) if args.quick else (4096, 3)
-    config = {**SHAPES["SmolLM2-1.7B"], **(TINY if args.quick else {}), "num_hidden_layers": 4}
-    job = {"config": config, "keys": {}, "device": args.device, "length": length, "rows": 2, "steps": steps}
+    config = {**CASES["SmolLM2-1.7B"].config, **(TINY if args.quick else {}), "num_hidden_layers": 4}
+    job = {"config": config, "keys": {}, "device": args.device, "length": length, "rows": 2, "micro_batch_size": 1,
+           "steps": steps}
     with tempfile.TemporaryDirectory() as name:
         recipe = recipe_of(job, "none", Path(name), [words(length * 2 * steps)])
         by, found = measure(args.trainer, recipe, args.seconds)

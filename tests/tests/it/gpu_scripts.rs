@@ -3,14 +3,14 @@
 //! They need Python's standard library only; the comparisons with torch are not run.
 #![cfg(target_os = "linux")]
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 use suite::{program, root};
+
+use crate::gpu_check::put_program;
 
 /// Runs a script of `tests/reference` and returns what it prints.
 #[track_caller]
@@ -24,7 +24,7 @@ fn python(script: &str, arguments: &[&str], environment: &[(&str, &Path)]) -> St
     said
 }
 
-fn trainer() -> String {
+pub(crate) fn trainer() -> String {
     program("trainer").display().to_string()
 }
 
@@ -61,15 +61,15 @@ fn steps_are_timed_one_side_after_another_into_one_file() {
     assert_eq!(said.matches("tokens/s").count(), 3, "{said}");
 }
 
-/// The speed-up of FP8 is printed with the gap of the loss, if both runs took the same steps.
+/// The speed-up of FP8 is printed with the gap of the loss at the last step that both runs took.
 #[test]
 fn steps_in_fp8_are_compared_with_those_in_bf16() {
     let folder = tempfile::tempdir().unwrap();
     let row = |name: &str, speed: f64, iter: u64, loss: f64| {
-        let ours = serde_json::json!({
-            "tokens_per_second": speed, "mfu": 0.5, "record": {"iter": iter, "loss": loss}
+        let ours = json!({
+            "tokens_per_second": speed, "mfu": 0.5, "record": {}, "losses": {"3": 9.0, iter.to_string(): loss}
         });
-        serde_json::json!({"name": name, "recompute": false, "ours": ours})
+        json!({"name": name, "recompute": false, "ours": ours})
     };
     let rows = [
         row("4B-bf16", 100.0, 8, 5.0),
@@ -82,7 +82,7 @@ fn steps_in_fp8_are_compared_with_those_in_bf16() {
     let said = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
     for line in [
         "4B-delayed: 1.22 times as fast as bf16, loss of step 8 +0.0125",
-        "4B-current: 1.19 times as fast as bf16, losses of other steps",
+        "4B-current: 1.19 times as fast as bf16, loss of step 3 +0.0000",
         "MoE-delayed: 0.90 times as fast as bf16, loss of step 8 -0.5000",
     ] {
         assert!(said.lines().any(|said| said == line), "{line}: {said}");
@@ -127,108 +127,68 @@ fn without_transformer_engine_its_benchmark_changes_nothing() {
     assert_eq!(fs::read_to_string(&rows).unwrap(), r#"{"rows": []}"#);
 }
 
-/// On a machine on which everything fails, every part reports its failure, and a table follows.
 #[test]
-fn a_failed_check_lists_the_tests_that_also_fail_alone() {
+fn clock_power_and_temperature_are_sampled_by_nvidia_smi() {
     let folder = tempfile::tempdir().unwrap();
-    let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
-    fs::create_dir(&bin).unwrap();
-    let tests = r#"#!/bin/bash
-case "$*" in
-    *--list*) printf '%s: test\n' a::one b::two c::three; printf '\n3 tests, 0 benchmarks\n' ;;
-    *--exact*b::two*) printf "thread 'b::two' panicked at x.rs:1:\nrelative error 3\n"; exit 101 ;;
-    *--exact*) echo "test result: ok" ;;
-    *) printf 'test a::one ... ok\ntest b::two ... FAILED\n'; kill -SEGV $$ ;;
-esac
-"#;
-    // A `doctor` with truncated output.
-    let broken = "#!/bin/bash\necho '{\"gpus\"'\nexit 3\n";
-    for (name, program) in
-        [("ops-test", tests), ("comm-test", tests), ("trainer", broken), ("evaluator", broken), ("ops-bench", broken)]
-    {
-        let file = bin.join(name);
-        fs::write(&file, program).unwrap();
-        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
-    }
-    // A fake nvidia-smi without a GPU, and a fake sanitizer without findings.
-    let found = folder.path().join("path");
-    fs::create_dir(&found).unwrap();
-    std::os::unix::fs::symlink("/bin/true", found.join("compute-sanitizer")).unwrap();
-    let check = |options: &[&str]| {
-        let path = format!("{}:{}", found.display(), std::env::var("PATH").unwrap());
-        let mut check = Command::new("scripts/gpu-check");
-        check.args(options).args([&out, &bin]).current_dir(root()).env("PATH", path).env("CUDA_VISIBLE_DEVICES", "");
-        let output = check.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        (said, output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
-    };
-    let (said, code, complained) = check(&[]);
-    for part in ["doctor", "ops", "comm", "losses", "steps", "ops-bench", "torch's-ops"] {
-        assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
-    }
-    assert!(said.contains("FAILED: b::two: thread 'b::two' panicked at x.rs:1: relative error 3"), "{said}");
-    assert!(said.contains("alone it is right: c::three") && !said.contains("a::one: "), "{said}");
-    assert_eq!(code, Some(7), "{said}{complained}");
-    let summary = fs::read_to_string(out.join("summary.txt")).unwrap();
-    assert!(summary.contains("doctor.json: ") && summary.contains("FAIL ops-bench"), "{summary}");
-    assert!(summary.contains("Qwen3-4B        ours            RuntimeError: exit code 3"), "{summary}");
-    let files = fs::read_dir(&out).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap());
-    let mut files: Vec<String> = files.collect();
-    files.sort();
-    assert_eq!(files, ["doctor.json", "results.tar.gz", "summary.txt"]);
-
-    // `--first` stops at a failure.
-    let (said, code, complained) = check(&["--first"]);
-    for part in ["doctor", "smoke", "ops-seed-0", "first-losses"] {
-        assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
-    }
-    assert!(said.contains("the other parts were not run") && !said.contains("FAIL  ops ("), "{said}");
-    assert_eq!(code, Some(4), "{said}{complained}");
-
-    // `--parts` runs the named part alone and refuses an unknown name.
-    let (said, code, _) = check(&["--parts", "where,grouped,long"]);
-    for part in ["where", "grouped", "long"] {
-        assert!(said.contains(&format!("FAIL  {part} (")) && !said.contains("doctor ("), "{part}: {said}");
-    }
-    assert_eq!(code, Some(3), "{said}");
-    let (_, code, complained) = check(&["--parts", "wher"]);
-    assert_eq!((code, complained.trim()), (Some(2), "failed: there is no part wher"));
+    let smi = "printf '%s\\n' '1980, 300.00, 50, 0x0000000000000000' '1500, 690.00, 60, 0x0000000000000004' \
+               '1400, 700.00, 61, 0x0000000000000004' '[N/A], [N/A], 61, [N/A]'; exec sleep 1000";
+    put_program(&folder.path().join("nvidia-smi"), smi);
+    let script = "import gpu_smi, sys, time\nwith gpu_smi.sampled() as samples:\n    while len(samples.rows) < 4:\n        \
+                  time.sleep(0.01)\nprint(gpu_smi.text(samples.summary()))\nprint(samples.summary(1)['sm_mhz_min'])\n";
+    fs::write(folder.path().join("sample.py"), script).unwrap();
+    let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+    let mut command = Command::new("python3");
+    command.arg(folder.path().join("sample.py")).env("PATH", path).env("PYTHONPATH", root().join("tests/reference"));
+    let said = command.output().unwrap();
+    assert_eq!(
+        String::from_utf8_lossy(&said.stdout),
+        "1500 MHz, 690 W, 61 °C, reasons 0x4\n1400.0\n",
+        "{}",
+        String::from_utf8_lossy(&said.stderr)
+    );
 }
 
-/// `gpu-check --first` continues with the other parts if all first parts pass.
 #[test]
-fn a_successful_first_part_is_followed_by_the_others() {
+fn matmuls_are_timed_by_both_algorithms_in_turns() {
     let folder = tempfile::tempdir().unwrap();
-    let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
-    fs::create_dir(&bin).unwrap();
-    let put = |name: &str, program: &str| {
-        fs::write(bin.join(name), program).unwrap();
-        fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
-    };
-    let wrapped = format!(
-        "#!/bin/bash\ncase \"$1\" in doctor) echo '{{\"gpus\": []}}' ;; *) exec {} \"$@\" device=cpu {} ;; esac\n",
-        trainer(),
-        "model.config.num_hidden_layers=1 model.config.intermediate_size=128 data.max_length=128 \
-         data.sources=[recipes/quickstart/eval.jsonl] data.eval_sources=[]"
-    );
-    put("trainer", &wrapped.replace("\"$@\" device=cpu", "\"${@//device=cuda/device=cpu}\""));
-    ["ops-test", "comm-test"].iter().for_each(|name| put(name, "#!/bin/bash\nexit 0\n"));
-    ["evaluator", "ops-bench"].iter().for_each(|name| put(name, "#!/bin/bash\nexit 1\n"));
-    let mut check = Command::new("timeout");
-    check.args(["--signal=INT", "240", "scripts/gpu-check", "--first"]).args([&out, &bin]).current_dir(root());
-    let mut check = check.stdout(Stdio::piped()).spawn().unwrap();
-    let mut parts = vec!["doctor", "smoke", "ops-seed-0", "first-losses", "ops"];
-    let mut lines = BufReader::new(check.stdout.take().unwrap()).lines().map_while(Result::ok);
-    let mut said = Vec::new();
-    while !parts.is_empty() {
-        let Some(line) = lines.next() else { break };
-        parts.retain(|part| !line.contains(&format!("ok  {part} (")));
-        said.push(line);
+    let (bench, out) = (folder.path().join("ops-bench"), folder.path().join("ceilings.json"));
+    let answers = "while read -r t k n kind; do [ $kind = burst ] && echo '{\"tflop_s\": '${CANDLEWICK_GEMM_TUNE:+1}700', \"ms\": 1, \
+                   \"runs\": 10}' || echo '{\"error\": \"out of memory\"}'; done";
+    put_program(&bench, answers);
+    // A torch that cannot be imported.
+    fs::write(folder.path().join("torch.py"), "raise ImportError('no torch')").unwrap();
+    let mut command = Command::new("python3");
+    command.args([&root().join("tests/reference/gpu_ceilings.py"), &bench, &out]).args(["--device", "cpu", "--quick"]);
+    let output = command.env("PYTHONPATH", folder.path()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("torch is not measured: no torch") && said.contains("first out of memory"), "{said}");
+    let rows: Value = serde_json::from_slice(&fs::read(&out).unwrap()).unwrap();
+    let burst = &rows[0];
+    assert_eq!((&burst["first"]["tflop_s"], &burst["tuned"]["tflop_s"]), (&700.into(), &1700.into()), "{rows}");
+    assert_eq!((rows.as_array().unwrap().len(), output.status.code()), (4, Some(1)), "{said}");
+    let summary = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
+    assert!(summary.contains("tuned 1700.0 TFLOP/s"), "{summary}");
+}
+
+/// The sides of a model begin in turns; a side that cannot train it is left out.
+#[test]
+fn every_side_is_timed_in_each_round() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("large.json");
+    let arguments = [&trainer(), out.to_str().unwrap(), "--device", "cpu", "--quick"];
+    let of = ["--sides", "ours,torchao_rowwise", "--shapes", "135M-LoRA,4B-mb2", "--rounds", "2"];
+    // Without torch its side is an error.
+    fs::write(folder.path().join("torch.py"), "raise ImportError('no torch')").unwrap();
+    python("gpu_bench.py", &[&arguments[..], &of].concat(), &[("PYTHONPATH", folder.path())]);
+    let rows: Value = serde_json::from_slice(&fs::read(&out).unwrap()).unwrap();
+    for row in rows.as_array().unwrap() {
+        assert_eq!(row["ours"]["rounds"].as_array().unwrap().len(), 2, "{row}");
+        assert!(row["ours"]["estimated_bytes"].as_u64().unwrap() > 0, "{row}");
     }
-    // The script forwards the signal to the part that runs now.
-    kill_process(Pid::from_child(&check), Signal::INT).unwrap();
-    check.wait().unwrap();
-    assert!(parts.is_empty(), "{parts:?}: {said:?}");
+    assert!(rows[0]["ours"]["host_ms"].as_f64().unwrap() > 0.0 && rows[0]["torchao_rowwise"].is_null(), "{rows}");
+    assert!(rows[1]["torchao_rowwise"]["error"].as_str().unwrap().contains("no torch"), "{rows}");
+    let said = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
+    assert!(said.contains(" ms a step; estimated "), "{said}");
 }
 
 #[test]
@@ -331,16 +291,4 @@ fn a_kernel_that_a_gpu_would_not_launch_or_that_spills_is_an_error() {
     check_usage(".maxntid 32, 1, 1", &usage("run", 255, 8), Some("op/run for sm_80: 8 bytes of spills, 0 are listed"));
     check_usage("", &usage("run", 20, 0), Some("op/run for sm_80: no launch bounds"));
     check_usage(".maxntid 32, 1, 1", &usage("other", 20, 0), Some("op/run: not compiled for sm_90a"));
-}
-
-#[test]
-fn programs_of_another_commit_are_not_packed() {
-    let folder = tempfile::tempdir().unwrap();
-    let trainer = folder.path().join("trainer");
-    fs::write(&trainer, "#!/bin/bash\necho 'trainer 0.1.0 (0123456789)'\n").unwrap();
-    fs::set_permissions(&trainer, fs::Permissions::from_mode(0o755)).unwrap();
-    let output = Command::new(root().join("scripts/pack-gpu")).arg(folder.path()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("are not of this commit") && said.contains("--any-commit"), "{said}");
-    assert_eq!(output.status.code(), Some(1), "{said}");
 }

@@ -7,6 +7,7 @@ mod eval_stop;
 mod eval_tasks;
 mod export;
 mod golden;
+mod gpu_check;
 mod gpu_scripts;
 mod hostile;
 // Other tests use the rest of it.

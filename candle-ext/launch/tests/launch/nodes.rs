@@ -8,8 +8,8 @@ use candlewick_comm::store::{Client, Error, StoreSecret};
 use rustix::process::Signal;
 
 use crate::launcher::{
-    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, STORE_SECRET, TIMEOUT, command, connect_to_store, create_gate,
-    free_port, open_gate, start, start_script, temp_folder, wait_for_count, wait_for_file,
+    AWAIT_SIGNALS, Launcher, LauncherOutput, START_CHILD, STORE_SECRET, TIMEOUT, command, connect_to_store,
+    create_gate, free_port, open_gate, start, start_script, temp_folder, wait_for_count, wait_for_file,
 };
 
 struct Job {
@@ -220,7 +220,7 @@ fn several_nodes_need_a_secret_unless_they_let_in_torch() {
             let secret = wait_for_file(&path.join(format!("secret{rank}")));
             assert_eq!(secret, if is_open { "" } else { STORE_SECRET });
         }
-        let stranger = Client::connect("127.0.0.1", job.port, Duration::from_secs(10));
+        let stranger = Client::connect("127.0.0.1", job.port, TIMEOUT);
         assert_eq!(matches!(stranger, Err(Error::Refused { .. })), !is_open);
         let _gates: Vec<_> = (0..3).map(|rank| open_gate(&path.join(format!("end{rank}")))).collect();
         for node in nodes {

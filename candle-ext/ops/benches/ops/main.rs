@@ -9,8 +9,10 @@ mod fp8;
 mod grouped;
 mod host;
 mod linear;
+mod matmuls;
 mod measure;
 mod moe;
+mod progress;
 
 use std::path::PathBuf;
 
@@ -18,11 +20,13 @@ use anyhow::{Context, Result};
 use candle_core::Device;
 use candlewick_ops::{DeviceChoice, Fp8Kernels, GroupedGemmImpl, GroupedTile, force_grouped_tile, gpus};
 use clap::Parser;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use cases::{BenchCase, BenchCost, Set};
+use matmuls::MatmulTimes;
 use measure::{BenchRun, Effort, Timing};
+use progress::{Progress, within};
 
 /// The allocator of the programs. Fresh pages would cost a CPU more time than the ops.
 #[global_allocator]
@@ -42,6 +46,15 @@ struct Args {
     /// Write the measurements to this JSON file, after each op
     #[arg(long)]
     json: Option<PathBuf>,
+    /// Continue the file of --json: skip its cases. The case that ended the process before counts as failed
+    #[arg(long, requires = "json")]
+    resume: bool,
+    /// Seconds that a case may take. After them the process aborts; --resume continues
+    #[arg(long)]
+    case_seconds: Option<f64>,
+    /// Read the device's ceilings from this JSON file; measure and write them if it is missing
+    #[arg(long)]
+    ceilings: Option<PathBuf>,
     /// Run only ops whose names contain this text
     #[arg(long, default_value = "")]
     filter: String,
@@ -63,6 +76,9 @@ struct Args {
     /// Measure the host's time for the linear layers of a training step instead, with cached descriptors and without
     #[arg(long, conflicts_with = "fp8")]
     host: bool,
+    /// Time the matmuls that standard input requests: a line has t, k, n and `burst` or `sustained`
+    #[arg(long, conflicts_with_all = ["fp8", "host", "grouped"])]
+    matmuls: bool,
     /// Accepted because cargo bench passes it
     #[arg(long, hide = true)]
     bench: bool,
@@ -97,7 +113,7 @@ enum Tile {
 }
 
 /// Ceilings of the device, in bytes and FLOPs per second.
-#[derive(Clone, Copy, Serialize)]
+#[derive(Clone, Copy, Serialize, Deserialize)]
 struct Ceilings {
     copy_bytes_per_second: f64,
     product_flops_per_second: f64,
@@ -105,6 +121,8 @@ struct Ceilings {
 
 #[derive(Serialize)]
 struct Row {
+    /// Op, direction and sizes.
+    case: String,
     op: &'static str,
     what: &'static str,
     shape: Map<String, Value>,
@@ -142,44 +160,71 @@ fn main() -> Result<()> {
     if args.host {
         return measure_host(&args, &device);
     }
+    if args.matmuls {
+        let times = if args.quick { MatmulTimes::QUICK } else { MatmulTimes::FULL };
+        return times.answer(&device, std::io::stdin().lock(), std::io::stdout());
+    }
+    measure_ops(&args, &device)
+}
+
+fn measure_ops(args: &Args, device: &Device) -> Result<()> {
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
-    let ceilings = ceilings(&device, effort, &args)?;
-    let mut found = json!({
-        "device": name_of(&device),
-        "fp8_kernels": Fp8Kernels::selected().name(),
-        "ceilings": ceilings,
-        "rows": [],
-        "failed": [],
-    });
+    let ceilings = args.ceilings(device, effort)?;
     println!(
         "{}: copies {:.0} GB/s, multiplies {:.1} TFLOP/s",
-        name_of(&device),
+        name_of(device),
         ceilings.copy_bytes_per_second / 1e9,
         ceilings.product_flops_per_second / 1e12
     );
-    for case in args.cases(&device).into_iter().filter(|case| case.op.contains(&args.filter)) {
-        let shape: Vec<String> = case.shape.iter().map(|(name, n)| format!("{name}={n}")).collect();
-        let label = format!("{} {} {}", case.op, case.what, shape.join(" "));
-        match measure(&case, &device, effort, ceilings) {
+    let mut progress = args.progress(device, ceilings)?;
+    for case in args.cases(device).into_iter().filter(|case| case.op.contains(&args.filter)) {
+        let label = case.label();
+        if progress.has(&label) {
+            continue;
+        }
+        progress.begin(&label)?;
+        match within(args.case_seconds, || measure(&case, device, effort, ceilings)) {
             Ok(row) => {
                 println!("{label:84} {}", row.line());
-                push(&mut found, "rows", json!(row));
+                progress.end("rows", json!(row))?;
             }
             Err(error) => {
                 println!("{label:84} failed: {error:#}");
-                push(&mut found, "failed", json!({ "case": label, "error": format!("{error:#}") }));
+                progress.end("failed", json!({ "case": label, "error": format!("{error:#}") }))?;
+                // A kernel's error stays in the process, and every later case would fail.
+                if device.synchronize().is_err() {
+                    std::process::abort();
+                }
             }
         }
-        if let Some(path) = &args.json {
-            std::fs::write(path, serde_json::to_string_pretty(&found)?)
-                .with_context(|| format!("failed to write {}", path.display()))?;
-        }
     }
-    anyhow::ensure!(found["failed"].as_array().is_none_or(Vec::is_empty), "some ops failed");
+    anyhow::ensure!(!progress.has_failures(), "some ops failed");
     Ok(())
 }
 
 impl Args {
+    fn progress(&self, device: &Device, ceilings: Ceilings) -> Result<Progress> {
+        let kernels = Fp8Kernels::selected().name();
+        let fields = json!({ "device": name_of(device), "fp8_kernels": kernels, "ceilings": ceilings });
+        match self.resume {
+            true => Ok(Progress::resume(self.json.clone(), fields)?),
+            false => Ok(Progress::new(self.json.clone(), fields)),
+        }
+    }
+
+    /// Returns the ceilings of the file, or those measured now.
+    fn ceilings(&self, device: &Device, effort: Effort) -> Result<Ceilings> {
+        if let Some(file) = self.ceilings.as_deref().filter(|file| file.is_file()) {
+            return Ok(serde_json::from_value(progress::read(file)?)?);
+        }
+        let ceilings = ceilings(device, effort, self)?;
+        if let Some(file) = &self.ceilings {
+            std::fs::write(file, json!(ceilings).to_string())
+                .with_context(|| format!("failed to write {}", file.display()))?;
+        }
+        Ok(ceilings)
+    }
+
     fn cases(&self, device: &Device) -> Vec<BenchCase> {
         match (self.fp8, self.grouped, self.quick) {
             (true, _, false) => fp8::all(),
@@ -201,12 +246,6 @@ fn measure_host(args: &Args, device: &Device) -> Result<()> {
             .with_context(|| format!("failed to write {}", path.display()))?;
     }
     Ok(())
-}
-
-fn push(found: &mut Value, list: &str, item: Value) {
-    if let Some(list) = found[list].as_array_mut() {
-        list.push(item);
-    }
 }
 
 fn name_of(device: &Device) -> String {
@@ -245,6 +284,7 @@ fn measure(case: &BenchCase, device: &Device, effort: Effort, ceilings: Ceilings
     let seconds = timing.ms / 1e3;
     let at_least = [bytes / ceilings.copy_bytes_per_second, flops / ceilings.product_flops_per_second];
     Ok(Row {
+        case: case.label(),
         op: case.op,
         what: case.what,
         shape: case.shape.iter().map(|(name, n)| ((*name).to_owned(), json!(n))).collect(),
@@ -258,6 +298,14 @@ fn measure(case: &BenchCase, device: &Device, effort: Effort, ceilings: Ceilings
         bound: if at_least[0] >= at_least[1] { "memory" } else { "compute" },
         fraction_of_ceiling: at_least[0].max(at_least[1]) / seconds,
     })
+}
+
+impl BenchCase {
+    /// Returns op, direction and sizes.
+    pub(crate) fn label(&self) -> String {
+        let shape: Vec<String> = self.shape.iter().map(|(name, n)| format!("{name}={n}")).collect();
+        format!("{} {} {}", self.op, self.what, shape.join(" "))
+    }
 }
 
 impl Row {

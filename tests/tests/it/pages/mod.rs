@@ -24,6 +24,8 @@ const NOT_RUN: &[(&str, &str, &str)] = &[
     ("docs/distributed.md", "mpirun -H node0,node1 -x CANDLEWICK_STORE_SECRET", "needs MPI and two nodes"),
     ("docs/first-runs.md", "set train_iters=20", "needs torch and the weights of SmolLM2"),
     ("docs/getting-started.md", "cargo build --release", "the tests have their own build"),
+    ("docs/gpu-results.md", "scripts/gpu-check --draw 1 --call A", "needs a GPU"),
+    ("docs/gpu-results.md", "scripts/gpu-wheels", "the build takes 25 minutes"),
     ("docs/launch.md", "env -u SLURM_PROCID", "needs Slurm"),
     ("docs/launch.md", "export CANDLEWICK_STORE_SECRET=", "needs two nodes"),
     ("docs/launch.md", "mpirun -n 2 target/release/launch --world", "needs MPI"),
