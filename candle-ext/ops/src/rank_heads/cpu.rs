@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::RankHeads;
+use super::sizes::RankHeads;
 use crate::floats::{Floats, FloatsMut};
 
 /// Computes y [groups * copies, tokens, len] of x [tokens, groups, len].

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{OP, RankHeads};
+use super::sizes::{OP, RankHeads};
 use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("rank_heads");

@@ -5,6 +5,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod sizes;
 
 use candle_core::{Result, Tensor, bail};
 
@@ -13,19 +14,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
 
-const OP: &str = "rank_heads";
-
-/// Sizes of a layout change: [tokens, groups, len] in one layout, [groups * copies, tokens, len] in the other.
-#[derive(Clone, Copy, Debug)]
-struct RankHeads {
-    tokens: usize,
-    /// Consecutive heads that one rank has, or that several ranks have copies of.
-    groups: usize,
-    /// Ranks with the same heads.
-    copies: usize,
-    /// Elements of a group's heads.
-    len: usize,
-}
+use sizes::{OP, RankHeads};
 
 /// Returns the heads of each rank, one rank after the other: [t, h, k] -> [ranks * t, n, k].
 ///
@@ -69,16 +58,4 @@ pub fn heads_of_ranks(y: &Tensor, h: usize, n_ranks: usize) -> Result<Tensor> {
         },
         cuda => Ok(cuda::of_ranks(&y, sizes)?.into_tensor(shape)),
     })
-}
-
-impl RankHeads {
-    fn new(tokens: usize, [h, k]: [usize; 2], n_ranks: usize) -> Result<Self> {
-        if h > 0 && n_ranks > 0 && h.is_multiple_of(n_ranks) {
-            return Ok(Self { tokens, groups: n_ranks, copies: 1, len: h / n_ranks * k });
-        }
-        if h > 0 && n_ranks > 0 && n_ranks.is_multiple_of(h) {
-            return Ok(Self { tokens, groups: h, copies: n_ranks / h, len: k });
-        }
-        bail!("{OP}: {h} heads over {n_ranks} ranks: one must be a multiple of the other")
-    }
 }

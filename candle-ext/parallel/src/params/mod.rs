@@ -11,6 +11,7 @@ mod bytes;
 mod fp8_gather;
 mod grads;
 mod layout;
+mod micro_batch;
 mod offload;
 mod optimizer;
 mod options;
@@ -28,6 +29,7 @@ use candlewick_ops::{AdamW, Fp8Guard, Fp8Layers, GradScaler, WeightStorage, copy
 
 pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
+pub use micro_batch::MicroBatch;
 pub use offload::CpuOffload;
 pub use options::{MasterRounding, ParamDtypes, StoreMode, StoreOptions};
 pub use sharding::{ShardingGroups, ZeroStage};
@@ -39,15 +41,6 @@ use buffers::{GroupWeights, ShardedBuffers};
 use layout::ParamLayout;
 use optimizer::{ShardedAdamW, Update};
 use reducer::GradReducer;
-
-/// Position of a micro-batch in gradient accumulation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MicroBatch {
-    /// A micro-batch that is followed by another one of the step.
-    Earlier,
-    /// The last micro-batch of the step.
-    Last,
-}
 
 /// This rank's shards of parameters and training state.
 ///

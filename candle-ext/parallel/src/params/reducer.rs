@@ -8,10 +8,10 @@ use candlewick_comm::{Collective, Pending, Reduce};
 use candlewick_model::ParamGroupKind;
 use candlewick_ops::{GradSink, HostBuffer, copy_into, count_zeros, sum_of_squares};
 
-use super::MicroBatch;
 use super::bytes::StoreBytes;
 use super::grads::GroupGrads;
 use super::layout::{ParamGroup, ParamLayout};
+use super::micro_batch::MicroBatch;
 use super::offload::MemoryLocation;
 use super::sharding::GroupRanks;
 use crate::placement::Placement;
