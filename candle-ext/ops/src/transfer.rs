@@ -140,7 +140,7 @@ pub struct HostBuffer(HostValues);
 enum HostValues {
     OnHost(Tensor),
     #[cfg(feature = "cuda")]
-    Pinned(crate::cuda::offload::OffloadedTensor),
+    Pinned(Box<crate::cuda::offload::OffloadedTensor>),
 }
 
 impl HostBuffer {
@@ -150,7 +150,7 @@ impl HostBuffer {
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
-                HostValues::Pinned(crate::cuda::offload::OffloadedTensor::start(&x.contiguous()?, device)?)
+                HostValues::Pinned(Box::new(crate::cuda::offload::OffloadedTensor::start(&x.contiguous()?, device)?))
             }
             _ => HostValues::OnHost(x.clone()),
         }))

@@ -3,7 +3,8 @@
 //! Events order the two streams. A copy waits for the compute submitted before it. Compute waits for a copy before it reads the
 //! result, or reuses memory that the copy reads.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
+use std::collections::hash_map::{Entry, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::DeviceId;
@@ -31,11 +32,13 @@ impl CopyStream {
     /// Calls `f` with the copy stream of a device.
     fn with<T>(device: &CudaDevice, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let mut streams = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
-        if !streams.contains_key(&device.id()) {
-            let stream = device.cuda_stream().context().new_stream().map_err(cuda_failed("offload"))?;
-            streams.insert(device.id(), Self { stream, sources: VecDeque::new() });
-        }
-        f(streams.get_mut(&device.id()).expect("it was inserted"))
+        f(match streams.entry(device.id()) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let stream = device.cuda_stream().context().new_stream().map_err(cuda_failed("offload"))?;
+                entry.insert(Self { stream, sources: VecDeque::new() })
+            }
+        })
     }
 
     /// Makes later copies wait for the compute submitted so far.
