@@ -128,7 +128,8 @@ fn a_router_that_the_family_does_not_have_is_trained_resumed_and_exported() {
     check_exports(&whole, "llama.cpp has the router of qwen3moe without this key");
 }
 
-/// Rounding to bf16 changes the experts of tokens near ties of their router, and so the logits of a correct export.
+/// Rounding to bf16 changes the experts of tokens near ties of their router. The check takes those of the source, and the logits
+/// stay as near as in a dense model. With other experts the norm is above 0.05.
 #[test]
 fn an_export_of_tokens_near_ties_of_their_routers_is_accepted() {
     let run = Run::of_experts();
@@ -145,7 +146,7 @@ fn an_export_of_tokens_near_ties_of_their_routers_is_accepted() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let norm = text.split_once("relative norm ").and_then(|(_, rest)| rest.split(',').next()?.parse::<f64>().ok());
-    assert!(norm.unwrap() > 0.05, "no expert changed: {text}");
+    assert!(norm.unwrap() < 0.02, "{text}");
 }
 
 /// Exports a trained model again. A model that transformers does not read is exported with a warning, and GGUF refuses it.

@@ -139,7 +139,7 @@ fn values_of_other_toolkits_get_a_replacement() {
         ("device=tpu", "not supported; use `device: cpu`"),
         ("device=rocm", "not supported; use `device: cpu`"),
         ("model.peft_config={use_dora: true}", "DoRA: not supported; use LoRA"),
-        ("model.peft_config={modules_to_save: [lm_head]}", "not supported; use training all weights"),
+        ("model.peft_config={modules_to_save: [lm_head]}", "not supported; use full fine-tuning"),
         ("model.peft_config={init_lora_weights: pissa}", "not supported; use LoRA, or rsLoRA"),
         ("model.peft_config={peft_type: IA3}", "not supported; use LoRA, or rsLoRA"),
         ("model.peft_config={bias: lora_only}", "not supported; use `bias: none`"),
