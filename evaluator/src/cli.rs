@@ -27,7 +27,7 @@ use candlewick_inference::command::{ChatOptions, GenerateArgs, ServeOptions, cha
 use candlewick_runtime::cores::{override_kernels, select_cpu_gemm_kernel, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, parse_arguments_from, report};
-use candlewick_runtime::log_lines::LogLines;
+use candlewick_runtime::log_lines::LogLineFormat;
 use candlewick_runtime::progress::{AboveBars, show_downloads};
 use candlewick_runtime::rank_env::rank_env;
 use candlewick_runtime::terminal::{print_line, print_note};
@@ -150,7 +150,7 @@ pub fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(|| AboveBars)
         .with_ansi(stderr_has_colors())
-        .event_format(LogLines)
+        .event_format(LogLineFormat)
         .with_env_filter(filter)
         .init();
     error_file::record_panics();

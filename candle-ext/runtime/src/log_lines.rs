@@ -17,9 +17,9 @@ use crate::timestamp::utc_timestamp;
 ///
 /// Warnings and errors are for users. Other events are for developers, and name their module.
 #[derive(Clone, Copy, Debug)]
-pub struct LogLines;
+pub struct LogLineFormat;
 
-impl<S, N> FormatEvent<S, N> for LogLines
+impl<S, N> FormatEvent<S, N> for LogLineFormat
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,

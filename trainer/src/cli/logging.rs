@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 use candlewick_command_line::stderr_has_colors;
-use candlewick_runtime::log_lines::LogLines;
+use candlewick_runtime::log_lines::LogLineFormat;
 use candlewick_runtime::progress::AboveBars;
 use candlewick_runtime::rank_env::rank_env;
 use tracing_subscriber::layer::SubscriberExt;
@@ -36,7 +36,7 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, layers: Vec<BoxedLa
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)
             .with_ansi(stderr_has_colors())
-            .event_format(LogLines)
+            .event_format(LogLineFormat)
             .with_filter(filter())
     });
     let file = match &plan.file {

@@ -14,14 +14,14 @@ use candle_core::{D, Device, IndexOp, Tensor};
 use candlewick_model::{GgufFile, TensorCallback};
 use candlewick_ops::to_host;
 
-use super::prompts::ComparedPrompts;
+use super::prompts::PackedPrompts;
 use super::routing::{RoutingDifference, RoutingSums};
 
 /// ggml's default `beta_fast` and `beta_slow` of YaRN.
 const YARN_BETAS: [f64; 2] = [32.0, 1.0];
 
 /// A GGUF file as llama.cpp's graph.
-pub(super) struct LlamaCpp<'a> {
+pub(super) struct LlamaCppGraph<'a> {
     file: &'a GgufFile,
     architecture: String,
     device: &'a Device,
@@ -40,7 +40,7 @@ enum RotatedPair {
     Halves,
 }
 
-impl<'a> LlamaCpp<'a> {
+impl<'a> LlamaCppGraph<'a> {
     /// Reads the settings of a file.
     pub(super) fn new(file: &'a GgufFile, device: &'a Device) -> Result<Self> {
         let architecture = match file.value("general.architecture") {
@@ -60,7 +60,7 @@ impl<'a> LlamaCpp<'a> {
     /// embedding and output.
     pub(super) fn logits(
         &self,
-        prompts: &ComparedPrompts,
+        prompts: &PackedPrompts,
         experts: &BTreeMap<usize, Tensor>,
         on_unit: TensorCallback,
     ) -> Result<(Tensor, Option<RoutingDifference>)> {
@@ -91,7 +91,7 @@ impl<'a> LlamaCpp<'a> {
         &self,
         layer_idx: usize,
         x_td: &Tensor,
-        prompts: &ComparedPrompts,
+        prompts: &PackedPrompts,
         rope: &(Tensor, Tensor),
     ) -> Result<Tensor> {
         let name = |module: &str| format!("blk.{layer_idx}.{module}");
@@ -124,7 +124,7 @@ impl<'a> LlamaCpp<'a> {
     }
 
     /// Attends causally within each prompt: q [t, h, k], k and v [t, g, k] -> [t, h * k].
-    fn attention(&self, q_thk: &Tensor, k_tgk: &Tensor, v_tgk: &Tensor, prompts: &ComparedPrompts) -> Result<Tensor> {
+    fn attention(&self, q_thk: &Tensor, k_tgk: &Tensor, v_tgk: &Tensor, prompts: &PackedPrompts) -> Result<Tensor> {
         let n_repeats = self.n_heads / self.n_kv_heads;
         let mut outputs = Vec::new();
         for range in prompts.ranges() {

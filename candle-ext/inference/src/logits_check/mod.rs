@@ -28,8 +28,8 @@ use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use llama_cpp::LlamaCpp;
-use prompts::ComparedPrompts;
+use llama_cpp::LlamaCppGraph;
+use prompts::PackedPrompts;
 pub use routing::RoutingDifference;
 
 /// Texts whose logits are compared: prose, code, numbers, other scripts.
@@ -57,7 +57,7 @@ const MAX_TOKENS: usize = 12;
 
 /// Logits of a model for some prompts. The weights of one layer are in memory at a time, in f32.
 pub struct PromptLogits {
-    prompts: ComparedPrompts,
+    prompts: PackedPrompts,
     /// f32 [t, v], on the host.
     logits: Vec<Vec<f32>>,
     /// Selected experts, u32 [t, k] by layer.
@@ -104,7 +104,7 @@ impl PromptLogits {
             Some(tokenizer) => prompts(tokenizer, model.config())?,
             None => vec![arbitrary_tokens(model.config()); 2],
         };
-        let prompts = ComparedPrompts::new(prompts, model.config().max_positions());
+        let prompts = PackedPrompts::new(prompts, model.config().max_positions());
         let exported = Model::new(model.config().clone(), None)?;
         let record = RoutingRecord::default();
         let router = RouterContext { record: Some(&record), ..RouterContext::default() };
@@ -127,7 +127,7 @@ impl PromptLogits {
     /// Compares with the logits that llama.cpp's graph has with the dequantized weights of a GGUF file.
     pub fn compare_gguf(&self, path: &Path, device: &Device, on_unit: TensorCallback) -> Result<LogitsDifference> {
         let file = GgufFile::open(path)?;
-        let (logits, routing) = LlamaCpp::new(&file, device)?.logits(&self.prompts, &self.experts, on_unit)?;
+        let (logits, routing) = LlamaCppGraph::new(&file, device)?.logits(&self.prompts, &self.experts, on_unit)?;
         Ok(LogitsDifference { routing, ..self.compare(&logits)? })
     }
 

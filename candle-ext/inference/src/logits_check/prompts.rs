@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 /// Prompts, packed one after the other.
-pub(super) struct ComparedPrompts {
+pub(super) struct PackedPrompts {
     prompts: Vec<Vec<u32>>,
     /// Positions of all tokens.
     positions: Vec<u32>,
@@ -12,7 +12,7 @@ pub(super) struct ComparedPrompts {
 /// Largest position of a token. From there, f32 rounds the angles of the fastest pairs by 1e-3, and programs differ.
 const MAX_POSITION: usize = (1 << 15) - 1;
 
-impl ComparedPrompts {
+impl PackedPrompts {
     /// Creates prompts of a model with `n_positions`. Tokens of every second prompt are next to each other. Those of the others
     /// are further and further apart up to the last position, because most scaling of RoPE shows at long distances alone.
     pub(super) fn new(prompts: Vec<Vec<u32>>, n_positions: usize) -> Self {
@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(spread(5, 84), [0, 3, 10, 29, 84]);
         assert_eq!(spread(3, 2), [0, 1, 2]);
         assert_eq!((spread(1, 9), spread(0, 9)), (vec![0], vec![]));
-        let prompts = ComparedPrompts::new(vec![vec![7; 12]; 2], 1 << 20);
+        let prompts = PackedPrompts::new(vec![vec![7; 12]; 2], 1 << 20);
         assert!(prompts.positions()[..12].iter().copied().eq(0..12));
         assert!(prompts.positions()[12..].is_sorted_by(|a, b| a < b));
         assert_eq!(prompts.positions()[23], MAX_POSITION as u32);

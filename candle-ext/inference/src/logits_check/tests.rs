@@ -298,7 +298,7 @@ fn another_layout_of_blocks_has_other_logits() {
 }
 
 fn two_tokens(logits: Vec<Vec<f32>>) -> PromptLogits {
-    PromptLogits { prompts: ComparedPrompts::new(vec![vec![0, 1]], 2), logits, experts: BTreeMap::new() }
+    PromptLogits { prompts: PackedPrompts::new(vec![vec![0, 1]], 2), logits, experts: BTreeMap::new() }
 }
 
 #[track_caller]

@@ -10,7 +10,7 @@ use candlewick_model::{
 };
 use candlewick_ops::{CuSeqlens, Weight};
 
-use super::prompts::ComparedPrompts;
+use super::prompts::PackedPrompts;
 
 /// Computes the logits of all prompts in one forward, f32 [t, v]. `value` returns the f32 value of a parameter. `router` records
 /// the selected experts, or replaces them.
@@ -18,7 +18,7 @@ use super::prompts::ComparedPrompts;
 /// `on_unit` gets the numbers of finished units and of all.
 pub(super) fn logits(
     model: &Model,
-    prompts: &ComparedPrompts,
+    prompts: &PackedPrompts,
     device: &Device,
     router: RouterContext<'_>,
     value: impl Fn(&ParamSpec) -> Result<Tensor, ModelError>,

@@ -75,7 +75,7 @@ impl BuiltInTemplate {
             return Err(TokenizerError::MissingMarkers { directory, template, missing, usable: usable() });
         }
         match self.other_format(tokenizer) {
-            Some(reason) => Err(TokenizerError::OtherFormat { directory, template, reason, usable: usable() }),
+            Some(reason) => Err(TokenizerError::OtherMarkerFormat { directory, template, reason, usable: usable() }),
             None => Ok(()),
         }
     }

@@ -76,7 +76,7 @@ pub enum TokenizerError {
         "use the chat template {template} with the tokenizer of {directory}: {reason}. Its own template has the right text: \
          {usable}copy chat_template.jinja or tokenizer_config.json of the model's chat version into the folder"
     )]
-    OtherFormat {
+    OtherMarkerFormat {
         /// The folder.
         directory: PathBuf,
         /// Name of the template.
