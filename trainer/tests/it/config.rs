@@ -113,7 +113,7 @@ fn an_unknown_key_exits_with_2_and_a_suggestion() {
         ("qlora", "`model.quantize_base: fp8`"),
         ("grpo", "TRL"),
         ("use_dora", "DoRA: not supported"),
-        ("modules_to_save", "training all weights"),
+        ("modules_to_save", "full fine-tuning"),
         ("neftune", "NEFTune"),
         ("muon", "AdamW"),
         ("pissa", "rsLoRA"),
