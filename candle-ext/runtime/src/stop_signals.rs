@@ -134,6 +134,7 @@ fn is_ignored(signal: i32) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::env;
