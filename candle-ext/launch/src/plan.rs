@@ -148,8 +148,8 @@ pub enum PlanError {
     },
     /// The nodes' store would answer every client that reaches its port.
     #[error(
-        "protect the store of {n_nodes} nodes: {} is not set; set it to one secret on every node, or let in clients without \
-         it by --allow-torch-clients",
+        "protect the store of {n_nodes} nodes: {} is not set; set it to one secret on every node. torch's clients cannot \
+         send it: for them use --allow-torch-clients",
         StoreSecret::VARIABLE
     )]
     MissingSecret {

@@ -1,7 +1,7 @@
 //! The signals that stop a program.
 //!
 //! A handler records a signal, and a thread responds to the first one at once. The program ends its work in an orderly way. A
-//! second SIGTERM or SIGINT ends it at once.
+//! second SIGTERM or SIGINT ends it at once, also while the response is blocked.
 
 use std::fmt;
 use std::io;
@@ -78,8 +78,8 @@ impl LastSignal {
         *self.response.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(response));
     }
 
-    /// Starts the thread that responds to the first signal, and that lets a second SIGTERM or SIGINT end the process with 128
-    /// plus its number.
+    /// Starts the thread that responds to the first signal, and the one that lets a second SIGTERM or SIGINT end the process with
+    /// 128 plus its number.
     ///
     /// SIGHUP never counts: the kernel and the shell may both send it. Neither does SIGUSR1, which precedes the scheduler's
     /// SIGTERM.
@@ -88,18 +88,19 @@ impl LastSignal {
         for number in [SIGTERM, SIGINT] {
             flag::register_conditional_shutdown(number, 128 + number, Arc::clone(&is_second))?;
         }
-        let (this, mut arrived) = (self.clone(), Signals::new(signals)?);
-        let wait = move || {
-            // The process ends with this thread waiting.
-            for number in arrived.forever() {
-                this.respond(number);
-                if [SIGTERM, SIGINT].contains(&number) && !is_second.load(Ordering::SeqCst) {
-                    thread::sleep(SECOND_SIGNAL_AGE);
-                    is_second.store(true, Ordering::SeqCst);
-                }
+        // A response may block for ever, on a full pipe or a stopped terminal. So the second signal has its own thread.
+        let mut first = Signals::new([SIGTERM, SIGINT])?;
+        let allow_second = move || {
+            if first.forever().next().is_some() {
+                thread::sleep(SECOND_SIGNAL_AGE);
+                is_second.store(true, Ordering::SeqCst);
             }
         };
-        thread::Builder::new().name("stop-signal".to_owned()).spawn(wait).map(drop)
+        thread::Builder::new().name("second-signal".to_owned()).spawn(allow_second)?;
+        let (this, mut arrived) = (self.clone(), Signals::new(signals)?);
+        // The process ends with this thread waiting.
+        let respond = move || arrived.forever().for_each(|number| this.respond(number));
+        thread::Builder::new().name("stop-signal".to_owned()).spawn(respond).map(drop)
     }
 
     fn respond(&self, number: i32) {
@@ -130,4 +131,52 @@ fn is_ignored(signal: i32) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
     mask >> (signal - 1) & 1 == 1
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::env;
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::{Command, Stdio, exit};
+    use std::sync::mpsc;
+    use std::time::Instant;
+
+    /// The variable of the child process of a test.
+    const CHILD: &str = "CANDLEWICK_TEST_STOP_SIGNALS_CHILD";
+    /// A limit for a child that does not end, far above [`SECOND_SIGNAL_AGE`].
+    const LIMIT: Duration = Duration::from_secs(120);
+
+    /// Raises SIGTERM until it ends this process. The response to the first one never returns.
+    fn raise_while_the_response_is_blocked() -> ! {
+        let signal = LastSignal::watch(&stop_signals()).unwrap();
+        let (responds, response) = mpsc::channel();
+        signal.respond_with(move |_| {
+            responds.send(()).unwrap();
+            loop {
+                thread::park();
+            }
+        });
+        signal_hook::low_level::raise(SIGTERM).unwrap();
+        response.recv().unwrap();
+        let start = Instant::now();
+        while start.elapsed() < LIMIT {
+            signal_hook::low_level::raise(SIGTERM).unwrap();
+            thread::yield_now();
+        }
+        exit(0)
+    }
+
+    #[test]
+    fn a_second_signal_ends_a_process_whose_response_is_blocked() {
+        if env::var_os(CHILD).is_some() {
+            raise_while_the_response_is_blocked();
+        }
+        let name = "stop_signals::tests::a_second_signal_ends_a_process_whose_response_is_blocked";
+        let mut child = Command::new(env::current_exe().unwrap());
+        child.args(["--exact", name]).env(CHILD, "1").stdout(Stdio::null());
+        let status = child.status().unwrap();
+        assert_eq!((status.code(), status.signal()), (Some(128 + SIGTERM), None));
+    }
 }

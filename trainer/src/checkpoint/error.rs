@@ -104,8 +104,9 @@ pub enum CheckpointError {
     },
     /// The run has checkpoints that do not continue the one that it should resume from.
     #[error(
-        "resume from {}: this run has a newer checkpoint, {}, which does not continue it. Set another output_dir, which starts \
-         a new run from the named one, or move the checkpoints of this run away", given.display(), newest.display()
+        "resume from {}: this run has a newer checkpoint, {}, which does not continue it. To continue from the \
+         newest one, remove `resume_from_checkpoint`: `auto_resume` finds it. To start a new run from the named one, set another \
+         output_dir, or move the checkpoints of this run away", given.display(), newest.display()
     )]
     NewerCheckpoint {
         /// The checkpoint of `resume_from_checkpoint`.

@@ -59,7 +59,7 @@ pub use save::{WrittenCheckpoint, save};
 pub use scores::Scores;
 pub(crate) use shard::VALUES_PER_BLOCK;
 pub(crate) use state::FP8_STATE;
-pub use state::{CheckpointId, RunState, StateError, TensorChunk, TensorMeta, TrainState};
+pub use state::{CheckpointId, RunOrigin, RunState, StateError, TensorChunk, TensorMeta, TrainState};
 pub(crate) use storage::LocalDisk;
 pub use superseded::{
     EarlierRunFolder, earlier_runs, has_checkpoints, newest_run_start, older_checkpoints, remove_checkpoint,

@@ -91,6 +91,40 @@ pub struct CheckpointId {
     pub step: usize,
 }
 
+/// The first state of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Option<CheckpointId>", into = "Option<CheckpointId>")]
+pub enum RunOrigin {
+    /// The state is not recorded.
+    #[default]
+    Unknown,
+    /// The initial weights.
+    Beginning,
+    /// The last checkpoint of `resume_from_checkpoint` that the run continued from.
+    Checkpoint(CheckpointId),
+}
+
+impl RunOrigin {
+    fn is_unknown(&self) -> bool {
+        *self == Self::Unknown
+    }
+}
+
+impl From<Option<CheckpointId>> for RunOrigin {
+    fn from(id: Option<CheckpointId>) -> Self {
+        id.map_or(Self::Beginning, Self::Checkpoint)
+    }
+}
+
+impl From<RunOrigin> for Option<CheckpointId> {
+    fn from(origin: RunOrigin) -> Self {
+        match origin {
+            RunOrigin::Checkpoint(id) => Some(id),
+            RunOrigin::Unknown | RunOrigin::Beginning => None,
+        }
+    }
+}
+
 /// The state of the training loop.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
@@ -151,9 +185,9 @@ pub struct RunState {
     /// The modules that `precision.exclude_slower_modules` keeps in the compute dtype.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slower_modules: Option<Vec<String>>,
-    /// The last checkpoint of `resume_from_checkpoint` that the run continued from.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub started_from: Option<CheckpointId>,
+    /// The start of the run. Old checkpoints have none.
+    #[serde(default, skip_serializing_if = "RunOrigin::is_unknown")]
+    pub started_from: RunOrigin,
 }
 
 impl RunState {

@@ -179,6 +179,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("lora_target_modules", "model.peft_config.target_modules", ""),
     key("lora_attn_modules", "model.peft_config.target_modules", ""),
     key("lora_target_linear", "model.peft_config.target_modules", "`all-linear`"),
+    key("bias", "model.peft_config.bias", "`none` is the only value"),
     key("use_rslora", "model.peft_config.use_rslora", ""),
     key("peft_use_rslora", "model.peft_config.use_rslora", ""),
     key("lora_model_dir", "model.adapter_name_or_path", ""),

@@ -9,6 +9,8 @@ pub struct MissingFeature {
     pub instead: &'static str,
     /// Keys, values and words that mean it, in lower case with `_`.
     words: &'static [&'static str],
+    /// Paths of keys that mean it only there.
+    paths: &'static [&'static str],
 }
 
 /// The missing features.
@@ -36,12 +38,12 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "prm",
             "online_dpo",
             "dpo_beta",
-            "beta",
             "ref_model",
             "reference_model_deepspeed",
             "dpo_prompt_truncation_mode",
             "trl",
         ],
+        paths: &["beta"],
     },
     MissingFeature {
         name: "QLoRA (frozen weights in 4 bits)",
@@ -67,36 +69,43 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "4_bit",
             "8_bit",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "DoRA",
         instead: "LoRA, with `use_rslora: true` at high ranks",
         words: &["dora", "use_dora", "peft_use_dora", "qdora"],
+        paths: &[],
     },
     MissingFeature {
         name: "biases of an adapter, and repeated layers",
         instead: "`bias: none`, or full fine-tuning",
-        words: &["lora_only", "lora_bias", "train_bias", "layer_replication", "bias"],
+        words: &["lora_only", "lora_bias", "train_bias", "layer_replication"],
+        paths: &["model.peft_config.bias"],
     },
     MissingFeature {
         name: "offload to NVMe disks (ZeRO-Infinity)",
         instead: "`device: cpu` for the optimizer and the weights, or ZeRO stage 3 on more ranks",
         words: &["nvme", "nvme_path", "zero_infinity", "aio"],
+        paths: &[],
     },
     MissingFeature {
         name: "averages of weights over steps (EMA, SWA)",
         instead: "the best checkpoint by `metric_for_best_model`",
         words: &["ema", "ema_decay", "swa", "use_ema"],
+        paths: &[],
     },
     MissingFeature {
         name: "attention to a part of the tokens (shifted sparse attention, LongLoRA)",
         instead: "`context_parallel_size`, which divides a long row over ranks",
         words: &["s2_attention", "shift_attn", "longlora", "sparse_attention"],
+        paths: &[],
     },
     MissingFeature {
         name: "speculative decoding and beam search",
         instead: "`trainer serve`, or the exported model in vLLM",
         words: &["speculative_decoding", "assisted_generation", "beam_search", "num_beams"],
+        paths: &[],
     },
     MissingFeature {
         name: "other adapters and their initializations (PiSSA, LoftQ, IA3, prefix tuning, LoRA+)",
@@ -135,6 +144,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "llama_pro",
             "lora_fa",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "whole modules trained next to an adapter (`modules_to_save`)",
@@ -146,6 +156,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "additional_target",
             "trainable_token_indices",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "new tokens and resized embeddings",
@@ -169,6 +180,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "added_tokens_overrides",
             "mean_resizing_embeddings",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "optimizers besides AdamW (8-bit AdamW, Muon, Adafactor, Lion)",
@@ -215,6 +227,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "adam_mini",
             "use_adam_mini",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "freezing by name",
@@ -229,11 +242,13 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "unfreeze",
             "trainable_layers",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "NEFTune (noise on embeddings)",
         instead: "`lora_dropout`, or fewer epochs",
         words: &["neftune", "neftune_noise_alpha", "noisy_embedding_alpha"],
+        paths: &[],
     },
     MissingFeature {
         name: "knowledge distillation and classification heads",
@@ -252,6 +267,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "num_labels",
             "token_classification",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "images, audio and video",
@@ -269,18 +285,22 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "audio",
             "is_multimodal",
         ],
+        paths: &[],
     },
     MissingFeature {
         name: "GPUs of Apple, AMD and Intel (mps, ROCm, XPU)",
         instead: "`device: cpu`, or an NVIDIA GPU with `device: cuda`",
         words: &["mps", "metal", "rocm", "hip", "xpu", "npu", "hpu", "tpu", "xla", "use_ipex", "use_mps_device"],
+        paths: &[],
     },
 ];
 
 /// Returns advice about a key, a value or a word of a missing feature.
 pub(crate) fn missing_feature_advice(word: &str) -> Option<String> {
-    let word = search_word(word.rsplit('.').next().unwrap_or(word));
-    let feature = MISSING_FEATURES.iter().find(|feature| feature.words.contains(&word.as_str()))?;
+    let path = search_word(word);
+    let name = path.rsplit('.').next().unwrap_or(&path);
+    let means = |feature: &&MissingFeature| feature.words.contains(&name) || feature.paths.contains(&path.as_str());
+    let feature = MISSING_FEATURES.iter().find(means)?;
     Some(format!("{}: not supported; use {}", feature.name, feature.instead))
 }
 
@@ -313,5 +333,15 @@ mod tests {
             assert!(missing_feature_advice(word).is_some_and(|advice| advice.contains(part)), "{word}");
         }
         assert_eq!(missing_feature_advice("epochs"), None);
+    }
+
+    #[test]
+    fn a_common_name_means_a_missing_feature_only_in_its_section() {
+        for (path, part) in [("beta", "TRL"), ("model.peft_config.bias", "use `bias: none`")] {
+            assert!(missing_feature_advice(path).is_some_and(|advice| advice.contains(part)), "{path}");
+        }
+        for path in ["optimizer.beta", "bias", "model.bias"] {
+            assert_eq!(missing_feature_advice(path), None);
+        }
     }
 }

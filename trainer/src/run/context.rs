@@ -103,9 +103,4 @@ impl EndReason {
             EndReason::Exit(_) | EndReason::Stop(_) => None,
         }
     }
-
-    /// Returns true if the run needs no checkpoint to resume from: the same command would train nothing more.
-    pub(super) fn is_final(&self) -> bool {
-        matches!(self, EndReason::Horizon | EndReason::EarlyStopping(_))
-    }
 }

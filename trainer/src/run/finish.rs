@@ -25,9 +25,7 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
         }
         EndReason::Exit(_) | EndReason::EarlyStopping(_) | EndReason::Stop(StopRequest::KillSwitch(_)) => {
             let n_checkpoints = session.save_early_end()?;
-            if !end.is_final() {
-                session.renew_stop_checkpoint();
-            }
+            session.renew_stop_checkpoint();
             let what = if n_checkpoints > 0 { "" } else { "; nothing was saved" };
             session.reporter.terminal().line(&format!("{}{what}", end.reason()));
             ExitCode::Ok
@@ -55,7 +53,7 @@ pub(super) fn finish(session: &mut Session, end: &EndReason) -> Result<ExitCode>
         }
     };
     let moment = session.moment();
-    let end_of_training = moment.end_of_training || end.is_final();
+    let end_of_training = moment.end_of_training || *end == EndReason::Horizon;
     session.checkpointer.remove_stop_checkpoint(Moment { end_of_training, ..moment })?;
     for source in session.stream.counts_by_source() {
         session.reporter.terminal().line(&format!("read {source}"));

@@ -146,20 +146,59 @@ fn a_run_without_a_checkpoint_begins_again_and_logs_it() {
     }
 }
 
+/// Stops the run after two steps by a signal. It has no checkpoint but that of the stop.
+fn stop(run: &Run, arguments: &[&str]) {
+    let arguments = [arguments, &["checkpoint=null"]].concat();
+    let stopped = run.command("train", &arguments).env(TERMINATE, "step_computed:2").output().unwrap();
+    assert_eq!(stopped.status.code(), Some(75), "{}", stderr(&stopped));
+}
+
+#[track_caller]
+fn assert_resumed_from_stop(run: &Run, step: usize) {
+    let resumed_from = run.report()["resumed_from"].to_string();
+    let want = format!("stop_checkpoint/epoch_0_global_step_{step}\"");
+    assert!(resumed_from.ends_with(&want), "{resumed_from}");
+}
+
 /// The checkpoint of the stop is older than the end.
 #[test]
-fn an_end_after_a_stop_replaces_or_deletes_the_checkpoint_of_the_stop() {
-    for ending in ENDINGS.iter().filter(|ending| matches!(ending.next, NothingLeft(_))) {
+fn an_end_after_a_stop_replaces_the_checkpoint_of_the_stop_or_deletes_it_after_all_steps() {
+    for ending in &ENDINGS {
         let run = Run::new();
-        let arguments = [ending.arguments, &["checkpoint=null"]].concat();
-        let stopped = run.command("train", &arguments).env(TERMINATE, "step_computed:2").output().unwrap();
-        assert_eq!(stopped.status.code(), Some(75), "{}", stderr(&stopped));
+        stop(&run, ending.arguments);
         end(&run, ending, &["checkpoint=null"]);
         let remains = fs::exists(run.path().join("run/stop_checkpoint")).unwrap();
-        assert_eq!(remains, ending.arguments[0].starts_with("exit_iteration"), "{}", ending.reason);
-        // An earlier end than that of the data has a checkpoint of its step.
+        let is_complete = ending.reason == "all steps are done";
+        assert_eq!(remains, !is_complete, "{}", ending.reason);
         let log = restart(&run, ending, &["checkpoint=null"]);
-        assert!(log.contains(if remains { "nothing left to train" } else { "a new run begins" }), "{log}");
+        match ending.next {
+            _ if is_complete => assert!(log.contains("a new run begins"), "{log}"),
+            // An earlier end than that of the data has a checkpoint of its step.
+            NothingLeft(_) => {
+                assert!(log.contains("nothing left to train"), "{log}");
+                assert_resumed_from_stop(&run, ending.n_steps);
+            }
+            ContinuesFrom(step) => {
+                assert!(!log.contains("nothing left to train") && !log.contains("a new run begins"), "{log}");
+                let is_of_this_start = ending.arguments[0].starts_with("exit_iteration_this_run");
+                assert_resumed_from_stop(&run, if is_of_this_start { 2 + step } else { step });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_that_ended_early_after_a_stop_trains_on_with_a_higher_limit() {
+    for (limit, higher, n_steps) in [
+        (&STOPPING[..], &["early_stopping={patience: 3, min_delta: 100}", STOPPING[1]][..], 6),
+        (&["exit_iteration=3"], &["exit_iteration=5"], 3),
+    ] {
+        let run = Run::new();
+        stop(&run, limit);
+        run.train_ok(&[limit, &["checkpoint=null"]].concat());
+        run.train_ok(&[higher, &["checkpoint=null"]].concat());
+        assert_resumed_from_stop(&run, n_steps);
+        assert_eq!(run.losses().len(), n_steps + 2, "{limit:?}");
     }
 }
 

@@ -11,13 +11,14 @@ use crate::support::{Run, stderr};
 fn on_disk(run: &Run, size: &str, script: &str, arguments: &[&str]) -> Option<Output> {
     fs::create_dir(run.path().join("disk")).unwrap();
     let train = run.command("train", arguments);
-    let script = format!("mount -t tmpfs -o size={size} none disk || exit 99\n{script}");
+    let script = format!("mount -t tmpfs -o size={size} none disk || exit 1\n: >mounted\n{script}");
     let mut unshare = Command::new("unshare");
     unshare.args(["--map-root-user", "--mount", "sh", "-c", &script, "sh"]);
     unshare.arg(train.get_program()).args(train.get_args()).current_dir(run.path());
     unshare.envs(train.get_envs().filter_map(|(name, value)| Some((name, value?))));
     match unshare.output() {
-        Ok(output) if !matches!(output.status.code(), Some(1 | 99)) => Some(output),
+        // A failed run has the exit codes of `unshare` and `mount`.
+        Ok(output) if run.path().join("mounted").exists() => Some(output),
         _ => {
             drop(writeln!(io::stderr(), "skipped: this machine cannot mount a disk in a namespace"));
             None

@@ -51,6 +51,7 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
         &["unknown key `checkpoint.autoresume`", "`auto_resume`"],
     );
     check("optimizer: {learning_rat: 1}", &["unknown key `optimizer.learning_rat`", "`learning_rate`"]);
+    check("optimizer: {beta: 0.9}", &["unknown key `optimizer.beta`", "did you mean `betas`?"]);
     check("scheduler: {warmup: 1}", &["unknown key `scheduler.warmup`"]);
     check(
         "scheduler:\n  scheduler_specific_kwargs:\n    min_lr_rat: 1\n",
@@ -81,6 +82,7 @@ fn a_key_of_another_section_or_another_trainer_is_recognized() {
         ("per_device_train_batch_size", "`micro_batch_size`"),
         ("save_total_limit", "`checkpoint.N.save_total_limit`"),
         ("lora_r", "`model.peft_config.r`"),
+        ("bias", "use `model.peft_config.bias`"),
         ("sequence_len", "`data.max_length`"),
         ("zero_stage", "`deepspeed.zero_optimization.stage`"),
         ("load_in_4bit", "4-bit weights are not supported"),

@@ -13,6 +13,8 @@ pub enum Launcher {
     Pmi,
     /// `srun` of Slurm.
     Slurm,
+    /// An interactive shell of Slurm: the process is the only rank.
+    SlurmShell,
     /// No launcher: the process is the only rank.
     None,
 }
@@ -24,6 +26,7 @@ impl fmt::Display for Launcher {
             Launcher::OpenMpi => "Open MPI",
             Launcher::Pmi => "PMI",
             Launcher::Slurm => "Slurm",
+            Launcher::SlurmShell => "an interactive shell of Slurm",
             Launcher::None => "no launcher",
         })
     }

@@ -32,7 +32,10 @@ impl RankEnv {
     /// its step run no program.
     pub fn of_this_process(variables: &Variables) -> Result<Self, RankEnvError> {
         let env = Self::from_variables(variables)?;
-        Ok(if env.launcher == Launcher::Slurm && has_interactive_shell() { Self::single() } else { env })
+        Ok(match env.launcher {
+            Launcher::Slurm if has_interactive_shell() => Self { launcher: Launcher::SlurmShell, ..Self::single() },
+            _ => env,
+        })
     }
 
     /// Reads a process's rank from its environment variables.
@@ -88,6 +91,7 @@ impl fmt::Display for RankEnv {
         }
         match launcher {
             Launcher::None => f.write_str("started without a launcher"),
+            Launcher::SlurmShell => write!(f, "started by {launcher}, whose variables are ignored"),
             launcher => write!(f, "started by {launcher}"),
         }
     }

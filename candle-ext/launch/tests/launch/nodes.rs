@@ -199,7 +199,10 @@ fn clients_of_the_launchers_store_need_its_secret() {
 fn several_nodes_need_a_secret_unless_they_let_in_torch() {
     for job in [static_rendezvous(free_port()), c10d_rendezvous(free_port(), "1:2", &[])] {
         let output = start(node_command(&job, 0, "exit 0").env_remove(StoreSecret::VARIABLE)).wait();
-        output.exits_with(2).stderr_contains(&[StoreSecret::VARIABLE, "--allow-torch-clients"]);
+        output.exits_with(2).stderr_contains(&[
+            StoreSecret::VARIABLE,
+            "torch's clients cannot send it: for them use --allow-torch-clients",
+        ]);
     }
     for is_open in [false, true] {
         let flags: &[&str] = if is_open { &["--allow-torch-clients"] } else { &[] };

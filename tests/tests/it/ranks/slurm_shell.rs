@@ -57,11 +57,23 @@ fn a_command_in_an_interactive_shell_of_slurm_is_a_single_process() {
     let alone = "rank 0 of 1, local rank 0 of 1";
     assert!(world(format!("{launch} --world; true")).contains(alone));
     assert!(world(format!("{launch} --world | cat")).contains(alone), "in a pipeline");
-    // A script of the task of `srun --pty` is a task, too.
-    assert!(world(format!("set +m; {launch} --world; true")).contains("rank 0 of 2, local rank 0 of 2"));
+    // A script of the task of `srun --pty` is a task, too. So is a command of a wrapper that makes a process group.
+    let task = "rank 0 of 2, local rank 0 of 2";
+    std::fs::copy("/bin/bash", folder.path("wrapper")).unwrap();
+    for line in [
+        format!("set +m; {launch} --world; true"),
+        format!("set +m; timeout 600 {launch} --world; true"),
+        format!("timeout 600 {launch} --world; true"),
+        format!("set +m; bash -c 'set -m; {launch} --world; true'; true"),
+        format!("exec ./wrapper -c 'set -m; {launch} --world; true'"),
+    ] {
+        assert!(world(line.clone()).contains(task), "{line}");
+    }
     let trainer = program("trainer").display().to_string();
     let line =
         format!("{trainer} generate model --prompt 'Say yes.' --device cpu --max-new-tokens 2 && echo generated");
     let shown = world(line);
     assert!(shown.contains("generated") && !shown.contains("waiting for rank"), "{shown}");
+    let note = "note: in an interactive shell: one process; Slurm's variables are ignored";
+    assert_eq!(shown.matches(note).count(), 1, "{shown}");
 }

@@ -101,7 +101,7 @@ fn run(step: usize) -> RunState {
         scaler: None,
         settings: Fingerprint::default(),
         slower_modules: None,
-        started_from: None,
+        started_from: RunOrigin::Beginning,
     }
 }
 

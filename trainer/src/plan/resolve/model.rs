@@ -252,8 +252,8 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
 fn report_adapter_error(resolver: &mut Resolver, key: &str, error: &ModelError) {
     let name = error.config_key().unwrap_or_default();
     let value = resolver.recipe().model.peft_config.as_ref().and_then(|map| map.get(name)?.as_str());
-    let advice = value.and_then(missing_feature_advice).or_else(|| missing_feature_advice(name));
     let (at, message) = (format!("{key}.{name}"), format!("{key}: {error}"));
+    let advice = value.and_then(missing_feature_advice).or_else(|| missing_feature_advice(&at));
     match advice {
         Some(advice) => resolver.report_with_advice(&[&at, key], message, advice),
         None => resolver.report(&[&at, key], message),

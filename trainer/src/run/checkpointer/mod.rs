@@ -15,8 +15,9 @@ use candlewick_text::quantity::counted;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointFormat, CheckpointId, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
-    ReservedSpace, Resumed, RunState, Scores, Tag, WrittenCheckpoint, move_aside, refuse_occupied, remove_all, save,
+    CheckpointError, CheckpointFormat, CheckpointPlan, FROZEN_WEIGHTS, Fingerprint, FinishedSave, Moment,
+    ReservedSpace, Resumed, RunOrigin, RunState, Scores, Tag, WrittenCheckpoint, move_aside, refuse_occupied,
+    remove_all, save,
 };
 use crate::data::TrainSteps;
 use crate::plan::{Plan, WeightInit};
@@ -38,7 +39,7 @@ pub(super) struct Checkpointer<'a> {
     /// The scores in the checkpoint that the run resumed from. Their metric may be another one than the plan's.
     resumed_scores: Scores,
     /// The last checkpoint of `resume_from_checkpoint` that the run continued from.
-    started_from: Option<CheckpointId>,
+    started_from: RunOrigin,
     /// The checkpoint that is being written in the background.
     async_save_in_progress: Option<AsyncSave>,
     /// The disk space of the checkpoint of a stopped run, on the first rank.
@@ -73,7 +74,7 @@ impl<'a> Checkpointer<'a> {
             base,
             newest: HashMap::new(),
             resumed_scores: Scores::default(),
-            started_from: None,
+            started_from: RunOrigin::Beginning,
             async_save_in_progress: None,
             reserved: None,
         }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::checkpoint::{
-    CheckpointError, CheckpointFormat, CheckpointPlan, CompleteCheckpoint, Resumed, RunState, Tag, open_given,
-    read_state, resume, resume_from, search,
+    CheckpointError, CheckpointFormat, CheckpointPlan, CompleteCheckpoint, Resumed, RunOrigin, RunState, Tag,
+    open_given, read_state, resume, resume_from, search,
 };
 
 use super::super::state::EngineState;
@@ -26,7 +26,8 @@ impl Checkpointer<'_> {
             if let Some(resumed) = self.load(entry)? {
                 let is_given =
                     plan.resume_from_checkpoint.as_ref().is_some_and(|dir| resolved(dir) == resolved(&resumed.dir));
-                self.started_from = if is_given { Some(resumed.run.id()) } else { resumed.run.started_from };
+                self.started_from =
+                    if is_given { RunOrigin::Checkpoint(resumed.run.id()) } else { resumed.run.started_from };
                 return Ok(Some(resumed));
             }
         }
@@ -35,7 +36,7 @@ impl Checkpointer<'_> {
         let resumed = resume_from(dir, &self.fingerprint, &mut state, &self.run.ranks.process)?;
         self.run.engine.store().refresh()?;
         self.resumed_scores.clone_from(&resumed.run.scores);
-        self.started_from = Some(resumed.run.id());
+        self.started_from = RunOrigin::Checkpoint(resumed.run.id());
         Ok(Some(resumed))
     }
 
@@ -87,14 +88,22 @@ impl Checkpointer<'_> {
 }
 
 /// Fails unless the checkpoint in `newest` continues the one of `resume_from_checkpoint`. That one may be gone: later saves
-/// replace it.
+/// replace it. A checkpoint that does not record the start of its run is accepted.
 fn check_continues(given: &Path, newest: &Path, state: &RunState) -> Result<(), CheckpointError> {
     let was_given = || {
         let tag = CheckpointFormat::Sharded.parse_dir_name(&Tag::name_of(given));
-        tag.is_some_and(|tag| state.started_from.is_some_and(|from| from.step == tag.step))
+        tag.is_some_and(|tag| matches!(state.started_from, RunOrigin::Checkpoint(from) if from.step == tag.step))
     };
     match open_given(given) {
-        Ok(found) if state.started_from == Some(found.id()) => Ok(()),
+        Ok(found) if state.started_from == RunOrigin::Checkpoint(found.id()) => Ok(()),
+        Ok(_) if state.started_from == RunOrigin::Unknown => {
+            tracing::warn!(
+                "resume from {}: it is older than this program's record of the start of a run; nothing shows that it continues {}",
+                newest.display(),
+                given.display()
+            );
+            Ok(())
+        }
         Err(_) if was_given() => Ok(()),
         Ok(_) => Err(CheckpointError::NewerCheckpoint { given: given.to_owned(), newest: newest.to_owned() }),
         Err(error) => Err(error),

@@ -143,6 +143,8 @@ fn values_of_other_toolkits_get_a_replacement() {
         ("model.peft_config={init_lora_weights: pissa}", "not supported; use LoRA, or rsLoRA"),
         ("model.peft_config={peft_type: IA3}", "not supported; use LoRA, or rsLoRA"),
         ("model.peft_config={bias: lora_only}", "not supported; use `bias: none`"),
+        ("model.peft_config={bias: all}", "not supported; use `bias: none`"),
+        ("beta=0.1", "not supported; use `type: sft` here, then TRL"),
         ("deepspeed.zero_optimization.offload_optimizer.device=nvme", "not supported; use `device: cpu`"),
         ("model.quantize_base=nf4", "not supported; use `model.quantize_base: fp8`"),
         ("ref_model={name_or_path: x}", "not supported; use `type: sft` here, then TRL"),
