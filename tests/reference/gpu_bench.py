@@ -162,10 +162,11 @@ def trained(job: dict, mode, seconds: float) -> dict:
         cut_off = run_until([job["trainer"], "-q", "train", str(recipe)], run, job, seconds)
         all_records, about = step_records(run), run / "run.json"
         notes = json.loads(about.read_text()).get("notes", []) if about.is_file() else []
-        gpu = samples.summary()
-    records = all_records[job["warm"]:]
-    if not records:
-        raise TimeoutError(cut_off or "it logged no step")
+        records = all_records[job["warm"]:]
+        if not records:
+            raise TimeoutError(cut_off or "it logged no step")
+        ended = (run / "metrics.jsonl").stat().st_mtime
+    gpu = samples.summary(ended - sum(record["step_time"] for record in records), ended)
     losses = {str(record["iter"]): record["loss"] for record in all_records}
     return {"speeds": [record["tokens_per_second"] for record in records], "losses": losses,
             "device_used_bytes": records[-1].get("gpu_used_bytes"), "mode": mode, "notes": notes, "cut_off": cut_off,
@@ -180,7 +181,10 @@ def peer(job: dict, side: str, seconds: float) -> dict:
         with gpu_smi.sampled() as samples:
             try:
                 said = call([sys.executable, str(script), asked], end - time.monotonic())
-                return {**json.loads(said.splitlines()[-1]), "recomputes": recompute, "gpu": samples.summary()}
+                found = json.loads(said.splitlines()[-1])
+                ended = found.pop("ended")
+                seconds = sum(job["length"] * job["rows"] / speed for speed in found["speeds"])
+                return {**found, "recomputes": recompute, "gpu": samples.summary(ended - seconds, ended)}
             except RuntimeError as error:
                 if "out of memory" not in str(error) or recompute or end - time.monotonic() < 20:
                     raise
@@ -239,6 +243,10 @@ def line(row: dict, side: str) -> str:
         how.append(f"estimated {result['estimated_bytes'] / GIB:.1f} GiB")
     if result.get("gpu"):
         how.append(gpu_smi.text(result["gpu"]))
+    if result.get("cut_off"):
+        how.append(f"cut off: {result['cut_off']}")
+    if "failed_round" in result:
+        how.append(f"a round failed: {result['failed_round']}")
     if side == "ours" and row.get("mark"):
         how.append(f"{result['tokens_per_second'] / row['mark']:.2f} of {row['mark']:,} ({row['mark_source']})")
     return (f"{row['name']:15} {side:15} {result['tokens_per_second']:9,.0f} tokens/s  MFU {result['mfu']:6.1%}  "
@@ -298,14 +306,16 @@ def measure(row: dict, side: str, left: float) -> dict:
         found = add_round(before, run_side(side, job, left))
         found["mfu"] = found["tokens_per_second"] * flops_per_token(job["config"], job["length"], job["keys"]) / PEAK
     except Exception as error:  # A bench that fails is a line of the table; rounds that were measured stay.
-        return before if "rounds" in before else {"error": f"{type(error).__name__}: {error}"[:2000]}
+        if "rounds" in before:
+            return {**before, "failed_round": f"{type(error).__name__}: {error}"[:300]}
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}
     left -= time.monotonic() - began
     if row["times_host"] and "host_ms" not in before and left > 10:
         try:
             found["host_ms"] = host_ms(side, job, left)
         except Exception as error:  # The speed was measured.
             print(f"{row['name']} {side}, rows of 16 tokens: {error}", flush=True)
-    return {**({"host_ms": before["host_ms"]} if "host_ms" in before else {}), **found}
+    return {**{key: before[key] for key in ("host_ms", "failed_round") if key in before}, **found}
 
 
 def main() -> int:

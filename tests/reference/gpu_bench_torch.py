@@ -224,8 +224,9 @@ def train(job: dict) -> dict:
             if on_gpu:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
+    ended = time.time()
     result = {"speeds": [length * rows / seconds for seconds in times[job["warm"]:]], "first_step_seconds": times[0],
-              "submit_ms": 1e3 * sorted(submitted)[len(submitted) // 2], "model": name}
+              "ended": ended, "submit_ms": 1e3 * sorted(submitted)[len(submitted) // 2], "model": name}
     if on_gpu:
         free, total = torch.cuda.mem_get_info()
         result |= {"device_used_bytes": total - free, "peak_allocated_bytes": torch.cuda.max_memory_allocated()}

@@ -1,9 +1,11 @@
 """Clock, power and temperature of the GPU by nvidia-smi, sampled while something runs."""
 import contextlib
+import math
 import shutil
 import statistics
 import subprocess
 import threading
+import time
 
 # Fields of nvidia-smi, and our names. The last has bits: 4 is the power limit, 0x20 and 0x40 are temperatures.
 FIELDS = {"clocks.sm": "sm_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c",
@@ -27,11 +29,11 @@ class Samples:
         for line in lines:
             values = [number(text.strip()) for text in line.split(",")]
             if len(values) == len(FIELDS):
-                self.rows.append(dict(zip(FIELDS.values(), values)))
+                self.rows.append({**dict(zip(FIELDS.values(), values)), "at": time.time()})
 
-    def summary(self, first: int = 0) -> dict:
-        """Returns the medians of clock and power, the extremes, and the reasons of lower clocks, from this sample on."""
-        rows = self.rows[first:]
+    def summary(self, since: float = 0, until: float = math.inf) -> dict:
+        """Returns the medians of clock and power, the extremes, and the reasons of lower clocks, between two times of time.time()."""
+        rows = [row for row in self.rows if since <= row["at"] <= until]
         of = {name: [row[name] for row in rows if row[name] is not None] for name in FIELDS.values()}
         if not of["sm_mhz"]:
             return {}
@@ -65,7 +67,7 @@ def sampled():
             reader.join()
 
 
-def text(summary: dict) -> str:
+def text(summary: dict | None) -> str:
     if not summary:
         return ""
     of = lambda name, unit: f"{summary[name]:.0f} {unit}" if name in summary else ""

@@ -158,8 +158,8 @@ fn gpu(ordinal: usize) -> Result<Device> {
     use candle_core::cuda_backend::cudarc::driver::{result, sys};
     let device = Device::new_cuda_with_stream(ordinal)?;
     if let Device::Cuda(cuda) = &device {
-        // SAFETY: everything runs on this one stream, in order, so nothing is used before it is written or after it is
-        // freed.
+        // SAFETY: compute runs on this one stream, in order. The copies of offload and NCCL's calls have streams of their
+        // own. Events order these streams, and the callers keep the tensors until then.
         unsafe { cuda.disable_event_tracking() };
         let mut keep = u64::MAX;
         // SAFETY: the device is open, and the attribute is a u64.

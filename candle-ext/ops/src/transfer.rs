@@ -156,6 +156,16 @@ impl HostBuffer {
         }))
     }
 
+    /// Releases the device memory of the tensor, and of all that were copied before it. Later compute waits for the copies; the
+    /// host does not.
+    pub fn release_sources(&self) -> Result<()> {
+        match &self.0 {
+            HostValues::OnHost(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            HostValues::Pinned(offloaded) => offloaded.release_sources(),
+        }
+    }
+
     /// Waits for the copy and returns the values on the host.
     pub fn into_host(self) -> Result<Tensor> {
         match self.0 {

@@ -47,6 +47,14 @@ impl OffloadedActivation {
         }
     }
 
+    /// Releases the device memory of the activation. Compute waits until it is copied.
+    pub(crate) fn release_source(&self) -> Result<()> {
+        match self {
+            Self::Host(copy) => copy.release_sources(),
+            Self::InFile { .. } => Ok(()),
+        }
+    }
+
     pub(crate) fn fetch(self) -> Result<Tensor> {
         match self {
             Self::Host(copy) => copy.into_device(),

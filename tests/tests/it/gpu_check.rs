@@ -40,10 +40,10 @@ esac
         fs::write(&file, program).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
     }
-    // A fake nvidia-smi without a GPU, and a fake sanitizer without findings.
+    // A fake sanitizer that was killed after its time.
     let found = folder.path().join("path");
     fs::create_dir(&found).unwrap();
-    std::os::unix::fs::symlink("/bin/true", found.join("compute-sanitizer")).unwrap();
+    put_program(&found.join("compute-sanitizer"), "exit 137");
     let check = |options: &[&str]| {
         let path = format!("{}:{}", found.display(), std::env::var("PATH").unwrap());
         let mut check = Command::new("scripts/gpu-check");
@@ -53,7 +53,8 @@ esac
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         (said, output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let (said, code, complained) = check(&[]);
+    // A slow machine has time for every part.
+    let (said, code, complained) = check(&["--seconds", "2000"]);
     for part in ["doctor", "ops", "comm", "losses", "steps", "ops-bench", "torch's-ops"] {
         assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
     }
@@ -109,7 +110,8 @@ fn a_successful_first_part_is_followed_by_the_others() {
     ["ops-test", "comm-test"].iter().for_each(|name| put(name, "#!/bin/bash\nexit 0\n"));
     ["evaluator", "ops-bench"].iter().for_each(|name| put(name, "#!/bin/bash\nexit 1\n"));
     let mut check = Command::new("timeout");
-    check.args(["--signal=INT", "240", "scripts/gpu-check", "--first"]).args([&out, &bin]).current_dir(root());
+    check.args(["--signal=INT", "240", "scripts/gpu-check", "--first", "--seconds", "2000"]);
+    check.args([&out, &bin]).current_dir(root());
     let mut check = check.env("GPU_WHEELS", &out).stdout(Stdio::piped()).spawn().unwrap();
     let mut parts = vec!["doctor", "smoke", "ops-seed-0", "first-losses", "ops"];
     let mut lines = BufReader::new(check.stdout.take().unwrap()).lines().map_while(Result::ok);
@@ -190,7 +192,7 @@ fn a_call_runs_dry_on_the_cpu() {
     let (said, code) = gpu_check(
         &[("trainer", &trainer)],
         folder.path(),
-        &["--dry-run", "--parts", "micro-batches,where,long-2-layers"],
+        &["--dry-run", "--parts", "micro-batches,where,long-2-layers", "--seconds", "2000"],
     );
     assert_eq!(code, Some(0), "{said}");
     for line in ["4B-mb2          ours", "linear forward", "long, 2 layers:", "end: all lengths were trained"] {
@@ -264,8 +266,8 @@ fn a_case_that_ended_the_process_has_failed_and_no_case_runs_twice() {
 fn a_program_that_hangs_is_ended_with_its_part_and_the_next_part_runs() {
     let folder = tempfile::tempdir().unwrap();
     let programs = [("ops-bench", "exec sleep 1000"), ("comm-test", "exit 0")];
-    let (said, code) = gpu_check(&programs, folder.path(), &["--parts", "host:5,comm", "--seconds", "30"]);
-    // `host` has what `comm` does not keep: 5 seconds of 30.
+    let (said, code) = gpu_check(&programs, folder.path(), &["--parts", "host:5,comm", "--seconds", "40"]);
+    // `host` has what `comm` does not keep: 15 seconds of 40, less the script's start. A part needs 5.
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("FAIL  host (") && said.contains("ok  comm ("), "{said}");
 }

@@ -134,7 +134,9 @@ fn clock_power_and_temperature_are_sampled_by_nvidia_smi() {
                '1400, 700.00, 61, 0x0000000000000004' '[N/A], [N/A], 61, [N/A]'; exec sleep 1000";
     put_program(&folder.path().join("nvidia-smi"), smi);
     let script = "import gpu_smi, sys, time\nwith gpu_smi.sampled() as samples:\n    while len(samples.rows) < 4:\n        \
-                  time.sleep(0.01)\nprint(gpu_smi.text(samples.summary()))\nprint(samples.summary(1)['sm_mhz_min'])\n";
+                  time.sleep(0.01)\nprint(gpu_smi.text(samples.summary(0, time.time())))\n\
+                  for i, row in enumerate(samples.rows):\n    row['at'] = i\n\
+                  print(samples.summary(1)['sm_mhz_min'], samples.summary(1, 1.5)['power_w'], samples.summary(5))\n";
     fs::write(folder.path().join("sample.py"), script).unwrap();
     let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
     let mut command = Command::new("python3");
@@ -142,7 +144,7 @@ fn clock_power_and_temperature_are_sampled_by_nvidia_smi() {
     let said = command.output().unwrap();
     assert_eq!(
         String::from_utf8_lossy(&said.stdout),
-        "1500 MHz, 690 W, 61 °C, reasons 0x4\n1400.0\n",
+        "1500 MHz, 690 W, 61 °C, reasons 0x4\n1400.0 690.0 {}\n",
         "{}",
         String::from_utf8_lossy(&said.stderr)
     );
@@ -168,6 +170,25 @@ fn matmuls_are_timed_by_both_algorithms_in_turns() {
     assert_eq!((rows.as_array().unwrap().len(), output.status.code()), (4, Some(1)), "{said}");
     let summary = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
     assert!(summary.contains("tuned 1700.0 TFLOP/s"), "{summary}");
+}
+
+#[test]
+fn a_failed_round_keeps_the_earlier_rounds_and_is_printed() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "import gpu_bench\n\
+                  row = {'name': 'A', 'times_host': False, 'job': {}, 'ours': {'rounds': [[5.0]], 'tokens_per_second': 5.0, 'mfu': 0.5, \
+                  'cut_off': 'not done after 9 s'}}\n\
+                  def fails(*_):\n    raise RuntimeError('out of memory')\n\
+                  gpu_bench.run_side = fails\nrow['ours'] = gpu_bench.measure(row, 'ours', 60)\n\
+                  print(gpu_bench.line(row, 'ours'))\n";
+    fs::write(folder.path().join("round.py"), script).unwrap();
+    let mut command = Command::new("python3");
+    command.arg(folder.path().join("round.py")).env("PYTHONPATH", root().join("tests/reference"));
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    for part in ["5 tokens/s", "cut off: not done after 9 s", "a round failed: RuntimeError: out of memory"] {
+        assert!(said.contains(part), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    }
 }
 
 /// The sides of a model begin in turns; a side that cannot train it is left out.

@@ -23,7 +23,7 @@ impl<S: Copy + Eq + Hash, G: Copy> Graphs<S, G> {
             && !self.0.values().any(|known| known.as_ref().err() == Some(why))
         {
             let why = why.lines().next().unwrap_or_default();
-            tracing::warn!("cuDNN does not compute this attention ({why}): `auto` computes it by `fused`");
+            tracing::warn!("cuDNN does not compute this attention: {why}");
         }
         self.0.insert(shape, built.clone());
         built
@@ -35,9 +35,7 @@ impl<S: Copy + Eq + Hash, G: Copy> Graphs<S, G> {
             return Err(why.clone());
         }
         run().inspect_err(|why| {
-            tracing::warn!(
-                "cuDNN refuses attention when it runs ({why}): `auto` computes this shape by `fused` from now on"
-            );
+            tracing::warn!("cuDNN refuses attention when it runs: {why}");
             self.0.insert(shape, Err(why.clone()));
         })
     }

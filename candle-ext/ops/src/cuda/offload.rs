@@ -124,6 +124,11 @@ impl OffloadedTensor {
         })
     }
 
+    /// Releases the device memory of all tensors that were copied. Later compute waits for the copies; the host does not.
+    pub(crate) fn release_sources(&self) -> Result<()> {
+        CopyStream::with(&self.device, |copies| copies.release(&self.device, 0).map_err(cuda_failed("offload")))
+    }
+
     /// Starts to copy the values back to the device, unless that has started. The host waits for nothing.
     pub(crate) fn prefetch(&mut self) -> Result<()> {
         if self.arriving.is_none() {
@@ -134,12 +139,13 @@ impl OffloadedTensor {
 
     fn send_back(&mut self) -> Result<ArrivingTensor> {
         let (device, n) = (self.device.clone(), self.shape.elem_count());
+        // Their memory is free for the values.
+        self.release_sources()?;
         let storage = driver::alloc(&device, self.dtype, n)?;
         let to = driver::base("offload", &storage)?;
         let tensor = crate::storage::tensor(Storage::Cuda(storage), self.shape.clone());
         CopyStream::with(&device, |copies| {
-            let failed = cuda_failed("offload");
-            copies.release(&device, 0).and_then(|()| copies.wait_for_compute(&device)).map_err(failed)?;
+            copies.wait_for_compute(&device).map_err(cuda_failed("offload"))?;
             self.readback.send_back(to, &copies.stream).map_err(cuda_failed("offload"))
         })?;
         Ok(ArrivingTensor { tensor: Some(tensor), done: self.readback.done(), device: device.clone() })

@@ -16,8 +16,8 @@ use super::{address, driver};
 
 /// Smallest buffer in bytes: a page.
 const SMALLEST: usize = 4096;
-/// Buffer size in bytes from which sizes are rounded up to an eighth of a power of two, instead of a power of two.
-const LARGE: usize = 1 << 20;
+/// Size in bytes from which buffers are multiples of it. Smaller ones are powers of two.
+const LARGE: usize = 2 << 20;
 
 /// Address of a stream's handle, which identifies it.
 type StreamId = usize;
@@ -54,19 +54,24 @@ struct Staging {
 impl Staging {
     /// Takes a free buffer of at least `n_bytes` and at most about twice that, or allocates one. `stream` runs its copies.
     fn take(stream: &CudaStream, n_bytes: usize) -> std::result::Result<Self, DriverError> {
-        let power = n_bytes.next_power_of_two().max(SMALLEST);
-        let n_bytes = if power > LARGE { n_bytes.next_multiple_of(power / 8) } else { power };
+        let n_bytes = buffer_size(n_bytes);
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
         let id = stream.cu_stream().addr();
-        let fitting = pool.entry(id).or_default().range_mut(n_bytes..=2 * n_bytes);
-        let ready = fitting.map(|(_, free)| free).find(|free| free.front().is_some_and(Self::is_ready));
-        if let Some(staging) = ready.and_then(VecDeque::pop_front) {
+        let buffers = pool.entry(id).or_default();
+        if let Some(staging) = Self::pop_ready(buffers.range_mut(n_bytes..=2 * n_bytes)) {
             return Ok(staging);
         }
+        // It replaces one of a similar size. Otherwise batches of ever larger sizes would leave buffers of each size.
+        drop(Self::pop_ready(buffers.range_mut(LARGE.max(n_bytes / 2)..n_bytes.max(LARGE)).rev()));
         // SAFETY: the taker writes a buffer before it is read. Without the write-combined flag the host can also read
         // it fast.
         let bytes = unsafe { stream.context().alloc_pinned_with_flags(n_bytes, 0)? };
         Ok(Self { stream: id, bytes, copy: None })
+    }
+
+    /// Takes a buffer without a copy in flight out of the first size that has one.
+    fn pop_ready<'a>(mut sizes: impl Iterator<Item = (&'a usize, &'a mut VecDeque<Self>)>) -> Option<Self> {
+        sizes.find(|(_, free)| free.front().is_some_and(Self::is_ready)).and_then(|(_, free)| free.pop_front())
     }
 
     fn is_ready(&self) -> bool {
@@ -82,6 +87,12 @@ impl Staging {
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
         pool.entry(self.stream).or_default().entry(self.bytes.len()).or_default().push_back(self);
     }
+}
+
+/// Returns the size of a buffer for that many bytes.
+fn buffer_size(n_bytes: usize) -> usize {
+    let power = n_bytes.next_power_of_two().max(SMALLEST);
+    if power > LARGE { n_bytes.next_multiple_of(LARGE) } else { power }
 }
 
 /// Uploads values; see [`crate::transfer::upload`].
@@ -229,4 +240,15 @@ impl Drop for Readback {
 /// Returns a function that adds the name of a failed operation to an error of CUDA.
 pub(super) fn cuda_failed(operation: &'static str) -> impl FnOnce(DriverError) -> Error {
     move |error| Error::Msg(format!("{operation}: CUDA failed: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_buffer_has_at_most_two_mib_more_than_its_values() {
+        let sizes = [1, 4097, (1 << 20) + 1, (2 << 20) + 1, (33 << 20) + 5].map(buffer_size);
+        assert_eq!(sizes, [4096, 8192, 2 << 20, 4 << 20, 34 << 20]);
+    }
 }

@@ -109,9 +109,12 @@ fn empty_sequences_change_no_bit_of_the_others() {
             };
             check_each(implementations(&test_device), |implementation| {
                 let (got, want) = (of(&with_empty, implementation), of(&without, implementation));
-                assert_eq!(bits(&got[0]), bits(&want[0]));
-                // cuDNN sums dq in the order in which blocks finish.
-                compare(&with_empty, &got, &want, if implementation == AttentionImpl::Auto { 1e-2 } else { 0.0 });
+                // cuDNN has another graph for more sequences, and sums dq in the order in which blocks finish.
+                let may_be_cudnn = implementation == AttentionImpl::Auto && dtype == DType::BF16;
+                if !may_be_cudnn {
+                    assert_eq!(bits(&got[0]), bits(&want[0]));
+                }
+                compare(&with_empty, &got, &want, if may_be_cudnn { 1e-2 } else { 0.0 });
             });
         });
     });

@@ -281,6 +281,10 @@ impl Engine {
             blocks.push(keep);
             x = y;
         }
+        // No later layer releases the last input before the head needs memory.
+        if let Some(SavedActivation::Offloaded(input, _)) = blocks.last() {
+            input.release_source()?;
+        }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
             self.send_counts_forward(pass.expert_counts_summed_over_layers())?;

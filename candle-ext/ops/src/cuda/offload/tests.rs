@@ -3,9 +3,10 @@
 
 use std::ffi::c_void;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
 
-use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::result::stream::launch_host_function;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{CudaDevice, DType, Device, Tensor};
 
 use super::{CopyStream, MAX_SOURCES, OffloadedTensor};
@@ -70,6 +71,16 @@ fn assert_all(x: &Tensor, want: f32) {
     assert!(wrong.is_none(), "element {wrong:?} is {}, not {want}", x[wrong.unwrap_or(0)]);
 }
 
+/// Fails after a minute if the event waits for a stream that this test holds.
+#[track_caller]
+fn assert_completes(event: &CudaEvent) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !event.is_complete() {
+        assert!(Instant::now() < end, "the event waits for a held stream");
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn a_copy_waits_for_the_compute_before_it() {
     let Some((device, cuda)) = device() else { return };
@@ -87,7 +98,9 @@ fn compute_does_not_wait_for_a_copy() {
     cuda.cuda_stream().synchronize().unwrap();
     let held = hold_copies(&cuda);
     let copy = OffloadedTensor::start(&x, &cuda).unwrap();
-    assert_all(&x.affine(2.0, 0.0).unwrap(), 8.0);
+    let y = x.affine(2.0, 0.0).unwrap();
+    assert_completes(&cuda.cuda_stream().record_event(None).unwrap());
+    assert_all(&y, 8.0);
     held.release();
     assert_all(&copy.into_host().unwrap(), 4.0);
 }
@@ -106,6 +119,21 @@ fn a_tensor_is_alive_until_it_is_copied() {
         assert_all(&copy.into_host().unwrap(), i as f32);
     }
     assert_all(&later, 9.0);
+}
+
+#[test]
+fn a_released_tensor_is_freed_after_its_copy() {
+    let Some((device, cuda)) = device() else { return };
+    let x = filled(3.0, &device);
+    let held = hold_copies(&cuda);
+    let copy = OffloadedTensor::start(&x, &cuda).unwrap();
+    drop(x);
+    copy.release_sources().unwrap();
+    CopyStream::with(&cuda, |copies| Ok(assert!(copies.sources.is_empty(), "a tensor is kept"))).unwrap();
+    let released = cuda.cuda_stream().record_event(None).unwrap();
+    assert!(!released.is_complete(), "compute has freed the memory while a copy reads it");
+    held.release();
+    assert_all(&copy.into_host().unwrap(), 3.0);
 }
 
 #[test]
@@ -140,8 +168,7 @@ fn values_come_back_while_compute_runs() {
     let mut copy = OffloadedTensor::start(&filled(7.0, &device), &cuda).unwrap();
     copy.prefetch().unwrap();
     let held = hold_compute(&cuda);
-    // It returns only if the copy does not wait for the held compute.
-    copy.arriving.as_ref().unwrap().done.synchronize().unwrap();
+    assert_completes(&copy.arriving.as_ref().unwrap().done);
     held.release();
     assert_all(&copy.into_device().unwrap(), 7.0);
 }
