@@ -41,7 +41,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         fields.refuse(name, &Json::Bool(default), "remove it")?;
     }
     fields.finish()?;
-    let chat = template.adapt(&chat);
+    let chat = template.with_complete_arguments(template.adapt(&chat));
     refuse_unrendered_parts(&template, &chat)?;
     let text = template.render(&chat, AddGenerationPrompt::Yes);
     let text = text.map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;
