@@ -251,6 +251,17 @@ fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Vec<u32>, ApiEr
     ids.iter().map(checked).collect()
 }
 
+/// Takes the maximum number of new tokens, which has two names.
+pub(super) fn max_tokens(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    match (fields.count("max_tokens")?, fields.count("max_completion_tokens")?) {
+        (Some(old), Some(new)) if old != new => {
+            let problem = format!("max_completion_tokens is {new}, but max_tokens is {old}; remove one of them");
+            Err(ApiError::field("max_completion_tokens", problem))
+        }
+        (old, new) => Ok(new.or(old)),
+    }
+}
+
 /// Checks a number of most probable tokens.
 pub(super) fn checked_top(name: &'static str, n: usize) -> Result<usize, ApiError> {
     match n <= MAX_TOP_LOGPROBS {

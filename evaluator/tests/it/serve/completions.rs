@@ -235,6 +235,17 @@ fn tokens_of_the_request_end_a_text_and_those_of_the_model_may_be_text() {
 }
 
 #[test]
+fn both_names_of_the_token_limit_are_accepted() {
+    let server = Server::start(&[]);
+    for fields in [json!({"max_completion_tokens": 3}), json!({"max_completion_tokens": 3, "max_tokens": 3})] {
+        for (path, prompt) in [(CHAT, json!({"messages": user("Hi")})), (COMPLETIONS, json!({"prompt": "Hi"}))] {
+            let body = with(with(prompt, fields.clone()), json!({"ignore_eos": true}));
+            assert_eq!(server.ok(path, &body)["usage"]["completion_tokens"], 3, "{body}");
+        }
+    }
+}
+
+#[test]
 fn log_probabilities_of_a_chat_belong_to_its_tokens() {
     let server = Server::start(&[]);
     let body = json!({
