@@ -29,7 +29,7 @@ pub(super) struct GenerationFields {
     seed: u64,
     stop: Arc<[String]>,
     /// Tokens that end the text, besides those of the model.
-    stop_token_ids: Vec<u32>,
+    stop_token_ids: Arc<[u32]>,
     eos: EosMeaning,
 }
 
@@ -107,8 +107,7 @@ impl GenerationFields {
         let (events, receiver) = unbounded_channel();
         let of_model = if self.eos == EosMeaning::End { stop_ids } else { &[] };
         let of_strings = special_stops(&state.models[self.model].tokenizer, &self.stop);
-        let of_request = of_strings.into_iter().chain(self.stop_token_ids.iter().copied());
-        let stop_ids: Arc<[u32]> = of_model.iter().copied().chain(of_request).collect();
+        let stop_ids: Arc<[u32]> = of_model.iter().copied().chain(of_strings).collect();
         let mut jobs = Vec::new();
         for TokenizedPrompt { ids, n_max } in prompts {
             let prompt: Arc<[u32]> = ids.into();
@@ -124,6 +123,7 @@ impl GenerationFields {
                     seed: seed_of(self.seed, index as u64),
                     stop: Arc::clone(&self.stop),
                     stop_ids: Arc::clone(&stop_ids),
+                    text_stop_ids: Arc::clone(&self.stop_token_ids),
                     logprobs,
                     choice: jobs.len(),
                     events: events.clone(),
@@ -236,7 +236,7 @@ fn stop(fields: &mut Fields) -> Result<Arc<[String]>, ApiError> {
 }
 
 /// Takes the token ids that end the text, below `n_vocab`.
-fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Vec<u32>, ApiError> {
+fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Arc<[u32]>, ApiError> {
     const NAME: &str = "stop_token_ids";
     let ids = fields.array(NAME)?.unwrap_or_default();
     if ids.len() > MAX_STOPS {

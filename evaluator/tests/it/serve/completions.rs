@@ -245,6 +245,24 @@ fn both_names_of_the_token_limit_are_accepted() {
     }
 }
 
+/// Tokens of the request are text of a schema, unlike those of the model.
+#[test]
+fn a_token_of_the_request_ends_a_text_with_a_schema() {
+    let server = Server::start(&[]);
+    let id = |text: &str| server.lm().tokenizer().encode(text, SpecialTokens::Exclude).unwrap()[0];
+    let schema = json!({"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}});
+    let body = json!({"prompt": "Hi", "max_tokens": 30, "temperature": 0, "response_format": format});
+    let choice = |stop: u32| {
+        server.ok(COMPLETIONS, &with(body.clone(), json!({"stop_token_ids": [stop]})))["choices"][0].clone()
+    };
+    for (stop, want) in [("}", "{\"a\":7"), ("7", "{\"a\":"), ("x", "{\"a\":7}")] {
+        let choice = choice(id(stop));
+        let text: String = choice["text"].as_str().unwrap().split_whitespace().collect();
+        assert_eq!((text.as_str(), &choice["finish_reason"]), (want, &json!("stop")), "{stop}");
+    }
+}
+
 #[test]
 fn log_probabilities_of_a_chat_belong_to_its_tokens() {
     let server = Server::start(&[]);
