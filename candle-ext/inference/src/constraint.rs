@@ -77,12 +77,17 @@ impl TokenConstraint {
         self.allowed = Some(self.matcher.compute_mask_or_eos());
     }
 
-    /// Sets the logits of tokens that cannot continue the text to negative infinity. `stop_ids` may end a complete text.
-    pub fn mask(&mut self, logits: &mut [f32], stop_ids: &[u32]) -> Result<()> {
+    /// Sets the logits of tokens that cannot continue the text to negative infinity.
+    ///
+    /// All stop tokens may end a complete text. Before, the grammar may allow `text_stop_ids`, but not `stop_ids`.
+    pub fn mask(&mut self, logits: &mut [f32], stop_ids: &[u32], text_stop_ids: &[u32]) -> Result<()> {
         let allowed = self.allowed.take().unwrap_or_else(|| self.matcher.compute_mask_or_eos()).map_err(shortened)?;
         ensure!(!allowed.is_zero(), "no token of the vocabulary continues the text");
         let stops: Vec<(u32, f32)> = match allowed.get(self.n_vocab) {
-            true => stop_ids.iter().filter_map(|id| Some((*id, *logits.get(*id as usize)?))).collect(),
+            true => {
+                let ids = stop_ids.iter().chain(text_stop_ids);
+                ids.filter_map(|id| Some((*id, *logits.get(*id as usize)?))).collect()
+            }
             false => Vec::new(),
         };
         for (id, logit) in logits.iter_mut().enumerate() {

@@ -52,9 +52,9 @@ impl AccessLog {
         let mut period = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(n_dropped) = period.count(Instant::now()) {
             if n_dropped > 0 {
-                log.add(RequestLogLine::Refused(format!("{n_dropped} more requests were refused")));
+                log.add(RequestLogLine::Warning(format!("{n_dropped} more requests were refused")));
             }
-            log.add(RequestLogLine::Refused(format!("{request}: {}", on_one_line(reason))));
+            log.add(line_of(status, format!("{request}: {}", on_one_line(reason))));
         }
     }
 }
@@ -74,8 +74,16 @@ impl LogPeriod {
     }
 }
 
+/// Returns the log line of a response with this status.
+pub(super) fn line_of(status: StatusCode, text: String) -> RequestLogLine {
+    match status {
+        StatusCode::INTERNAL_SERVER_ERROR => RequestLogLine::Failure(text),
+        _ => RequestLogLine::Warning(text),
+    }
+}
+
 /// Returns the beginning of a text on one line, for a terminal.
-fn on_one_line(text: &str) -> String {
+pub(super) fn on_one_line(text: &str) -> String {
     printable(&shortened(text, MAX_CHARS)).replace(['\n', '\t'], " ")
 }
 

@@ -29,9 +29,8 @@ impl ApiError {
         Self { status, message: message.into(), param: None, code: None }
     }
 
-    /// Creates an error of the server.
+    /// Creates an error of the server. Its response or stream logs it, so the caller does not wait for stderr.
     pub(super) fn internal(error: &anyhow::Error) -> Self {
-        tracing::error!("{error:#}");
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}"))
     }
 
@@ -48,6 +47,11 @@ impl ApiError {
     /// Returns the HTTP status.
     pub(super) fn status(&self) -> StatusCode {
         self.status
+    }
+
+    /// Returns the message.
+    pub(super) fn message(&self) -> &str {
+        &self.message
     }
 
     /// Returns the error object.

@@ -11,7 +11,7 @@ use serde_json::{Map, Value as Json};
 
 use super::api_error::ApiError;
 use super::fields::Fields;
-use super::generation_fields::{GenerationFields, JobSettings, TokenizedPrompt, checked_top, object_of};
+use super::generation_fields::{GenerationFields, JobSettings, TokenizedPrompt, checked_top, max_tokens, object_of};
 use super::job::LogprobOptions;
 use super::reply_parser::ReplyParser;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
@@ -29,8 +29,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let tools = RequestTools::take(&mut fields)?;
     let chat = conversation(&mut fields, &tools)?;
     let logprobs = logprobs(&mut fields)?;
-    let max_tokens = fields.count("max_tokens")?;
-    let max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
+    let max_tokens = max_tokens(&mut fields)?;
     for (name, default) in [
         ("echo", false),
         ("add_special_tokens", false),
@@ -41,7 +40,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
         fields.refuse(name, &Json::Bool(default), "remove it")?;
     }
     fields.finish()?;
-    let chat = template.adapt(&chat);
+    let chat = template.with_complete_arguments(template.adapt(&chat));
     refuse_unrendered_parts(&template, &chat)?;
     let text = template.render(&chat, AddGenerationPrompt::Yes);
     let text = text.map_err(|error| ApiError::field("messages", format!("failed to {error}")))?;

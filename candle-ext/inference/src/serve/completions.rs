@@ -7,7 +7,7 @@ use serde_json::Value as Json;
 
 use super::api_error::ApiError;
 use super::fields::{Fields, shown};
-use super::generation_fields::{GenerationFields, JobSettings, TokenizedPrompt, checked_top};
+use super::generation_fields::{GenerationFields, JobSettings, TokenizedPrompt, checked_top, max_tokens};
 use super::job::LogprobOptions;
 use super::reply_parser::ReplyParser;
 use super::response::{ParsedRequest, ResponseFormat, ResponseKind};
@@ -25,7 +25,7 @@ pub(super) fn parse(mut fields: Fields, state: &ServerState) -> Result<ParsedReq
     let echo = fields.boolean("echo")?.unwrap_or(false);
     let n_top = fields.count("logprobs")?.map(|n| checked_top("logprobs", n)).transpose()?;
     let logprobs = n_top.map(|n_top| LogprobOptions { n_top, of_prompt: echo });
-    let max_tokens = fields.count("max_tokens")?.unwrap_or(MAX_TOKENS);
+    let max_tokens = max_tokens(&mut fields)?.unwrap_or(MAX_TOKENS);
     let specials = match fields.boolean("add_special_tokens")?.unwrap_or(true) {
         true => SpecialTokens::Include,
         false => SpecialTokens::Exclude,

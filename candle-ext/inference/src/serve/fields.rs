@@ -130,7 +130,8 @@ impl Fields {
             None => Ok(()),
             Some((name, _)) => {
                 let name: String = name.chars().take(MAX_NAME_CHARS).collect();
-                let problem = format!("{name} is not a field of this request, or not supported; remove it");
+                let remedy = remedy(&name);
+                let problem = format!("{name} is not a field of this request, or not supported; {remedy}");
                 Err(ApiError::field(name, problem))
             }
         }
@@ -145,6 +146,15 @@ impl Fields {
         let Some(value) = self.take(name) else { return Ok(None) };
         let wrong = |value| ApiError::field(name, format!("{name} is {}, expected {expected}", shown(&value)));
         read(value).map(Some).map_err(wrong)
+    }
+}
+
+/// Returns the remedy for an unknown field: its name here, if other servers have another one.
+fn remedy(name: &str) -> &'static str {
+    match name {
+        "enable_thinking" | "reasoning_effort" => "in chats, send it in chat_template_kwargs",
+        "repeat_penalty" => "use repetition_penalty",
+        _ => "remove it",
     }
 }
 

@@ -29,7 +29,7 @@ pub(super) struct GenerationFields {
     seed: u64,
     stop: Arc<[String]>,
     /// Tokens that end the text, besides those of the model.
-    stop_token_ids: Vec<u32>,
+    stop_token_ids: Arc<[u32]>,
     eos: EosMeaning,
 }
 
@@ -107,8 +107,7 @@ impl GenerationFields {
         let (events, receiver) = unbounded_channel();
         let of_model = if self.eos == EosMeaning::End { stop_ids } else { &[] };
         let of_strings = special_stops(&state.models[self.model].tokenizer, &self.stop);
-        let of_request = of_strings.into_iter().chain(self.stop_token_ids.iter().copied());
-        let stop_ids: Arc<[u32]> = of_model.iter().copied().chain(of_request).collect();
+        let stop_ids: Arc<[u32]> = of_model.iter().copied().chain(of_strings).collect();
         let mut jobs = Vec::new();
         for TokenizedPrompt { ids, n_max } in prompts {
             let prompt: Arc<[u32]> = ids.into();
@@ -124,6 +123,7 @@ impl GenerationFields {
                     seed: seed_of(self.seed, index as u64),
                     stop: Arc::clone(&self.stop),
                     stop_ids: Arc::clone(&stop_ids),
+                    text_stop_ids: Arc::clone(&self.stop_token_ids),
                     logprobs,
                     choice: jobs.len(),
                     events: events.clone(),
@@ -236,7 +236,7 @@ fn stop(fields: &mut Fields) -> Result<Arc<[String]>, ApiError> {
 }
 
 /// Takes the token ids that end the text, below `n_vocab`.
-fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Vec<u32>, ApiError> {
+fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Arc<[u32]>, ApiError> {
     const NAME: &str = "stop_token_ids";
     let ids = fields.array(NAME)?.unwrap_or_default();
     if ids.len() > MAX_STOPS {
@@ -249,6 +249,17 @@ fn stop_token_ids(fields: &mut Fields, n_vocab: usize) -> Result<Vec<u32>, ApiEr
         checked.ok_or_else(|| ApiError::field(NAME, problem()))
     };
     ids.iter().map(checked).collect()
+}
+
+/// Takes the maximum number of new tokens, which has two names.
+pub(super) fn max_tokens(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    match (fields.count("max_tokens")?, fields.count("max_completion_tokens")?) {
+        (Some(old), Some(new)) if old != new => {
+            let problem = format!("max_completion_tokens is {new}, but max_tokens is {old}; remove one of them");
+            Err(ApiError::field("max_completion_tokens", problem))
+        }
+        (old, new) => Ok(new.or(old)),
+    }
 }
 
 /// Checks a number of most probable tokens.

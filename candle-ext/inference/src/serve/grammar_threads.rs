@@ -17,6 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::timeout;
 
 use super::api_error::ApiError;
+use super::log_thread::{LogThread, RequestLogLine};
 use crate::constraint::{GrammarCompiler, TokenConstraint};
 
 /// Threads that compile the grammars of requests.
@@ -28,6 +29,7 @@ pub(super) struct GrammarThreads {
     /// Keys of the grammars after their deadline.
     late_keys: Arc<Mutex<BTreeSet<u64>>>,
     deadline: Duration,
+    log: Arc<LogThread>,
 }
 
 /// Number of grammars that are compiled at the same time, within their deadline.
@@ -66,7 +68,12 @@ impl ModelGrammars {
     /// Builds the compiler on a thread, so that the first request does not wait for it.
     pub(super) fn build(self: Arc<Self>) {
         // Without the thread, the first request builds it.
-        let _ = thread::Builder::new().name("grammar".to_owned()).spawn(move || self.compiler().is_ok());
+        let build = move || {
+            if let Err(error) = self.compiler() {
+                tracing::error!("{}", error.message());
+            }
+        };
+        let _ = thread::Builder::new().name("grammar".to_owned()).spawn(build);
     }
 
     fn compiler(&self) -> &Result<GrammarCompiler, ApiError> {
@@ -109,14 +116,14 @@ impl Drop for RunningGrammar {
     }
 }
 
-impl Default for GrammarThreads {
-    fn default() -> Self {
-        let permits = |n| Arc::new(Semaphore::new(n));
-        Self { timely: permits(N_TIMELY), late: permits(N_LATE), late_keys: Arc::default(), deadline: COMPILE_DEADLINE }
-    }
-}
-
 impl GrammarThreads {
+    /// Creates threads that warn about late grammars in `log`.
+    pub(super) fn new(log: Arc<LogThread>) -> Self {
+        let permits = |n| Arc::new(Semaphore::new(n));
+        let (timely, late) = (permits(N_TIMELY), permits(N_LATE));
+        Self { timely, late, late_keys: Arc::default(), deadline: COMPILE_DEADLINE, log }
+    }
+
     /// Calls `compile` on a thread. A grammar that equals a late one is refused at once.
     async fn run<T: Send + 'static>(
         &self,
@@ -151,13 +158,15 @@ impl GrammarThreads {
 
     /// Makes a grammar late after the deadline, even if its request has ended by then.
     fn watch(&self, running: Arc<RunningGrammar>) {
-        let (late, deadline) = (Arc::clone(&self.late), self.deadline);
+        let (late, log, deadline) = (Arc::clone(&self.late), Arc::clone(&self.log), self.deadline);
         let running = Arc::downgrade(&running);
         tokio::spawn(async move {
             tokio::time::sleep(deadline).await;
             let Some(running) = running.upgrade() else { return };
             locked(&running.late_keys).insert(running.key);
-            tracing::warn!("a schema is not compiled after {} seconds; its thread continues", deadline.as_secs());
+            let seconds = deadline.as_secs();
+            let warning = format!("a schema is not compiled after {seconds} seconds; its thread continues");
+            log.add(RequestLogLine::Warning(warning));
             // Without a permit of late grammars, the grammar keeps its own.
             if let Ok(permit) = late.try_acquire_owned() {
                 *locked(&running.permit) = Some(permit);
@@ -196,7 +205,8 @@ mod tests {
 
     fn threads(n_late: usize) -> GrammarThreads {
         let late = Arc::new(Semaphore::new(n_late));
-        GrammarThreads { late, deadline: Duration::from_millis(20), ..GrammarThreads::default() }
+        let log = Arc::new(LogThread::start(None::<std::fs::File>));
+        GrammarThreads { late, deadline: Duration::from_millis(20), ..GrammarThreads::new(log) }
     }
 
     /// Starts a grammar that is compiled until the sender is dropped, and returns the refusal.
@@ -222,6 +232,7 @@ mod tests {
             late: Arc::clone(&threads.late),
             late_keys: Arc::clone(&threads.late_keys),
             deadline: Duration::from_secs(60),
+            log: Arc::clone(&threads.log),
         };
         runtime.block_on(patient.run("tools", 99, || Ok(1)))
     }

@@ -24,8 +24,10 @@ pub(super) struct GenerationJob {
     pub(super) seed: [u8; 32],
     /// Stop strings, none empty.
     pub(super) stop: Arc<[String]>,
-    /// Tokens that end the generation.
+    /// Tokens that end the generation, those of the model and of stop strings.
     pub(super) stop_ids: Arc<[u32]>,
+    /// Tokens of the request that end the generation. They may be tokens of a text.
+    pub(super) text_stop_ids: Arc<[u32]>,
     /// Special tokens that are part of the text.
     pub(super) visible: Arc<[u32]>,
     pub(super) logprobs: Option<LogprobOptions>,

@@ -12,10 +12,12 @@ use std::time::Duration;
 /// Line of a log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RequestLogLine {
-    /// Warning on stderr, about a refused request.
-    Refused(String),
+    /// Error on stderr, about a failed request.
+    Failure(String),
+    /// Warning on stderr, about a refused request or a late schema.
+    Warning(String),
     /// Information on stderr, about an answered request.
-    Answered(String),
+    Information(String),
     /// JSON object in the file of `--request-log`.
     Record(String),
 }
@@ -93,8 +95,9 @@ fn write_lines(lines: &Receiver<RequestLogLine>, file: Option<impl Write>, n_los
     let mut n_reported = 0;
     for line in lines {
         match (line, &mut file) {
-            (RequestLogLine::Refused(text), _) => tracing::warn!("{text}"),
-            (RequestLogLine::Answered(text), _) => tracing::info!("{text}"),
+            (RequestLogLine::Failure(text), _) => tracing::error!("{text}"),
+            (RequestLogLine::Warning(text), _) => tracing::warn!("{text}"),
+            (RequestLogLine::Information(text), _) => tracing::info!("{text}"),
             (RequestLogLine::Record(text), Some(file)) => {
                 let n_failed = u64::from(!file.write(&text));
                 n_lost.fetch_add(n_failed, Ordering::Relaxed);

@@ -116,7 +116,7 @@ mod tests {
         for _ in 0..n_max {
             let logit = |id: u32| random.random_range(-2.0..2.0) + if is_end(id) { 4.0 } else { 0.0 };
             let mut logits: Vec<f32> = (0..n_vocab).map(logit).collect();
-            constraint.mask(&mut logits, &stop_ids).unwrap();
+            constraint.mask(&mut logits, &stop_ids, &[]).unwrap();
             let token = sampler.sample(&mut logits);
             if stop_ids.contains(&token) {
                 return Some(written + &text.finish().unwrap());
@@ -232,7 +232,7 @@ mod tests {
             let ids = tokenizer.encode(text, SpecialTokens::Exclude).unwrap();
             ids.iter().all(|id| {
                 let mut logits = vec![0.0; tokenizer.min_embedding_rows() as usize];
-                constraint.mask(&mut logits, &[]).unwrap();
+                constraint.mask(&mut logits, &[], &[]).unwrap();
                 logits[*id as usize] == 0.0 && constraint.push(*id).is_ok()
             })
         };
@@ -256,7 +256,7 @@ mod tests {
     fn walk(constraint: &mut TokenConstraint, n: usize) {
         for _ in 0..n {
             let mut logits = vec![0.0; 600];
-            let Ok(()) = constraint.mask(&mut logits, &[]) else { return };
+            let Ok(()) = constraint.mask(&mut logits, &[], &[]) else { return };
             let Some(id) = logits.iter().position(|logit| *logit == 0.0) else { return };
             if constraint.push(id as u32).unwrap_or(true) {
                 return;

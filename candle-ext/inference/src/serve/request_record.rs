@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use axum::http::StatusCode;
 use serde_json::json;
 
+use super::access_log::{line_of, on_one_line};
+use super::api_error::ApiError;
 use super::connections::ClientAddress;
 use super::log_thread::{LogThread, RequestLogLine};
 use super::metrics::{ServedRoute, ServerMetrics};
@@ -14,7 +16,7 @@ use super::metrics::{ServedRoute, ServerMetrics};
 /// Receiver of all records.
 pub(super) struct RequestReporter {
     pub(super) metrics: ServerMetrics,
-    pub(super) log: LogThread,
+    pub(super) log: Arc<LogThread>,
 }
 
 /// Record of a request. It is reported when its last copy is dropped, which a response's stream has.
@@ -52,7 +54,7 @@ const CLIENT_CLOSED: u16 = 499;
 impl RequestReporter {
     /// Creates a reporter that writes records to a file.
     pub(super) fn new(file: Option<Arc<File>>) -> Self {
-        Self { metrics: ServerMetrics::default(), log: LogThread::start(file) }
+        Self { metrics: ServerMetrics::default(), log: Arc::new(LogThread::start(file)) }
     }
 }
 
@@ -67,6 +69,14 @@ impl RequestRecord {
     /// Sets the status of the response.
     pub(super) fn set_status(&self, status: StatusCode) {
         self.0.facts().status = Some(status);
+    }
+
+    /// Logs the error that ends a streamed response. The log of refused requests has those of other responses.
+    pub(super) fn log_error(&self, error: &ApiError) {
+        let OpenRecord { reporter, client, route, .. } = &*self.0;
+        let client = client.map_or_else(|| "?".to_owned(), |client| client.0.to_string());
+        let (status, message) = (error.status(), on_one_line(error.message()));
+        reporter.log.add(line_of(status, format!("{client} {} {}: {message}", route.name(), status.as_u16())));
     }
 
     /// Sets the result of a streamed response, whose headers have status 200 in any case.
@@ -125,7 +135,7 @@ impl Drop for OpenRecord {
         if result.is_none_or(|status| status.is_success()) && tracing::enabled!(tracing::Level::INFO) {
             let RequestFacts { n_prompt, n_generated, finish_reasons, .. } = &facts;
             let reasons = finish_reasons.join(",");
-            log.add(RequestLogLine::Answered(format!(
+            log.add(RequestLogLine::Information(format!(
                 "{client} {route} {status}: {n_prompt} and {n_generated} tokens in {:.3} s {reasons}",
                 time.as_secs_f64()
             )));

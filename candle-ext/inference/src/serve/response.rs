@@ -263,6 +263,7 @@ impl ResponseStream {
     /// Ends the stream with an error. Closing the receiver cancels the other choices.
     fn fail(&mut self, error: &ApiError) {
         self.send(&error.json());
+        self.record.log_error(error);
         self.record.end_stream(error.status());
         self.events.close();
         self.has_ended = true;

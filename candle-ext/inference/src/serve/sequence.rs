@@ -187,7 +187,7 @@ impl<'m> Sequence<'m> {
             token_logprobs(lm.tokenizer(), logits.row(row), previous, token, n_top)
         };
         let logprobs = self.job.logprobs.map(score).transpose().map_err(|error| internal(error.into()))?;
-        let is_stop = self.job.stop_ids.contains(&token);
+        let is_stop = self.job.stop_ids.contains(&token) || self.job.text_stop_ids.contains(&token);
         let text = match is_stop {
             true => String::new(),
             false => self.text.push(token).map_err(|error| internal(error.into()))?,
@@ -218,8 +218,8 @@ impl<'m> Sequence<'m> {
     }
 
     fn sample(&mut self, mut logits_v: Vec<f32>) -> Result<u32, ApiError> {
-        let stop_ids = Arc::clone(&self.job.stop_ids);
-        self.constrain(|constraint| constraint.mask(&mut logits_v, &stop_ids))?;
+        let (stop_ids, text_stop_ids) = (Arc::clone(&self.job.stop_ids), Arc::clone(&self.job.text_stop_ids));
+        self.constrain(|constraint| constraint.mask(&mut logits_v, &stop_ids, &text_stop_ids))?;
         Ok(self.sampler.sample(&mut logits_v))
     }
 

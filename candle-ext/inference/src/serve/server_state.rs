@@ -160,9 +160,10 @@ impl ServerState {
         let is_first =
             |idx: &usize| !models[..*idx].iter().any(|model| Arc::ptr_eq(&model.grammars, &models[*idx].grammars));
         (0..models.len()).filter(is_first).for_each(|idx| Arc::clone(&models[idx].grammars).build());
+        let reporter = Arc::new(RequestReporter::new(settings.request_log.clone()));
         Self {
             models,
-            grammar_threads: GrammarThreads::default(),
+            grammar_threads: GrammarThreads::new(Arc::clone(&reporter.log)),
             api_key: settings.api_key.clone(),
             max_model_len,
             reasoning_format: settings.reasoning_format,
@@ -176,7 +177,7 @@ impl ServerState {
             bodies: RequestBodyMemory::default(),
             large_parser: Arc::new(Semaphore::new(1)),
             log: AccessLog::default(),
-            reporter: Arc::new(RequestReporter::new(settings.request_log.clone())),
+            reporter,
             gauges,
             signals,
             queue,

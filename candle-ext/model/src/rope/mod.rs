@@ -202,7 +202,8 @@ mod tests {
         let scaling =
             json!({"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0], "factor": 4});
         let config = json!({
-            "model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8,
+            "num_attention_heads": 2, "num_key_value_heads": 2,
             "max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": scaling,
         });
         let rope = Rope::new(&Config::from_json(config).unwrap());

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use serde_json::Value as Json;
 
-use super::fallback::{as_objects, object};
+use super::fallback::{as_complete_objects, as_objects, object};
 use super::unrendered::{content_marker, with_marked_contents};
 use super::{AddGenerationPrompt, ChatTemplate};
 use crate::conversation::{ChatRole, Conversation, Message};
@@ -62,6 +62,19 @@ impl ChatTemplate {
         match (n_encoded(chat), n_encoded(&objects)) {
             (Some(as_text), Some(as_objects)) if as_text > as_objects => Cow::Owned(objects),
             _ => Cow::Borrowed(chat),
+        }
+    }
+}
+
+impl ChatTemplate {
+    /// Replaces tool call arguments that are not JSON of an object by `{}`, if this template fails on them.
+    ///
+    /// A client sends back a call that a token limit has cut.
+    pub fn with_complete_arguments<'a>(&self, chat: Cow<'a, Conversation>) -> Cow<'a, Conversation> {
+        let fails = |chat: &Conversation| self.render(chat, AddGenerationPrompt::Yes).is_err();
+        match as_complete_objects(&chat) {
+            Some(complete) if fails(&chat) && !fails(&complete) => Cow::Owned(complete),
+            _ => chat,
         }
     }
 }

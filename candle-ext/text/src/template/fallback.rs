@@ -1,6 +1,6 @@
 //! Equivalent conversations for templates that fail on the original.
 
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use crate::conversation::{Conversation, Message};
 use crate::long_integer;
@@ -15,7 +15,18 @@ pub(super) fn forms(chat: &Conversation) -> impl Iterator<Item = Conversation> {
 
 /// Returns the conversation with tool call arguments parsed from JSON text, if there are any.
 pub(super) fn as_objects(chat: &Conversation) -> Option<Conversation> {
-    let messages: Vec<Option<Message>> = chat.messages.iter().map(with_objects).collect();
+    with_arguments(chat, object)
+}
+
+/// Returns what [`as_objects`] does, with an empty object for each text that is not JSON of an object.
+pub(super) fn as_complete_objects(chat: &Conversation) -> Option<Conversation> {
+    let read = |arguments: &Json| object(arguments).unwrap_or_else(|| Json::Object(Map::new()));
+    with_arguments(chat, |arguments| arguments.is_string().then(|| read(arguments)))
+}
+
+/// Returns the conversation with the tool call arguments that `read` returns, if there are any.
+fn with_arguments(chat: &Conversation, read: impl Fn(&Json) -> Option<Json>) -> Option<Conversation> {
+    let messages: Vec<Option<Message>> = chat.messages.iter().map(|message| with_objects(message, &read)).collect();
     if messages.iter().all(Option::is_none) {
         return None;
     }
@@ -24,12 +35,12 @@ pub(super) fn as_objects(chat: &Conversation) -> Option<Conversation> {
     Some(Conversation { messages, tools: chat.tools.clone() })
 }
 
-fn with_objects(message: &Message) -> Option<Message> {
+fn with_objects(message: &Message, read: impl Fn(&Json) -> Option<Json>) -> Option<Message> {
     let mut calls = message.fields().get("tool_calls")?.clone();
     let mut has_changed = false;
     for call in calls.as_array_mut()? {
         let call = if call.get("function").is_some() { &mut call["function"] } else { call };
-        if let Some(object) = call.get("arguments").and_then(object) {
+        if let Some(object) = call.get("arguments").and_then(&read) {
             call["arguments"] = object;
             has_changed = true;
         }

@@ -25,7 +25,16 @@ pub(crate) fn json(path: &str) -> Map<String, Json> {
 
 pub(crate) fn conversation(json: &Json) -> Conversation {
     let messages = json["messages"].as_array().unwrap().iter();
-    let message = |it: &Json| Message::from_fields(it.as_object().unwrap().clone()).unwrap();
+    let message = |it: &Json| {
+        // Originals accept a null content without tool calls, too.
+        let is_null = it["content"].is_null() && it.get("tool_calls").is_none();
+        let mut fields = it.as_object().unwrap().clone();
+        if is_null {
+            fields.insert("content".to_owned(), "".into());
+        }
+        let message = Message::from_fields(fields).unwrap();
+        if is_null { message.with("content", Json::Null) } else { message }
+    };
     let tools = json.get("tools").cloned();
     Conversation { messages: messages.map(message).collect(), tools }
 }

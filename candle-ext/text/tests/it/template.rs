@@ -290,6 +290,24 @@ fn arguments_are_text_where_the_template_can_print_text() {
     assert!(error.contains("render chat template calls, line 1"), "{error}");
 }
 
+/// A token limit cuts a call, and the client sends it back.
+#[test]
+fn arguments_that_are_no_object_are_empty_where_the_template_needs_an_object() {
+    let print = |source: &str| {
+        let call = |arguments: &str| json!({"function": {"name": "f", "arguments": arguments}});
+        let calls = json!([call("{\"x\": 1}"), call("{\"x\": "), call("[1]"), call("")]);
+        let chat = Conversation::new([Message::new("assistant", "").with("tool_calls", calls)]);
+        let head = "{% for m in messages %}{% for c in m.tool_calls %}{% set a = c.function.arguments %}<";
+        let template = ChatTemplate::new("calls", &format!("{head}{source}>{{% endfor %}}{{% endfor %}}")).unwrap();
+        let chat = template.with_complete_arguments(template.adapt(&chat));
+        template.render(&chat, AddGenerationPrompt::Yes).map_err(|error| error.to_string())
+    };
+    let items = "{% for k, v in a|items %}{{ k }}={{ v }}{% endfor %}";
+    assert_eq!(print(items).unwrap(), "<x=1><><><>");
+    assert_eq!(print("{{ a }}").unwrap(), "<{\"x\": 1}><{\"x\": ><[1]><>");
+    assert!(print("{{ raise_exception('no calls') }}").unwrap_err().contains("no calls"));
+}
+
 #[test]
 fn tools_choose_their_own_template() {
     let template = ChatTemplate::new("plain", "plain {{ x }}").unwrap();

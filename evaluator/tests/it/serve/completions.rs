@@ -235,6 +235,35 @@ fn tokens_of_the_request_end_a_text_and_those_of_the_model_may_be_text() {
 }
 
 #[test]
+fn both_names_of_the_token_limit_are_accepted() {
+    let server = Server::start(&[]);
+    for fields in [json!({"max_completion_tokens": 3}), json!({"max_completion_tokens": 3, "max_tokens": 3})] {
+        for (path, prompt) in [(CHAT, json!({"messages": user("Hi")})), (COMPLETIONS, json!({"prompt": "Hi"}))] {
+            let body = with(with(prompt, fields.clone()), json!({"ignore_eos": true}));
+            assert_eq!(server.ok(path, &body)["usage"]["completion_tokens"], 3, "{body}");
+        }
+    }
+}
+
+/// Tokens of the request are text of a schema, unlike those of the model.
+#[test]
+fn a_token_of_the_request_ends_a_text_with_a_schema() {
+    let server = Server::start(&[]);
+    let id = |text: &str| server.lm().tokenizer().encode(text, SpecialTokens::Exclude).unwrap()[0];
+    let schema = json!({"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}});
+    let body = json!({"prompt": "Hi", "max_tokens": 30, "temperature": 0, "response_format": format});
+    let choice = |stop: u32| {
+        server.ok(COMPLETIONS, &with(body.clone(), json!({"stop_token_ids": [stop]})))["choices"][0].clone()
+    };
+    for (stop, want) in [("}", "{\"a\":7"), ("7", "{\"a\":"), ("x", "{\"a\":7}")] {
+        let choice = choice(id(stop));
+        let text: String = choice["text"].as_str().unwrap().split_whitespace().collect();
+        assert_eq!((text.as_str(), &choice["finish_reason"]), (want, &json!("stop")), "{stop}");
+    }
+}
+
+#[test]
 fn log_probabilities_of_a_chat_belong_to_its_tokens() {
     let server = Server::start(&[]);
     let body = json!({

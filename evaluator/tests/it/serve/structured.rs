@@ -114,17 +114,3 @@ fn formats_that_are_not_supported_are_refused_by_name() {
     let (status, response) = server.post(CHAT, &with(json!({"messages": user("Hi")}), schema(json!({"$ref": "#"}))));
     assert!(status == 400 && response["error"]["message"].as_str().unwrap().contains("too complex"), "{response}");
 }
-
-#[test]
-fn a_signal_ends_the_server_while_it_compiles_schemas() {
-    let mut server = Server::start(&["--shutdown-timeout", "0"]);
-    let pattern = |i: usize| json!({"type": "string", "pattern": format!("a{i}(b|c)*d{{3,9}}")});
-    let slow = |n: usize| schema(json!({"allOf": (0..8).map(|i| pattern(i + n)).collect::<Vec<_>>()}));
-    let body = |n: usize| with(json!({"prompt": "Hi", "max_tokens": 1}), slow(n)).to_string();
-    let open: Vec<_> = (0..8).map(|n| server.send(&format!("POST {COMPLETIONS}"), &body(n))).collect();
-    // The server has received them before this request is answered.
-    server.ok(COMPLETIONS, &json!({"prompt": "Hi", "max_tokens": 1}));
-    server.signal("-TERM");
-    assert!(server.wait().success());
-    drop(open);
-}

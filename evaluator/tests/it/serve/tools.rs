@@ -87,7 +87,7 @@ fn joined_calls(chunks: &[Value], index: usize) -> Vec<Value> {
 }
 
 #[test]
-fn the_arguments_of_a_streamed_call_arrive_in_parts() {
+fn the_arguments_of_a_streamed_call_arrive_piece_by_piece() {
     let server = scripted(&["\nSay wolf"]);
     let fields =
         json!({"tool_choice": "required", "parallel_tool_calls": false, "temperature": 1, "n": 4, "max_tokens": 60});
