@@ -5,7 +5,7 @@
 use std::fs::{File, create_dir_all, metadata, symlink_metadata};
 use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tempfile::Builder;
 
@@ -85,12 +85,16 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) ->
         let mut file = BufWriter::new(File::options().append(true).open(path)?);
         return write(&mut file).and_then(|()| file.flush());
     }
-    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    replace_atomically(&target, |unfinished| {
+    replace_atomically(&without_links(path), |unfinished| {
         let mut file = BufWriter::new(File::create_new(unfinished)?);
         write(&mut file)?;
         file.flush()
     })
+}
+
+/// Returns the path without symlinks and `..`, if it exists; else the path itself.
+pub fn without_links(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
 /// Writes a file that must not exist. A failed write leaves no file.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, write_atomically};
+use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file, without_links, write_atomically};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -150,7 +150,6 @@ impl Session<'_> {
     fn kept_batch(&self, step: &GlobalBatch, outcome: &StepOutcome, reason: &str) -> KeptBatch {
         let finite = |value: f64| value.is_finite().then_some(value);
         let plan = self.run.plan;
-        let absolute = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         KeptBatch {
             format: 1,
             step: outcome.number,
@@ -159,7 +158,7 @@ impl Session<'_> {
             loss: finite(outcome.loss),
             max_loss: finite(outcome.max_loss),
             grad_norm: finite(outcome.decision.norm),
-            checkpoint: self.checkpointer.newest_sharded().map(absolute),
+            checkpoint: self.checkpointer.newest_sharded().map(without_links),
             folder: std::env::current_dir().unwrap_or_default(),
             recipe_path: plan.recipe.clone(),
             recipe: plan.merged_recipe.clone(),

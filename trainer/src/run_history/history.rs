@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Result, anyhow};
+use candlewick_text::files::without_links;
 
 use super::files::RunFiles;
 use super::rows::MetricRows;
@@ -64,7 +65,7 @@ impl RunHistory {
     pub fn name(&self) -> String {
         let own = self.saved.as_ref().and_then(|saved| saved.text("/run/name")).map(str::to_owned);
         own.unwrap_or_else(|| {
-            let folder = self.files.folder.canonicalize().unwrap_or_else(|_| self.files.folder.clone());
+            let folder = without_links(&self.files.folder);
             let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
             name.unwrap_or_else(|| self.path.display().to_string())
         })

@@ -2,6 +2,8 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use candlewick_text::files::without_links;
+
 use super::autocast;
 use super::intervals::{of_epoch, steps_or_fraction};
 use super::output::run_folder;
@@ -169,7 +171,7 @@ fn resolved(path: &Path) -> PathBuf {
             Component::ParentDir => _ = resolved.pop(),
             part => resolved.push(part),
         }
-        resolved = resolved.canonicalize().unwrap_or(resolved);
+        resolved = without_links(&resolved);
     }
     resolved
 }

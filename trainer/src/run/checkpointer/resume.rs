@@ -1,8 +1,9 @@
 //! The resume of a checkpoint.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result};
+use candlewick_text::files::without_links;
 
 use crate::checkpoint::{
     CheckpointError, CheckpointFormat, CheckpointPlan, CompleteCheckpoint, Resumed, RunOrigin, RunState, Tag,
@@ -24,8 +25,10 @@ impl Checkpointer<'_> {
         for entry in order.into_iter().map(|idx| entries[idx]) {
             self.run.ranks.process.on_first_rank(|| self.check_origin(entry))?;
             if let Some(resumed) = self.load(entry)? {
-                let is_given =
-                    plan.resume_from_checkpoint.as_ref().is_some_and(|dir| resolved(dir) == resolved(&resumed.dir));
+                let is_given = plan
+                    .resume_from_checkpoint
+                    .as_ref()
+                    .is_some_and(|dir| without_links(dir) == without_links(&resumed.dir));
                 self.started_from =
                     if is_given { RunOrigin::Checkpoint(resumed.run.id()) } else { resumed.run.started_from };
                 return Ok(Some(resumed));
@@ -69,7 +72,7 @@ impl Checkpointer<'_> {
         };
         let Ok(state) = read_state(&CompleteCheckpoint { dir: dir.clone(), manifest }) else { return Ok(()) };
         let given = plan.resume_from_checkpoint.as_deref();
-        if given.is_some_and(|given| resolved(given) == resolved(&dir)) {
+        if given.is_some_and(|given| without_links(given) == without_links(&dir)) {
             return Ok(());
         }
         if let Some(output_dir) = &plan.log.output_dir
@@ -108,9 +111,4 @@ fn check_continues(given: &Path, newest: &Path, state: &RunState) -> Result<(), 
         Ok(_) => Err(CheckpointError::NewerCheckpoint { given: given.to_owned(), newest: newest.to_owned() }),
         Err(error) => Err(error),
     }
-}
-
-/// Returns the path without symlinks, if it exists.
-fn resolved(path: &Path) -> PathBuf {
-    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
