@@ -73,6 +73,16 @@ impl TrainedRuns {
         self.0.path().join(name)
     }
 
+    /// Copies the files of the fully fine-tuned model into a new folder.
+    fn copy_model(&self, name: &str) -> PathBuf {
+        let copy = self.path(name);
+        fs::create_dir_all(&copy).unwrap();
+        for entry in fs::read_dir(self.path("full/model/global_step_24")).unwrap().map(Result::unwrap) {
+            fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+        }
+        copy
+    }
+
     fn write(&self, name: &str, text: &str) {
         fs::write(self.path(name), text).unwrap();
     }

@@ -64,11 +64,7 @@ fn system_messages_and_conversations_reach_the_model() {
 #[test]
 fn variables_reach_the_chat_template() {
     let runs = TrainedRuns::shared();
-    let folder = runs.path("with-mood");
-    fs::create_dir_all(&folder).unwrap();
-    for entry in fs::read_dir(runs.path("full/model/global_step_24")).unwrap().map(|entry| entry.unwrap().path()) {
-        fs::copy(&entry, folder.join(entry.file_name().unwrap())).unwrap();
-    }
+    let folder = runs.copy_model("with-mood");
     fs::write(folder.join("chat_template.jinja"), "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
         .unwrap();
     let generate = |arguments: &[&str]| {

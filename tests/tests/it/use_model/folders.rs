@@ -51,12 +51,7 @@ fn a_path_without_a_model_is_an_error_before_any_hub_request() {
 #[test]
 fn weights_that_are_not_finite_are_an_error_everywhere() {
     let runs = TrainedRuns::shared();
-    let broken = runs.path("broken");
-    fs::create_dir_all(&broken).unwrap();
-    for entry in fs::read_dir(runs.path("full/model/global_step_24")).unwrap().map(|entry| entry.unwrap().path()) {
-        fs::copy(&entry, broken.join(entry.file_name().unwrap())).unwrap();
-    }
-    let weights = broken.join("model.safetensors");
+    let weights = runs.copy_model("broken").join("model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let n_bytes = bytes.len();
     bytes[n_bytes - 4..].copy_from_slice(&f32::NAN.to_le_bytes());

@@ -202,14 +202,7 @@ fn several_ranks_chat_as_one() {
 #[test]
 fn an_error_of_all_ranks_appears_once() {
     let runs = TrainedRuns::shared();
-    let damaged = runs.path("damaged");
-    fs::create_dir(&damaged).unwrap();
-    for entry in fs::read_dir(runs.path("full/model/global_step_24")).unwrap().map(Result::unwrap) {
-        if entry.path().is_file() {
-            fs::copy(entry.path(), damaged.join(entry.file_name())).unwrap();
-        }
-    }
-    let weights = damaged.join("model.safetensors");
+    let weights = runs.copy_model("damaged").join("model.safetensors");
     fs::write(&weights, &fs::read(&weights).unwrap()[..5000]).unwrap();
     let two = ["--tensor-parallel-size", "2"];
     let (prompt, chat) = (["generate", "damaged", "--prompt", "Hi"], ["chat", "damaged"]);
