@@ -113,7 +113,7 @@ impl Fields {
         })
     }
 
-    /// Rejects a field that has another value than its default, because it is not implemented.
+    /// Rejects a field that has another value than its default.
     pub(super) fn refuse(&mut self, name: &'static str, default: &Json, remedy: &str) -> Result<(), ApiError> {
         match self.take(name) {
             Some(value) if !is_equal(&value, default) => {

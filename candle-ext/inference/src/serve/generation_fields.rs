@@ -48,7 +48,7 @@ pub(super) struct StreamOptions {
     pub(super) include_usage: bool,
 }
 
-/// TokenizedPrompt of a request.
+/// Tokens of a prompt.
 pub(super) struct TokenizedPrompt {
     /// Tokens, at least one.
     pub(super) ids: Vec<u32>,
@@ -134,8 +134,7 @@ impl GenerationFields {
     }
 }
 
-/// Rejects fields of OpenAI and vLLM that would change the response and are not implemented. Clients send some of them with
-/// their defaults.
+/// Rejects fields of OpenAI and vLLM that would change the response, unless they have their defaults, which some clients send.
 fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse("best_of", &json!(1), "use n")?;
     fields.refuse("functions", &json!([]), "use tools")?;

@@ -20,7 +20,8 @@ use super::api_error::ApiError;
 use super::log_thread::{LogThread, RequestLogLine};
 use crate::constraint::{GrammarCompiler, TokenConstraint};
 
-/// Threads that compile the grammars of requests.
+/// Threads that compile the grammars of requests. Clones share their permits.
+#[derive(Clone)]
 pub(super) struct GrammarThreads {
     /// Permits of grammars within their deadline.
     timely: Arc<Semaphore>,
@@ -49,17 +50,17 @@ pub(super) struct RequestedGrammar {
     /// Field of the request that has the schema.
     pub(super) field: &'static str,
     pub(super) grammar: TopLevelGrammar,
-    pub(super) compiler: Arc<ModelGrammars>,
+    pub(super) compiler: Arc<LazyGrammarCompiler>,
 }
 
-/// Compiler of the grammars of a model.
-pub(super) struct ModelGrammars {
+/// Compiler of the grammars of a model. It takes a second to build.
+pub(super) struct LazyGrammarCompiler {
     tokenizer: Arc<Tokenizer>,
     n_vocab: usize,
     compiler: OnceLock<Result<GrammarCompiler, ApiError>>,
 }
 
-impl ModelGrammars {
+impl LazyGrammarCompiler {
     /// Creates a compiler, which [`Self::build`] or the first grammar initializes.
     pub(super) fn new(tokenizer: &Arc<Tokenizer>, n_vocab: usize) -> Arc<Self> {
         Arc::new(Self { tokenizer: Arc::clone(tokenizer), n_vocab, compiler: OnceLock::new() })
@@ -227,13 +228,7 @@ mod tests {
 
     /// Compiles a quick grammar, with a deadline that a busy machine keeps.
     fn quick(runtime: &Runtime, threads: &GrammarThreads) -> Result<i32, ApiError> {
-        let patient = GrammarThreads {
-            timely: Arc::clone(&threads.timely),
-            late: Arc::clone(&threads.late),
-            late_keys: Arc::clone(&threads.late_keys),
-            deadline: Duration::from_secs(60),
-            log: Arc::clone(&threads.log),
-        };
+        let patient = GrammarThreads { deadline: Duration::from_secs(60), ..threads.clone() };
         runtime.block_on(patient.run("tools", 99, || Ok(1)))
     }
 
@@ -294,7 +289,7 @@ mod tests {
     fn a_compiler_is_built_without_a_request() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/quickstart/tokenizer");
         let tokenizer = Arc::new(Tokenizer::from_directory(folder).unwrap());
-        let grammars = ModelGrammars::new(&tokenizer, tokenizer.min_embedding_rows() as usize);
+        let grammars = LazyGrammarCompiler::new(&tokenizer, tokenizer.min_embedding_rows() as usize);
         Arc::clone(&grammars).build();
         while grammars.compiler.get().is_none() {
             thread::yield_now();

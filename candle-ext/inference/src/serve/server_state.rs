@@ -18,7 +18,7 @@ use super::access_log::AccessLog;
 use super::api_error::ApiError;
 use super::body::RequestBodyMemory;
 use super::fields::shown;
-use super::grammar_threads::{GrammarThreads, ModelGrammars, RequestedGrammar};
+use super::grammar_threads::{GrammarThreads, LazyGrammarCompiler, RequestedGrammar};
 use super::job::GenerationJob;
 use super::metrics::WorkerGauges;
 use super::origin::OriginPolicy;
@@ -88,7 +88,7 @@ pub(super) struct ServedModel {
     /// Bytes of the longest token in the vocabulary.
     max_token_bytes: usize,
     /// Compiler of grammars for the tokenizer.
-    grammars: Arc<ModelGrammars>,
+    grammars: Arc<LazyGrammarCompiler>,
 }
 
 impl ServedModel {
@@ -109,7 +109,7 @@ impl ServedModel {
             chat_stop_ids: stop_ids.iter().copied().chain(end_of_turn).collect(),
             stop_ids,
             max_token_bytes: max_token_bytes(&tokenizer),
-            grammars: ModelGrammars::new(&tokenizer, n_vocab),
+            grammars: LazyGrammarCompiler::new(&tokenizer, n_vocab),
             n_vocab,
             tokenizer,
         }
