@@ -127,7 +127,9 @@ fn an_unknown_key_exits_with_2_and_a_suggestion() {
         let is_missing = text.contains("error: unknown key") && text.contains(part);
         assert!(output.status.code() == Some(2) && is_missing, "{word}: {text}");
     }
-    for word in super::plan_rules::WORDS.split_whitespace().chain(["reward model", "4-bit", "Flash Attention"]) {
+    for word in
+        super::plan_rules::other_toolkits::WORDS.split_whitespace().chain(["reward model", "4-bit", "Flash Attention"])
+    {
         let output = run(folder().path(), &["explain", word], &[]);
         let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
         let answers = ["is a key of another toolkit: use `", "not supported; use ", "   = "];
