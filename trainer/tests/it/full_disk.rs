@@ -40,8 +40,8 @@ fn a_disk_without_space_for_the_checkpoints_is_refused_before_the_first_step() {
 #[cfg(debug_assertions)]
 struct FilledUp<'a> {
     arguments: &'a [&'a str],
-    /// The last step before the disk is full.
-    step: usize,
+    /// The failpoint at which the disk fills up, with its step.
+    filled_at: &'a str,
     /// Parts of the error.
     error: &'a [&'a str],
     /// The checkpoint that the same command continues from.
@@ -67,10 +67,10 @@ const FILL: &str = r#"
 #[cfg(debug_assertions)]
 #[track_caller]
 fn check_filled_up(case: &FilledUp<'_>) {
-    let FilledUp { arguments, step, error, resumed_from } = case;
+    let FilledUp { arguments, filled_at, error, resumed_from } = case;
     let arguments = &[arguments, &["output_dir=disk/run", "train_iters=12"][..]].concat();
     let run = Run::new();
-    let script = format!("export CANDLEWICK_TEST_PAUSE_AT=step_computed:{step}\n{FILL}");
+    let script = format!("export CANDLEWICK_TEST_PAUSE_AT={filled_at}\n{FILL}");
     let Some(output) = on_disk(&run, "8m", &script, arguments) else { return };
     let read = |name: &str| {
         fs::read_to_string(run.path().join(name)).unwrap_or_else(|error| panic!("{name}: {error}: {}", stderr(&output)))
@@ -101,7 +101,7 @@ fn check_filled_up(case: &FilledUp<'_>) {
 fn a_run_without_checkpoints_whose_disk_fills_up_continues_from_its_last_step() {
     check_filled_up(&FilledUp {
         arguments: &["checkpoint=null"],
-        step: 7,
+        filled_at: "step_computed:7",
         error: &[
             "failed to export the model; a checkpoint is saved in ",
             "the same command continues from it",
@@ -120,7 +120,8 @@ fn a_run_whose_disk_fills_up_before_a_checkpoint_continues_from_the_one_before()
     for arguments in [&SHARDED[..], asynchronous] {
         check_filled_up(&FilledUp {
             arguments,
-            step: 7,
+            // Later steps run beside the thread that writes this checkpoint.
+            filled_at: "checkpoint_pruned:5",
             error: &[
                 "epoch_0_global_step_10: no space left on the disk",
                 "earlier ones are intact",
