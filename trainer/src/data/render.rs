@@ -16,6 +16,7 @@ use super::DataError;
 use super::cache::FillStatus;
 use super::cache_key::{self, CacheKey};
 use super::plan::{DataKind, DataPlan, MaskingStrategy, SourcePlan, TrainOnEos, TrainedRole};
+use crate::failpoint::failpoint;
 
 /// Rows that are rendered in memory before they are written.
 const ROWS: usize = 1024;
@@ -116,7 +117,7 @@ impl<'a> Renderer<'a> {
             rows.collect::<Vec<_>>()
         };
         let mut rendered = Vec::new();
-        for chunk in rows.chunks(ROWS) {
+        for (chunk_idx, chunk) in rows.chunks(ROWS).enumerate() {
             // Writes the rendered rows while the next ones are rendered.
             let (written, next) = rayon::join(|| write(rendered), || render(chunk));
             if written? == FillStatus::Stopped {
@@ -124,6 +125,7 @@ impl<'a> Renderer<'a> {
             }
             rendered = next;
             progress.add(chunk.len());
+            failpoint("rows_rendered", chunk_idx);
         }
         write(rendered)
     }

@@ -120,7 +120,7 @@ fn a_run_whose_disk_fills_up_before_a_checkpoint_continues_from_the_one_before()
     for arguments in [&SHARDED[..], asynchronous] {
         check_filled_up(&FilledUp {
             arguments,
-            // Later steps run beside the thread that writes this checkpoint.
+            // A thread writes this checkpoint during later steps.
             filled_at: "checkpoint_pruned:5",
             error: &[
                 "epoch_0_global_step_10: no space left on the disk",

@@ -32,8 +32,13 @@ fn check_list(list: Vec<String>, want: i32) {
 }
 
 fn status_after(list: &[String]) -> ExitStatus {
+    of_child("signals::child").env(SIGNALS, list.join(" ")).status().unwrap()
+}
+
+/// Returns the command of one of this program's tests, which reacts to SIGHUP.
+fn of_child(test: &str) -> Command {
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "signals::child", "--nocapture"]).env(SIGNALS, list.join(" ")).stdout(Stdio::null());
+    child.args(["--exact", test, "--nocapture"]).stdout(Stdio::null());
     // nohup ignores SIGHUP, and children inherit that.
     // SAFETY: `signal` is async-signal-safe, and the closure calls nothing else.
     unsafe {
@@ -42,7 +47,7 @@ fn status_after(list: &[String]) -> ExitStatus {
             Ok(())
         })
     };
-    child.status().unwrap()
+    child
 }
 
 #[test]
@@ -72,9 +77,7 @@ const REACTION: &str = "CANDLEWICK_TEST_REACTION";
 
 /// Runs `signals::reacting_child` with this case, and returns its status.
 fn status_of(case: &str) -> ExitStatus {
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "signals::reacting_child", "--nocapture"]).env(REACTION, case).stdout(Stdio::null());
-    child.status().unwrap()
+    of_child("signals::reacting_child").env(REACTION, case).status().unwrap()
 }
 
 #[test]

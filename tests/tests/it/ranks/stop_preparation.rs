@@ -1,14 +1,15 @@
 //! A signal while the data are read or tokenized.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::Signal;
+use rustix::process::{Signal, WaitId, WaitIdOptions, waitid};
 use suite::{program, root};
 
-use super::run::{TrainerProcesses, TrainerRun, until};
+use super::run::{TrainerProcesses, TrainerRun};
 
 /// Returns the entries of a folder whose names end so.
 fn entries(folder: &Path, ending: &str) -> Vec<PathBuf> {
@@ -16,9 +17,19 @@ fn entries(folder: &Path, ending: &str) -> Vec<PathBuf> {
     paths.filter(|path| path.to_str().is_some_and(|path| path.ends_with(ending))).collect()
 }
 
-/// Returns true once the first tokens are written.
-fn has_first_tokens(cache: &Path) -> bool {
-    entries(cache, ".incomplete").iter().any(|entry| fs::metadata(entry.join("ids")).is_ok_and(|ids| ids.len() > 0))
+/// The failpoint of the third chunk of tokenized rows, at which a process pauses. Earlier chunks are written.
+#[cfg(debug_assertions)]
+const PAUSE_AT: (&str, &str) = ("CANDLEWICK_TEST_PAUSE_AT", "rows_rendered:2");
+
+/// Sends a signal to some processes once the first one has paused at [`PAUSE_AT`], and lets that one continue.
+#[cfg(debug_assertions)]
+#[track_caller]
+fn signal_paused(processes: &TrainerProcesses, ranks: Range<usize>, signal: Signal) {
+    let ends_or_pauses = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    let status = waitid(WaitId::Pid(processes.pid(0)), ends_or_pauses).unwrap();
+    assert!(status.is_some_and(|status| status.stopped()), "the process ended before its third chunk of rows");
+    ranks.for_each(|rank| processes.signal(rank, signal));
+    processes.signal(0, Signal::CONT);
 }
 
 fn write_rows(path: &Path, n_rows: usize) {
@@ -41,22 +52,24 @@ fn checksums(cache: &Path) -> Vec<String> {
     checksums
 }
 
-/// Checks that a signal to `rank` while the data are tokenized ends all ranks, and that the next run continues.
+/// Checks that a signal to the first `n_signals` ranks while the data are tokenized ends all, and that the next run continues.
+#[cfg(debug_assertions)]
 #[track_caller]
-fn check(n_ranks: usize, rank: usize) {
+fn check(n_ranks: usize, n_signals: usize) {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("rows.jsonl");
-    write_rows(&data, 40_000);
+    write_rows(&data, 10_000);
     let sources = format!("data.sources=[{}]", data.display());
     let arguments = [sources.as_str(), "data.max_length=256", "data.num_proc=1", "eval_interval=0"];
     let run = TrainerRun::new(&folder.path().join("run"), n_ranks, &arguments);
     let cache = run.folder.join("cache");
-    fs::create_dir_all(&cache).unwrap();
-    let ranks = run.start();
-    until(&cache, "the first tokens", || has_first_tokens(&cache));
-    for rank in if rank == n_ranks { 0..n_ranks } else { rank..rank + 1 } {
-        ranks.signal(rank, Signal::TERM);
-    }
+    let store = candlewick_comm::store::Server::bind("127.0.0.1:0").unwrap();
+    let ranks = TrainerProcesses::of((0..n_ranks).map(|rank| {
+        let mut command = run.rank(rank, store.port(), true);
+        command.env(PAUSE_AT.0, PAUSE_AT.1);
+        command
+    }));
+    signal_paused(&ranks, 0..n_signals, Signal::TERM);
     for (status, stderr) in ranks.wait_within(Duration::from_secs(180)) {
         assert_eq!(status.code(), Some(75), "{stderr}");
     }
@@ -159,34 +172,36 @@ fn a_signal_to_preprocess_while_rows_are_read_keeps_the_tokens_of_finished_sourc
     has_only_the_first_source(&cache);
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_signal_while_data_are_tokenized_keeps_the_finished_rows() {
-    check(1, 0);
+    check(1, 1);
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_signal_to_all_ranks_while_data_are_tokenized_ends_all_with_the_code_of_preemption() {
     check(2, 2);
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_signal_to_the_rank_that_tokenizes_ends_all_ranks() {
-    check(2, 0);
+    check(2, 1);
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_signal_to_preprocess_keeps_the_finished_rows() {
     let folder = tempfile::tempdir().unwrap();
     let (data, cache) = (folder.path().join("rows.jsonl"), folder.path().join("cache"));
-    write_rows(&data, 40_000);
-    fs::create_dir_all(&cache).unwrap();
+    write_rows(&data, 10_000);
     let mut command = Command::new(program("trainer"));
     command.args(["preprocess", "tests/golden/llama.yaml", "data.num_proc=1", "data.max_length=256"]);
     command.arg(format!("data.sources=[{}]", data.display())).arg(format!("data.cache_dir={}", cache.display()));
-    command.current_dir(root()).env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+    command.current_dir(root()).env(PAUSE_AT.0, PAUSE_AT.1).stdout(Stdio::null()).stderr(Stdio::piped());
     let process = TrainerProcesses::of([command]);
-    until(&cache, "the first tokens", || has_first_tokens(&cache));
-    process.signal(0, Signal::INT);
+    signal_paused(&process, 0..1, Signal::INT);
     for (status, stderr) in process.wait_within(Duration::from_secs(180)) {
         assert_eq!(status.code(), Some(75), "{stderr}");
         assert!(stderr.contains("stopped by a signal") && stderr.contains("are tokenized and cached"), "{stderr}");
