@@ -71,7 +71,7 @@ pub use cuda::emulator::{EmulatedWork, MemoryLimit, emulate, emulate_counted, em
 pub use cuda::poison::poison;
 
 pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_unavailable_reason, gpu_uuid, gpus};
-pub use adamw::{AdamW, AdamWState, ShardPosition, StochasticRounding, adamw, adamw_stochastic};
+pub use adamw::{AdamW, AdamWState, AdamWStep, ShardPosition, StochasticRounding, adamw, adamw_stochastic};
 pub use add::add;
 pub use add_columns::add_columns;
 pub use attention::{

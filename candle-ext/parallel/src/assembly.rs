@@ -11,6 +11,7 @@ use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
 use crate::expert_parallel::TokenDispatcher;
 use crate::groups::ParallelGroups;
+use crate::optimizer::OptimizerGroups;
 use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
 use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
 use crate::placement::SequenceParallel;
@@ -20,8 +21,10 @@ use crate::placement::SequenceParallel;
 pub struct EngineSpec {
     /// Training or inference.
     pub mode: StoreMode,
-    /// Dtypes of weights, master weights and AdamW moments.
+    /// Dtypes of weights, master weights and optimizer states.
     pub dtypes: ParamDtypes,
+    /// Optimizer of the trainable parameters.
+    pub optimizer: OptimizerGroups,
     /// ZeRO stage; `None` without sharding.
     pub zero_stage: Option<ZeroStage>,
     /// Megatron-LM's sequence parallelism over the tensor parallel ranks.
@@ -51,6 +54,7 @@ impl EngineSpec {
         Self {
             mode: StoreMode::Train,
             dtypes,
+            optimizer: OptimizerGroups::default(),
             zero_stage: None,
             sequence_parallel: SequenceParallel::Off,
             layout,
@@ -87,7 +91,8 @@ impl EngineSpec {
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
         let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
-        let options = StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather: self.fp8_param_gather };
+        let (optimizer, fp8_param_gather) = (self.optimizer, self.fp8_param_gather);
+        let options = StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather, optimizer };
         let mut store = ParamStore::sharing(model.units(), options, &device, sharding, base.map(Engine::store))?;
         if let Some(config) = self.fp8 {
             store = store.with_fp8(Fp8Layers::new(config, model.fp8_modules(), &device)?)?;

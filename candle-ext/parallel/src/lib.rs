@@ -11,6 +11,7 @@ mod kv_cache;
 mod kv_cache_pool;
 mod objective;
 mod offload;
+mod optimizer;
 mod params;
 mod pipeline;
 mod placement;
@@ -31,9 +32,14 @@ pub use kv_cache::KvCache;
 pub use kv_cache_pool::{AppendTokens, KvAppend, KvCachePool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
 pub use offload::OffloadTarget;
+pub use optimizer::{
+    DecayedParams, ElementUpdates, GroupsError, Hyperparameter, HyperparameterRange, KindDeclaration, MatrixUpdates,
+    OPTIMIZER_KINDS, OptimizerGroup, OptimizerGroups, OptimizerKind, ParamPattern, ShardUpdate, SlotDtype, StateSlot,
+    StepUpdates, UpdateNeed,
+};
 pub use params::{
     BufferState, CpuOffload, MasterRounding, MicroBatch, ParamDtypes, ParamState, ParamStore, ShardingGroups,
-    StoreBytes, StoreMode, StoreOptions, ZeroStage,
+    StoreBytes, StoreMode, StoreOptions, ZeroStage, whole_matrix_shard_len,
 };
 pub use pipeline::{ChunkPass, Pipeline, PipelineLayout, PipelineSchedule, PipelineScheduleKind, StageStep};
 pub use placement::{SequenceParallel, SplitSizes, max_shard_bytes, max_shard_numel};

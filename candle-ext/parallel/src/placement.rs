@@ -143,7 +143,20 @@ impl Placement {
     ) -> Result<Tensor> {
         let Some(slice) = self.slice() else { return piece.reshape(whole) };
         let all = split.all_gather(piece)?;
-        slice.join(&all, [split.size() / n_tensor, n_tensor])?.narrow(0, 0, whole.iter().product())?.reshape(whole)
+        slice.join_whole(&all, whole, [split.size() / n_tensor, n_tensor])
+    }
+
+    /// Joins the whole parameter from the padded shards of all ranks of the tensor axis, which `shard_of` returns by rank. `own` is
+    /// this rank.
+    pub(crate) fn join(
+        &self,
+        shard_of: impl Fn(usize) -> Result<Tensor>,
+        whole: &[usize],
+        own: RankOf,
+    ) -> Result<Tensor> {
+        let Some(slice) = self.slice() else { return shard_of(own.rank)?.reshape(whole) };
+        let all = (0..own.n_ranks).map(shard_of).collect::<Result<Vec<_>>>()?;
+        slice.join_whole(&Tensor::cat(&all, 0)?, whole, [1, own.n_ranks])
     }
 
     /// Returns true if gradients are partial sums.
@@ -222,6 +235,11 @@ impl Slice {
 
     fn is_split_along(&self, axis: SplitAxis) -> bool {
         [self.rows, self.columns].iter().any(|part| part.axis == Some(axis))
+    }
+
+    /// Joins the padded slices of all ranks to the parameter of shape `whole`.
+    fn join_whole(&self, all: &Tensor, whole: &[usize], axes: [usize; 2]) -> Result<Tensor> {
+        self.join(all, axes)?.narrow(0, 0, whole.iter().product())?.reshape(whole)
     }
 
     /// Joins the padded slices of all ranks, [expert axis, tensor axis, ..] -> [elements]. Only the last rows may be

@@ -257,6 +257,31 @@ fn parallel_has_no_unsafe_code_and_no_family_names() {
     check_absent("candle-ext/parallel/src", &["unsafe ", "Llama", "Mistral", "Qwen"], reason);
 }
 
+/// The numbers and states of an optimizer are known to its file and its op.
+#[test]
+fn the_terms_of_adamw_stand_in_its_files_only() {
+    const OWN: &[&str] = &["candle-ext/ops/src/adamw/", "candle-ext/parallel/src/optimizer/adamw.rs"];
+    // Keys of recipes, in the words of several toolkits.
+    const KEYS: &[&str] = &["trainer/src/recipe/", "trainer/src/convert/"];
+    let files = files_of(&["candle-ext", "trainer/src", "evaluator/src"]);
+    let is_bound = |path: &&PathBuf| {
+        let path = path.to_string_lossy();
+        path.contains("/src/") && !path.contains("/tests/") && !OWN.iter().chain(KEYS).any(|own| path.starts_with(own))
+    };
+    for path in files.iter().filter(is_bound) {
+        for (i, line) in code_of(path).lines().enumerate() {
+            for word in ["exp_avg", "beta1", "beta2", "bias_correction"] {
+                assert!(!line.contains(word), "{}:{}: `{word}` belongs to the file of AdamW", path.display(), i + 1);
+            }
+        }
+    }
+    let of_parallel = files_of(&["candle-ext/parallel/src"]);
+    for path in of_parallel.iter().filter(is_bound).filter(|path| !path.ends_with("optimizer/mod.rs")) {
+        let code = code_of(path).to_lowercase();
+        assert!(!code.contains("adamw"), "{}: names a kind of optimizer", path.display());
+    }
+}
+
 #[test]
 fn library_crates_do_not_read_the_environment() {
     for layer in ["ops", "comm", "model", "parallel", "inference"] {

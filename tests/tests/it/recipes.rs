@@ -114,7 +114,7 @@ fn committed_config(name: &str) -> Config {
     Config::from_json(serde_json::from_str(&read(file)).unwrap()).unwrap()
 }
 
-fn resolve(loaded: &Loaded, config: Config, n_ranks: usize) -> Plan {
+pub(crate) fn resolve(loaded: &Loaded, config: Config, n_ranks: usize) -> Plan {
     let environment = Environment {
         config: Some(config),
         n_cores: 4,
@@ -184,7 +184,7 @@ fn the_memory_of_experts_in_the_documentation_is_the_estimate() {
         for (what, stated, bytes) in [
             ("weights", weights, of(&[Category::Weights, Category::Masters])),
             ("gradients", gradients, of(&[Category::Gradients])),
-            ("moments", moments, of(&[Category::Moments])),
+            ("moments", moments, of(&[Category::OptimizerStates])),
             ("peak", peak.trim_end_matches(" (does not fit)"), report.peak_bytes),
         ] {
             let estimate = format_bytes(bytes);

@@ -189,9 +189,10 @@ fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String
     let saved = needed(manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)));
     let now = needed(tensors.iter().map(|t| (t.name.as_str(), &t.shape)));
     let removed = saved.keys().filter(|name| !now.contains_key(*name));
-    let removed = removed.map(|name| format!("tensor {name}: in the checkpoint, not in the model"));
+    let place = |name: &str| if TensorMeta::is_optimizer_state(name) { "optimizer" } else { "model" };
+    let removed = removed.map(|name| format!("tensor {name}: in the checkpoint, not in the {}", place(name)));
     let changed = now.iter().filter_map(|(name, shape)| match saved.get(name) {
-        None => Some(format!("tensor {name}: in the model, not in the checkpoint")),
+        None => Some(format!("tensor {name}: in the {}, not in the checkpoint", place(name))),
         Some(saved) if saved != shape => Some(format!("tensor {name}: {saved:?} in the checkpoint, {shape:?} now")),
         Some(_) => None,
     });
@@ -240,7 +241,11 @@ pub(super) fn load_tensors(complete: &CompleteCheckpoint, state: &mut dyn TrainS
             if !overlaps.is_empty() {
                 let n_found: usize = overlaps.iter().map(|overlap| overlap.len).sum();
                 *n_left = n_left.saturating_sub(n_found);
-                by_file.entry(&entry.file).or_default().push(ChunkRead { chunk: chunk.clone(), overlaps });
+                by_file.entry(&entry.file).or_default().push(ChunkRead {
+                    chunk: chunk.clone(),
+                    old_name: entry.old_name.clone(),
+                    overlaps,
+                });
             }
         }
     }

@@ -9,7 +9,7 @@ use std::path::{Component, Path};
 use serde::{Deserialize, Serialize};
 
 use super::plan::Tag;
-use super::state::{TensorChunk, TensorMeta};
+use super::state::{TensorChunk, TensorMeta, current_name};
 
 /// The file name of the manifest.
 pub(crate) const MANIFEST: &str = "manifest.json";
@@ -17,8 +17,10 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 pub(crate) const STATE: &str = "state.json";
 const FORMAT: &str = "candlewick-sharded";
 /// Version 1 hashed files with SHA-256. In version 2, every chunk had all columns. In version 3, rows were those of the
-/// last dim.
-const VERSION: u32 = 4;
+/// last dim. In version 4, optimizer states had the name of their slot alone.
+const VERSION: u32 = 5;
+/// The first version whose optimizer states have a part of their own in their names.
+const WITH_OPTIMIZER_PART: u32 = 5;
 
 /// The files and tensors of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +63,9 @@ pub struct FileEntry {
 pub struct TensorEntry {
     /// The tensor's global name.
     pub name: String,
+    /// The name in the file, if that is an old one.
+    #[serde(skip)]
+    pub old_name: Option<String>,
     /// The shape of the full tensor.
     pub shape: Vec<usize>,
     /// The offset of a chunk in the full tensor: always zeros. Only version 1 wrote it.
@@ -92,7 +97,18 @@ impl Manifest {
         let manifest: Self =
             serde_json::from_slice(bytes).map_err(|error| format!("{MANIFEST} is not readable: {error}"))?;
         manifest.check().map_err(|reason| format!("{MANIFEST}: {reason}"))?;
-        Ok(manifest)
+        Ok(manifest.with_current_names())
+    }
+
+    /// Renames the tensors of an old version.
+    fn with_current_names(mut self) -> Self {
+        if self.version < WITH_OPTIMIZER_PART {
+            for tensor in &mut self.tensors {
+                let name = current_name(&tensor.name);
+                tensor.old_name = Some(std::mem::replace(&mut tensor.name, name));
+            }
+        }
+        self
     }
 
     /// Returns the tag of the checkpoint.
@@ -156,7 +172,7 @@ impl TensorEntry {
         let columns = (!has_all_columns).then_some(chunk.columns);
         let range = (chunk.range.len() != chunk.tensor.n_values()).then_some(chunk.range);
         let TensorMeta { name, shape } = chunk.tensor;
-        Self { name, shape, offset: Vec::new(), row_len, columns, range, file: file.to_owned() }
+        Self { name, old_name: None, shape, offset: Vec::new(), row_len, columns, range, file: file.to_owned() }
     }
 
     /// Returns the chunk.

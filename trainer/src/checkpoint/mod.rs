@@ -58,7 +58,7 @@ pub use retention::{Retention, remove_unfinished_checkpoints};
 pub use save::{WrittenCheckpoint, save};
 pub use scores::Scores;
 pub(crate) use shard::VALUES_PER_BLOCK;
-pub(crate) use state::FP8_STATE;
+pub(crate) use state::{BUFFER, FP8_STATE, MASTER, optimizer_part};
 pub use state::{CheckpointId, RunOrigin, RunState, StateError, TensorChunk, TensorMeta, TrainState};
 pub(crate) use storage::LocalDisk;
 pub use superseded::{

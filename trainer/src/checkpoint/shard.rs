@@ -43,6 +43,8 @@ pub(crate) fn write_shard(
 /// The parts of a file to read: one chunk in the file, and its overlaps with a chunk of this rank.
 pub(crate) struct ChunkRead {
     pub(crate) chunk: TensorChunk,
+    /// The name in the file, if that is an old one.
+    pub(crate) old_name: Option<String>,
     /// Starts in the file's chunk and in this rank's chunk.
     pub(crate) overlaps: Vec<Overlap>,
 }
@@ -60,8 +62,8 @@ pub(crate) fn read_shard(
     let (data_start, metadata) =
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
     let mut position = data_start;
-    for ChunkRead { chunk, overlaps } in wanted {
-        let begin = data_offset(&metadata, chunk)
+    for ChunkRead { chunk, old_name, overlaps } in wanted {
+        let begin = data_offset(&metadata, old_name.as_ref().unwrap_or(&chunk.tensor.name), chunk)
             .map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
         let tensor = &chunk.tensor;
         for Overlap { starts: [from, to], len } in overlaps {
@@ -90,8 +92,8 @@ fn header(chunks: &[TensorChunk]) -> Vec<u8> {
     encode_header(&[], chunks.iter().map(entry))
 }
 
-fn data_offset(metadata: &Metadata, chunk: &TensorChunk) -> Result<u64, String> {
-    let (name, shape) = (&chunk.tensor.name, chunk.shape());
+fn data_offset(metadata: &Metadata, name: &str, chunk: &TensorChunk) -> Result<u64, String> {
+    let shape = chunk.shape();
     let info = metadata.info(name).ok_or_else(|| format!("no tensor {name:?}"))?;
     if info.dtype != Dtype::F32 || info.shape != shape {
         return Err(format!("{name:?} is {:?} {:?}, not F32 {shape:?}", info.dtype, info.shape));

@@ -27,13 +27,38 @@ pub struct TensorMeta {
     pub shape: Vec<usize>,
 }
 
+/// The part of the names of master weights.
+pub(crate) const MASTER: &str = "master";
+
+/// The part of the names of buffers, such as expert biases.
+pub(crate) const BUFFER: &str = "buffer";
+
 /// The part of the names of FP8 scales and amax histories. A run may start without them, or with another recipe.
 pub(crate) const FP8_STATE: &str = "fp8";
+
+/// The beginning of the part of the names of optimizer states, before the name of the slot.
+const OPTIMIZER: &str = "optimizer.";
+
+/// Returns the part of the names of an optimizer state.
+pub(crate) fn optimizer_part(slot: &str) -> String {
+    format!("{OPTIMIZER}{slot}")
+}
+
+/// Returns the name of a tensor of an old checkpoint, whose optimizer states had the slot alone before the parameter.
+pub(super) fn current_name(old: &str) -> String {
+    let part = old.split('/').next().unwrap_or(old);
+    if [MASTER, BUFFER, FP8_STATE].contains(&part) { old.to_owned() } else { format!("{OPTIMIZER}{old}") }
+}
 
 impl TensorMeta {
     /// Returns true if a run can start without the tensor: with initial FP8 scales.
     pub(crate) fn is_optional(name: &str) -> bool {
         name.split('/').next() == Some(FP8_STATE)
+    }
+
+    /// Returns true if the name is that of an optimizer state.
+    pub(crate) fn is_optimizer_state(name: &str) -> bool {
+        name.starts_with(OPTIMIZER)
     }
 }
 
@@ -59,7 +84,7 @@ pub(crate) struct Overlap {
     pub(crate) len: usize,
 }
 
-/// The tensors of a training run (master weights, first and second moments) that this rank holds.
+/// The tensors of a training run (master weights, optimizer states) that this rank holds.
 ///
 /// Tensors are read and loaded in blocks of bounded size, so that a checkpoint needs no second copy of the state.
 /// Row-major indices count the elements of the columns that this rank holds.

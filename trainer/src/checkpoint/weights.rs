@@ -12,7 +12,7 @@ use super::error::CheckpointError;
 use super::find::{CompleteCheckpoint, open};
 use super::fingerprint::FROZEN_WEIGHTS;
 use super::load::{load_tensors, read_state, verify_rank_files};
-use super::state::{FP8_STATE, StateError, TensorMeta, TrainState};
+use super::state::{BUFFER, FP8_STATE, MASTER, StateError, TensorMeta, TrainState};
 
 /// The weights of a `sharded` checkpoint: f32 master weights and buffers.
 pub struct CheckpointWeights {
@@ -70,7 +70,7 @@ impl CheckpointWeights {
 
 impl ParamValues for CheckpointWeights {
     fn value(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
-        let part = if param.is_buffer() { "buffer" } else { "master" };
+        let part = if param.is_buffer() { BUFFER } else { MASTER };
         let meta = TensorMeta { name: format!("{part}/{}", param.name), shape: param.shape.clone() };
         let values = self.read(meta).map_err(|error| {
             let folder = self.complete.dir.clone();

@@ -5,6 +5,7 @@ use serde_json::{Value as Json, json};
 
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::item::ForeignItem;
+use super::optimizer_groups::optimizer_groups;
 use super::saving::{has_eval_steps, number};
 use crate::recipe::SchedulerKwargs;
 
@@ -104,8 +105,8 @@ pub(super) const RULES: KeyRules = &[
     ("gradient_accumulation_steps", KeyRule::Elsewhere),
     ("trust_remote_code", KeyRule::BuiltIn("a model's code is never executed")),
     ("streaming", KeyRule::By(streaming)),
-    ("loraplus_lr_ratio", KeyRule::MissingFeature("loraplus")),
-    ("loraplus_lr_embedding", KeyRule::MissingFeature("loraplus")),
+    ("loraplus_lr_ratio", KeyRule::By(optimizer_groups)),
+    ("loraplus_lr_embedding", KeyRule::Nothing("embeddings have no adapters")),
 ];
 
 /// Converts the patience of transformers' `EarlyStoppingCallback`, a number of evaluations.

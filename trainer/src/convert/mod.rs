@@ -10,6 +10,7 @@ mod draft;
 mod hugging_face;
 mod item;
 mod llama_factory;
+mod optimizer_groups;
 mod picotron;
 mod report;
 mod saving;

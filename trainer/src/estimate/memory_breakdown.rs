@@ -16,8 +16,9 @@ pub enum Category {
     Masters,
     /// Accumulated gradients.
     Gradients,
-    /// AdamW's two moments.
-    Moments,
+    /// Optimizer states.
+    #[serde(rename = "moments")]
+    OptimizerStates,
     /// Activations that blocks save from forward to backward.
     Activations,
     /// Temporaries of the current block: recomputed activations, gradients of activations, f32 copies.
@@ -30,7 +31,7 @@ pub enum Category {
     Exchange,
     /// The KV cache of task evaluation.
     Cache,
-    /// The copy of masters and moments that an asynchronous checkpoint writes.
+    /// The copy of masters and optimizer states that an asynchronous checkpoint writes.
     Copy,
     /// The program, the tokenizer and the data index; on a GPU also the CUDA context and libraries.
     Program,
@@ -45,7 +46,7 @@ impl Category {
         Self::Fp8Weights,
         Self::Masters,
         Self::Gradients,
-        Self::Moments,
+        Self::OptimizerStates,
         Self::Activations,
         Self::Block,
         Self::Logits,
@@ -64,7 +65,7 @@ impl Category {
             Self::Fp8Weights => "FP8 weights",
             Self::Masters => "master weights",
             Self::Gradients => "gradients",
-            Self::Moments => "optimizer moments",
+            Self::OptimizerStates => "optimizer states",
             Self::Activations => "saved activations",
             Self::Block => "current block",
             Self::Logits => "logits",

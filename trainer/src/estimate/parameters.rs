@@ -1,7 +1,10 @@
 //! The bytes of parameters and training state, in the layout of `parallel`'s `ParamStore`.
 
+use std::collections::BTreeMap;
+
 use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
 use candlewick_ops::{DeviceKind, Fp8Operand};
+use candlewick_parallel::{OptimizerKind, SlotDtype, UpdateNeed, whole_matrix_shard_len};
 
 use super::Setup;
 use super::memory_breakdown::{Category, MemoryBreakdown};
@@ -40,22 +43,24 @@ impl ByGroup {
 }
 
 /// Returns the bytes that stay allocated from the start of a run to its end. A frozen parameter has a compute copy
-/// alone. A trained parameter has a master weight, a gradient and two moments. It has a separate compute copy unless
-/// the master has the same dtype in the same memory. The ZeRO stage decides which of these are sharded over ranks.
-/// Padding between parameters, at most 127 elements each, is not counted.
+/// alone. A trained parameter has a master weight, a gradient and the states of its optimizer. It has a separate compute copy
+/// unless the master has the same dtype in the same memory. The ZeRO stage decides which of these are sharded over ranks.
+/// Padding between parameters, at most 127 elements each, is not counted. Padding of shards of whole matrices is.
 pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
     let (frozen, trained) = counts_here(setup);
-    let here = trained.minus(on_host(setup));
+    let here = trained.minus(on_host(setup, |unit| trained_of(setup, unit)));
+    let states = |unit: &FsdpUnit| trained_amount(setup, unit, |kind| state_bytes(setup, kind));
+    let states = sum_of(setup.units().map(states)).minus(on_host(setup, states));
     let none = ByGroup::default();
     let weights = if setup.weights_on_host { none } else { frozen.plus(trained.times(setup.compute.n_bytes())) };
-    let (masters, moments) = (setup.masters.n_bytes(), setup.moments.n_bytes());
+    let masters = setup.masters.n_bytes();
     let master_copies = if setup.compute == setup.masters { none } else { here };
     MemoryBreakdown::default()
         .with(Category::Weights, shard_of(setup, 3, weights))
         .with(Category::Fp8Weights, delayed_scaling(setup))
         .with(Category::Masters, shard_of(setup, 1, master_copies) * masters)
         .with(Category::Gradients, shard_of(setup, 2, trained) * masters)
-        .with(Category::Moments, 2 * shard_of(setup, 1, here) * moments)
+        .with(Category::OptimizerStates, shard_of(setup, 1, states))
 }
 
 /// Returns the bytes of the FP8 copies of weights, which exist from a step's first forward to its end: a byte per element,
@@ -143,7 +148,8 @@ fn with_head(setup: &Setup, n_layers: usize, size: impl Fn(&Setup, &FsdpUnit) ->
 }
 
 fn weights_of(setup: &Setup, unit: &FsdpUnit) -> u64 {
-    unit.params.iter().map(|param| setup.weight_bytes(param)).sum()
+    let frozen = unit.params.iter().filter(|param| !param.trainable).map(|param| setup.weight_bytes(param));
+    frozen.sum::<u64>() + trained_of(setup, unit).total() * setup.compute.n_bytes()
 }
 
 /// Returns the bytes of a unit's weights that a step gathers in their dtype. Gathered FP8 codes are [`fp8_copies`].
@@ -162,41 +168,47 @@ fn two_units(setup: &Setup, size: impl Fn(&Setup, &FsdpUnit) -> u64) -> u64 {
     2 * setup.units().map(|unit| size(setup, unit)).max().unwrap_or(0)
 }
 
-/// Returns the bytes that an asynchronous checkpoint copies: a rank's shard of masters and two moments, in f32.
+/// Returns the bytes that an asynchronous checkpoint copies: a rank's shard of masters and optimizer states, in f32.
 pub(super) fn copied(setup: &Setup) -> u64 {
-    let (_, trained) = counts_here(setup);
-    if setup.copies_to_save { shard_of(setup, 1, trained) * 3 * 4 } else { 0 }
+    let in_f32 = |kind: &dyn OptimizerKind| (1 + kind.slots().len() as u64) * 4;
+    let copies = sum_of(setup.units().map(|unit| trained_amount(setup, unit, in_f32)));
+    if setup.copies_to_save { shard_of(setup, 1, copies) } else { 0 }
 }
 
-/// Returns the bytes that the optimizer step all-gathers at ZeRO stages 1 and 2: the largest unit's trained weights.
+/// Returns the bytes that the optimizer step all-gathers: at ZeRO stages 1 and 2 the largest unit's trained weights, and a unit's
+/// slices of whole matrices, in f32, from all tensor parallel ranks.
 pub(super) fn gathered(setup: &Setup) -> u64 {
-    match setup.ranks.zero_stage {
+    let largest = |size: &dyn Fn(&FsdpUnit) -> u64| setup.units().map(size).max().unwrap_or(0);
+    let weights = match setup.ranks.zero_stage {
         0 | 3 => 0,
-        _ => setup.units().map(|unit| trained_of(setup, unit).total()).max().unwrap_or(0) * setup.compute.n_bytes(),
-    }
+        _ => largest(&|unit| trained_of(setup, unit).total()) * setup.compute.n_bytes(),
+    };
+    let n_copies = 1 + setup.ranks.split_sizes().tensor as u64;
+    let slices = |unit: &FsdpUnit| whole_matrix_shards(setup, unit).iter().map(|(_, n)| n * n_copies * 4).sum();
+    weights.max(largest(&slices))
 }
 
-/// Returns the bytes of weights, masters and moments in the host's RAM, and of two gradients being copied.
+/// Returns the bytes of weights, masters and optimizer states in the host's RAM, and of two gradients being copied.
 pub(super) fn bytes_on_host(setup: &Setup) -> u64 {
-    let n = shard_of(setup, 1, on_host(setup));
+    let per_element = |kind: &dyn OptimizerKind| setup.masters.n_bytes() + state_bytes(setup, kind);
+    let n = shard_of(setup, 1, on_host(setup, |unit| trained_amount(setup, unit, per_element)));
     let largest = setup.units().map(|unit| trained_of(setup, unit).total()).max().filter(|_| n > 0).unwrap_or(0);
     let (frozen, trained) = counts_here(setup);
     // Trained weights have one copy there if masters have the compute dtype.
     let copies = if setup.compute == setup.masters { 0 } else { setup.compute.n_bytes() };
     let weights = if setup.weights_on_host { shard_of(setup, 3, frozen.plus(trained.times(copies))) } else { 0 };
-    weights + n * (setup.masters.n_bytes() + 2 * setup.moments.n_bytes()) + 2 * largest * setup.masters.n_bytes()
+    weights + n + 2 * largest * setup.masters.n_bytes()
 }
 
-/// Returns the number of parameters whose optimizer is on the host: whole units, the first ones
-/// (`parallel::ParamStore`).
-fn on_host(setup: &Setup) -> ByGroup {
+/// Returns an amount of the units whose optimizer is on the host: whole units, the first ones (`parallel::ParamStore`).
+fn on_host(setup: &Setup, amount: impl Fn(&FsdpUnit) -> ByGroup) -> ByGroup {
     let units = || setup.units().map(|unit| trained_of(setup, unit));
     let wanted = setup.optimizer_on_host * units().map(ByGroup::total).sum::<u64>() as f64;
     let (mut n_seen, mut on_host) = (0, ByGroup::default());
-    for trained in units() {
-        let n = trained.total();
+    for unit in setup.units() {
+        let n = trained_of(setup, unit).total();
         if setup.optimizer_on_host > 0.0 && n_seen as f64 + n as f64 / 2.0 <= wanted {
-            on_host = on_host.plus(trained);
+            on_host = on_host.plus(amount(unit));
         }
         n_seen += n;
     }
@@ -204,7 +216,51 @@ fn on_host(setup: &Setup) -> ByGroup {
 }
 
 fn trained_of(setup: &Setup, unit: &FsdpUnit) -> ByGroup {
-    ByGroup::sum(unit.params.iter().filter(|param| param.trainable), |param| setup.numel_here(param))
+    trained_amount(setup, unit, |_| 1)
+}
+
+/// Returns an amount of the elements of a unit's trained parameters, as the kind of their optimizer has it per element. Shards of
+/// whole matrices are counted with their padding.
+fn trained_amount(setup: &Setup, unit: &FsdpUnit, per_element: impl Fn(&dyn OptimizerKind) -> u64) -> ByGroup {
+    let kind_of = |param: &ParamSpec| &*setup.optimizer.group_of(param).kind;
+    let trained = unit.params.iter().filter(|param| param.trainable);
+    let elements = trained.filter(|param| kind_of(param).need() == UpdateNeed::Elements);
+    let sum = ByGroup::sum(elements, |param| setup.numel_here(param) * per_element(kind_of(param)));
+    let shards = whole_matrix_shards(setup, unit).into_iter();
+    let whole = shards.map(|(kind, shard_len)| per_element(kind) * shard_len * n_shards(setup) as u64);
+    sum.plus(ByGroup { dense: whole.sum(), expert: 0 })
+}
+
+/// Returns the length of a unit's shards of whole matrices, by the kind of optimizer that needs them.
+fn whole_matrix_shards<'s>(setup: &'s Setup, unit: &FsdpUnit) -> Vec<(&'s dyn OptimizerKind, u64)> {
+    let mut by_kind: BTreeMap<&str, (&dyn OptimizerKind, Vec<usize>)> = BTreeMap::new();
+    for param in unit.params.iter().filter(|param| param.trainable) {
+        let kind = &*setup.optimizer.group_of(param).kind;
+        if kind.need() == UpdateNeed::WholeMatrices {
+            let (_, sizes) = by_kind.entry(kind.name()).or_insert_with(|| (kind, Vec::new()));
+            sizes.push(setup.numel_here(param) as usize);
+        }
+    }
+    let shard_len = |sizes: Vec<usize>| whole_matrix_shard_len(&sizes, n_shards(setup)) as u64;
+    by_kind.into_values().map(|(kind, sizes)| (kind, shard_len(sizes))).collect()
+}
+
+/// Returns the number of shards of optimizer states.
+fn n_shards(setup: &Setup) -> usize {
+    if setup.ranks.zero_stage == 0 { 1 } else { setup.ranks.n_shards() }
+}
+
+/// Returns the bytes of optimizer state per element.
+fn state_bytes(setup: &Setup, kind: &dyn OptimizerKind) -> u64 {
+    let of_slot = |dtype: SlotDtype| match dtype {
+        SlotDtype::Configured => setup.moments.n_bytes(),
+        SlotDtype::F32 => 4,
+    };
+    kind.slots().iter().map(|slot| of_slot(slot.dtype)).sum()
+}
+
+fn sum_of(amounts: impl Iterator<Item = ByGroup>) -> ByGroup {
+    amounts.fold(ByGroup::default(), ByGroup::plus)
 }
 
 /// Returns the numbers of frozen and of trained parameters of the whole model.
@@ -226,10 +282,9 @@ pub fn active_count(setup: &Setup) -> Option<u64> {
 
 /// Returns the bytes of a rank's frozen parameters and the number of its trained ones, before ZeRO shards them.
 fn counts_here(setup: &Setup) -> (ByGroup, ByGroup) {
-    let params =
-        |trainable| setup.units().flat_map(|unit| &unit.params).filter(move |param| param.trainable == trainable);
-    let frozen = ByGroup::sum(params(false), |param| setup.weight_bytes(param));
-    (frozen, ByGroup::sum(params(true), |param| setup.numel_here(param)))
+    let frozen = setup.units().flat_map(|unit| &unit.params).filter(|param| !param.trainable);
+    let frozen = ByGroup::sum(frozen, |param| setup.weight_bytes(param));
+    (frozen, sum_of(setup.units().map(|unit| trained_of(setup, unit))))
 }
 
 /// Returns the number of elements of the largest parameter. Parameters are loaded one at a time.

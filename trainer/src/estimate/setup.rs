@@ -3,7 +3,7 @@
 use candle_core::DType;
 use candlewick_model::{FsdpUnit, FsdpUnitKind, Model, ModelError, ParamSpec, RouterDtype, TiledMlp};
 use candlewick_ops::{AttentionImpl, DeviceKind};
-use candlewick_parallel::{PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
+use candlewick_parallel::{OptimizerGroups, PipelineLayout, PipelineScheduleKind, max_shard_bytes, max_shard_numel};
 use serde_json::{Value, json};
 
 use super::Capacity;
@@ -20,8 +20,10 @@ pub struct Setup {
     pub compute: FloatDtype,
     /// The dtype of master weights and gradients.
     pub masters: FloatDtype,
-    /// The dtype of AdamW's moments.
+    /// The dtype of optimizer states.
     pub moments: FloatDtype,
+    /// The optimizer of the trained parameters.
+    pub optimizer: OptimizerGroups,
     /// Activation checkpointing and tiled MLPs, which trade time for memory.
     pub modes: Modes,
     /// The most tokens of a row.
@@ -42,7 +44,7 @@ pub struct Setup {
     pub n_micros: usize,
     /// The pipeline stage to estimate.
     pub stage: usize,
-    /// The fraction of the parameters whose master weights and moments are offloaded to a GPU's host.
+    /// The fraction of the parameters whose master weights and optimizer states are offloaded to a GPU's host.
     pub optimizer_on_host: f64,
     /// True if the weights are offloaded to the host, too.
     pub weights_on_host: bool,
@@ -121,6 +123,7 @@ impl Setup {
             compute: plan.model.dtype,
             masters: plan.optimizer.masters,
             moments: plan.optimizer.moments,
+            optimizer: plan.optimizer.groups(),
             modes: Modes::of(plan),
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,

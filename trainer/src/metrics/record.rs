@@ -22,6 +22,9 @@ pub struct StepRecord {
     pub iter: usize,
     /// The learning rate of this step.
     pub lr: f64,
+    /// The learning rate of each group of `optimizer.groups`, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub lr_groups: BTreeMap<String, f64>,
     /// Mean loss over the step's target tokens, of all micro-batches and ranks.
     pub loss: f64,
     /// Mean of each auxiliary loss by name, without its coefficient.
@@ -237,6 +240,7 @@ pub(super) fn example() -> StepRecord {
         epoch: 0,
         iter: 3,
         lr: 1e-5,
+        lr_groups: BTreeMap::new(),
         loss: 1.23456,
         auxiliary_losses: BTreeMap::new(),
         expert_load: None,

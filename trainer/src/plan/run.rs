@@ -1,9 +1,12 @@
 //! The resolved run: plain data without logic.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use candlewick_ops::{DeviceChoice, LossScaling};
+use candlewick_parallel::{DecayedParams, OptimizerGroup, OptimizerGroups, OptimizerKind, ParamPattern};
 use serde::{Serialize, Serializer};
 
 use super::eval::{BestPlan, EarlyStoppingPlan, EvalPlan, TasksPlan};
@@ -100,19 +103,19 @@ pub struct Plan {
     pub merged_recipe: serde_json::Value,
 }
 
-/// The settings of AdamW.
+/// The settings of the optimizer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OptimizerPlan {
     /// The base learning rate.
     pub learning_rate: f64,
     /// Decoupled weight decay, not applied to norms and biases.
     pub weight_decay: f64,
-    /// Decay rate of the first moment.
-    pub beta1: f64,
-    /// Decay rate of the second moment.
-    pub beta2: f64,
-    /// Added to the square root of the second moment.
-    pub eps: f64,
+    /// The kind of optimizer with its hyperparameters.
+    #[serde(flatten)]
+    pub kind: OptimizerKindPlan,
+    /// Parameters with settings of their own. The first group that matches a parameter counts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<OptimizerGroupPlan>,
     /// The maximum global norm of the gradients; `None` does not clip.
     pub gradient_clipping: Option<f64>,
     /// The dtype of master weights and gradients: f32, or bf16 if the model is bf16.
@@ -124,6 +127,60 @@ pub struct OptimizerPlan {
     pub bf16_stochastic_round: bool,
     /// The loss scaling of fp16.
     pub loss_scaling: LossScaling,
+}
+
+/// Parameters with optimizer settings of their own.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct OptimizerGroupPlan {
+    /// The name in logs and metrics.
+    pub name: String,
+    /// A regular expression that occurs in the names of the parameters.
+    pub pattern: String,
+    /// The peak learning rate. The schedule is that of the run.
+    pub learning_rate: f64,
+    /// The weight decay of all parameters of the group; `None` if that of the optimizer applies, to matrices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+    /// The kind of optimizer with its hyperparameters.
+    #[serde(flatten)]
+    pub kind: OptimizerKindPlan,
+}
+
+/// A kind of optimizer. It is compared and serialized by its hyperparameters.
+#[derive(Clone, Debug)]
+pub struct OptimizerKindPlan(pub Arc<dyn OptimizerKind>);
+
+impl PartialEq for OptimizerKindPlan {
+    fn eq(&self, other: &Self) -> bool {
+        (self.0.name(), self.0.settings()) == (other.0.name(), other.0.settings())
+    }
+}
+
+impl Serialize for OptimizerKindPlan {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.settings())
+    }
+}
+
+impl OptimizerPlan {
+    /// Returns the learning rate of each group by name in a step with the learning rate `lr`.
+    pub fn group_rates(&self, lr: f64) -> BTreeMap<String, f64> {
+        let rate = |group: &OptimizerGroupPlan| lr * (group.learning_rate / self.learning_rate);
+        self.groups.iter().map(|group| (group.name.clone(), rate(group))).collect()
+    }
+
+    /// Returns the groups of parameters for the engine. Each multiplies the learning rate of the step.
+    pub fn groups(&self) -> OptimizerGroups {
+        let by_pattern = self.groups.iter().map(|group| OptimizerGroup {
+            pattern: ParamPattern::parse(&group.pattern).ok(),
+            kind: Arc::clone(&group.kind.0),
+            lr_factor: group.learning_rate / self.learning_rate,
+            weight_decay: group.weight_decay.unwrap_or(self.weight_decay),
+            decayed: if group.weight_decay.is_some() { DecayedParams::All } else { DecayedParams::Matrices },
+        });
+        let others = OptimizerGroup::of_all(Arc::clone(&self.kind.0), self.weight_decay);
+        OptimizerGroups::new(by_pattern.collect(), others)
+    }
 }
 
 /// The conditions that end a run early.

@@ -90,6 +90,12 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("moe.grouped_gemm", "", ALWAYS),
     key("moe.permute_fusion", "", ALWAYS),
     key("moe.per_layer_logging", "", ALWAYS),
+    // Groups of parameters.
+    key("embedding_lr", "optimizer.groups", "a group with pattern: embed_tokens|lm_head and learning_rate"),
+    key("lr_groups", "optimizer.groups", "a pattern replaces modules"),
+    key("loraplus", "optimizer.groups", "a group with pattern: lora_B and learning_rate_factor"),
+    key("lora_plus", "optimizer.groups", "a group with pattern: lora_B and learning_rate_factor"),
+    key("loraplus_lr_ratio", "optimizer.groups", "a group with pattern: lora_B and learning_rate_factor"),
     // FP8.
     key(
         "fp8",

@@ -108,7 +108,7 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
         paths: &[],
     },
     MissingFeature {
-        name: "other adapters and their initializations (PiSSA, LoftQ, IA3, prefix tuning, LoRA+)",
+        name: "other adapters and their initializations (PiSSA, LoftQ, IA3, prefix tuning)",
         instead: "LoRA, or rsLoRA",
         words: &[
             "pissa",
@@ -128,13 +128,9 @@ pub const MISSING_FEATURES: &[MissingFeature] = &[
             "lokr",
             "oft",
             "boft",
-            "loraplus",
-            "lora_plus",
             "prompt_encoder",
             "gaussian",
             "orthogonal",
-            "loraplus_lr_ratio",
-            "loraplus_lr_embedding",
             "relora",
             "lisa",
             "galore",

@@ -63,7 +63,8 @@ pub(crate) use node::parse as parse_yaml;
 pub use node::{RecipeEntry, RecipeLocation, RecipeNode, RecipeValue};
 pub use number::{HumanFloat, HumanInt, StepInterval, parse_number};
 pub use optimizer::{
-    DeepSpeedConfig, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
+    DeepSpeedConfig, OptimizerGroupSection, OptimizerSection, OptimizerType, SchedulerKwargs, SchedulerName,
+    SchedulerSection, SchedulerType,
 };
 pub use output::{
     AllRanks, CheckpointSection, CheckpointType, GenerateSection, LogLevel, LoggerSection, MlflowSection, OnNonfinite,

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::model::JsonMap;
 use super::number::{HumanFloat, HumanInt};
 
-/// AdamW, with decoupled weight decay that is not applied to norms and biases.
+/// The optimizer, with decoupled weight decay that is not applied to norms and biases, and groups of parameters with settings of
+/// their own.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerSection {
@@ -27,6 +28,37 @@ pub struct OptimizerSection {
     /// Rounds updated master weights in bf16 up or down at random, with the right mean, so that small updates are not lost.
     /// The name is that of torchao's AdamW. Needs `deepspeed.bf16.bf16_master_weights_and_grads: true`. Default false.
     pub bf16_stochastic_round: Option<bool>,
+    /// Groups of parameters with settings of their own. The first group whose pattern a parameter's name has counts. Default:
+    /// none.
+    pub groups: Vec<OptimizerGroupSection>,
+}
+
+/// Parameters with optimizer settings of their own.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimizerGroupSection {
+    /// The name of the group in logs and metrics. Default: `group_` and its number, counted from 0.
+    pub name: Option<String>,
+    /// A regular expression that is searched in the names of the parameters, as Python's `re.search`: `embed_tokens|lm_head`,
+    /// `lora_B`. Required. Each group must have a trained parameter that no earlier group has.
+    pub pattern: Option<String>,
+    /// The optimizer of the group. Default: `optimizer.type`.
+    #[serde(rename = "type")]
+    pub kind: Option<OptimizerType>,
+    /// The peak learning rate of the group; `lr` is an alias. The schedule is that of the run. Default:
+    /// `learning_rate_factor` times `optimizer.learning_rate`.
+    #[serde(alias = "lr")]
+    pub learning_rate: Option<HumanFloat>,
+    /// The factor on `optimizer.learning_rate`. Not allowed with `learning_rate`. LoRA+'s ratio is this factor of `lora_B`.
+    /// Default 1.
+    pub learning_rate_factor: Option<HumanFloat>,
+    /// The weight decay of all parameters of the group, norms and biases included. Default: `optimizer.weight_decay`, which is not
+    /// applied to norms and biases.
+    pub weight_decay: Option<HumanFloat>,
+    /// The decay rates of the two moments. Default: those of `optimizer`.
+    pub betas: Option<(HumanFloat, HumanFloat)>,
+    /// A constant added to the square root of the second moment. Default: that of `optimizer`.
+    pub eps: Option<HumanFloat>,
 }
 
 /// The optimizer.

@@ -45,7 +45,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
     // Measure before the model is allocated, so that the allocator reuses this memory.
     let peak = peak(&device, dtype(plan.model.dtype));
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
-    let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
+    let [compute, masters, optimizer_states] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
     let of_model = model.config().attention(plan.data.max_length);
     let note = attention.explain(&device, compute, of_model, AttentionPasses::Both);
@@ -66,7 +66,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
         false => OffloadTarget::HostMemory,
     };
     let (model, slower_modules) = slower_modules::exclude(plan, model, ranks, earlier, &mut notes)?;
-    let dtypes = ParamDtypes { compute, masters, moments };
+    let dtypes = ParamDtypes { compute, masters, optimizer_states };
     let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
         .build(model, &ranks.groups, device)?
@@ -94,6 +94,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
     EngineSpec {
         token_dispatcher: ranks.token_dispatcher(),
         router: plan.moe.as_ref().map(RouterPlan::settings).unwrap_or_default(),
+        optimizer: plan.optimizer.groups(),
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.schedule_kind(),

@@ -59,12 +59,12 @@ fn estimated(
 impl MemoryReport {
     /// Lists the bytes in use by category.
     fn checkpoint_in_use(&self) -> Vec<(&'static str, u64)> {
-        let StoreBytes { weights, masters, gradients, moments } = self.parameters.unwrap_or_default();
+        let StoreBytes { weights, masters, gradients, optimizer_states } = self.parameters.unwrap_or_default();
         let known = [
             ("weights", weights),
             ("master weights", masters),
             ("gradients", gradients),
-            ("optimizer moments", moments),
+            ("optimizer states", optimizer_states),
         ];
         let rest = self
             .measured

@@ -1,5 +1,5 @@
-//! The engine's tensors in a checkpoint: master weights and both moments of every trainable parameter, buffers, and the
-//! state of FP8 scales.
+//! The engine's tensors in a checkpoint: master weights and optimizer states of every trainable parameter, buffers, and the state
+//! of FP8 scales.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use candlewick_ops::{Fp8Layers, HostBuffer, copy_into, with_bytes};
 use candlewick_parallel::Engine;
 
-use crate::checkpoint::{FP8_STATE, StateError, TensorChunk, TensorMeta, TrainState};
+use crate::checkpoint::{BUFFER, FP8_STATE, MASTER, StateError, TensorChunk, TensorMeta, TrainState, optimizer_part};
 
 /// The training state by global name, such as "master/model.norm.weight".
 pub(super) struct EngineState {
@@ -19,23 +19,23 @@ pub(super) struct EngineState {
     views: HashMap<String, (usize, Tensor)>,
 }
 
-const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
-
-/// The part of a buffer, such as an expert bias.
-const BUFFER: &str = "buffer";
-
 impl EngineState {
     /// Creates views of the state in the engine's store. Reads and loads access the store directly.
     pub(super) fn of(engine: &Engine) -> candle_core::Result<Self> {
         let params = || engine.model().units().iter().flat_map(|unit| &unit.params);
         let trained = params().filter(|spec| spec.trainable);
-        let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape)));
+        let tensors = trained.flat_map(|spec| {
+            let slots = engine.store().slots(spec).iter().map(|slot| optimizer_part(slot.name));
+            let parts = [MASTER.to_owned()].into_iter().chain(slots);
+            parts.map(|part| meta(&part, &spec.name, &spec.shape)).collect::<Vec<_>>()
+        });
         let buffers = params().filter(|spec| spec.is_buffer()).map(|spec| meta(BUFFER, &spec.name, &spec.shape));
         let tensors = tensors.chain(buffers).collect();
         let mut state = Self { tensors, chunks: Vec::new(), to_write: Vec::new(), views: HashMap::new() };
         for param in engine.store().states()? {
-            for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
-                let tensor = meta(part, &param.name, &param.shape);
+            let slots = param.slots.into_iter().map(|(slot, view)| (optimizer_part(slot), view));
+            for (part, view) in [(MASTER.to_owned(), param.master)].into_iter().chain(slots) {
+                let tensor = meta(&part, &param.name, &param.shape);
                 let (columns, range) = (param.columns.clone(), param.range.clone());
                 let chunk = TensorChunk { tensor, row_len: param.row_len, columns, range };
                 state.to_write.extend(param.writes_checkpoint.then(|| chunk.clone()));
@@ -139,15 +139,15 @@ mod tests {
             Engine::new(model, store, vec![ActivationCheckpointing::None], std::sync::Arc::new(Solo), Device::Cpu);
         let mut state = EngineState::of(&engine).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));
-        let name = "exp_avg/model.embed_tokens.weight";
+        let name = "optimizer.exp_avg/model.embed_tokens.weight";
         state.load(name, 7, vec![1.0, 2.0, 3.0]).unwrap();
         let mut back: Vec<f32> = Vec::new();
         state.read(name, 6, 5, &mut |values| back.extend(values)).unwrap();
         assert_eq!(back, [0.0, 1.0, 2.0, 3.0, 0.0]);
         let embedding = engine.store().states().unwrap().remove(0);
-        assert_eq!(embedding.exp_avg.to_vec1::<f32>().unwrap()[6..11], back);
+        assert_eq!(embedding.slots[0].1.to_vec1::<f32>().unwrap()[6..11], back);
         let refused = |name, start| state.read(name, start, 5, &mut |_| unreachable!()).is_err();
-        assert!(refused("exp_avg/nothing", 0));
+        assert!(refused("optimizer.exp_avg/nothing", 0));
         assert!(refused(name, 38));
     }
 }

@@ -1,4 +1,4 @@
-//! One optimizer step: forward and backward over its micro-batches, gradient clipping, AdamW.
+//! One optimizer step: forward and backward over its micro-batches, gradient clipping, update.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,9 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::RouterLoss;
-use candlewick_ops::{
-    AdamW, CuSeqlens, DeviceTimestamp, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload,
-};
+use candlewick_ops::{CuSeqlens, DeviceTimestamp, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Engine, InFlightStep, MasterRounding, Micro, OptimizerStep, StepResult, TrainBatch,
     ZeroGradCount, mtp_loss_name,
@@ -16,7 +14,7 @@ use candlewick_parallel::{
 
 use crate::data::{Batch, GlobalBatch, TrainSteps};
 use crate::metrics::{ExpertLoad, WallClockTimes};
-use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
+use crate::plan::{MtpPlan, RouterPlan};
 use crate::routing::RoutingFiles;
 
 use super::nonfinite::{NonFinite, NonFinitePart, locate, nonfinite_rows, overflow_remedy};
@@ -87,7 +85,6 @@ pub struct LossSpike {
 
 /// The resolved settings of a step.
 pub(super) struct StepConfig<'a> {
-    pub(super) plan: &'a OptimizerPlan,
     /// The settings of the routers.
     pub(super) moe: Option<&'a RouterPlan>,
     /// The record of experts that the run writes or replays.
@@ -164,7 +161,7 @@ pub(super) fn start(
         routing,
     };
     let StepConfig { rounding, grad_zeros, max_loss, .. } = *config;
-    let optimizer = OptimizerStep { adamw: config.hyper(), scaler, rounding, grad_zeros, max_loss };
+    let optimizer = OptimizerStep { lr: config.lr, scaler, rounding, grad_zeros, max_loss };
     let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, done) = (config.number, config.lr, DeviceTimestamp::now(engine.device())?);
     let data_world = config.rank.data_world;
@@ -275,13 +272,6 @@ impl PendingStep {
     /// Waits for the step and drops its result.
     pub(super) fn discard(self) -> Result<()> {
         self.in_flight.wait().map(drop).context("failed to compute the step")
-    }
-}
-
-impl StepConfig<'_> {
-    fn hyper(&self) -> AdamW {
-        let OptimizerPlan { beta1, beta2, eps, weight_decay, .. } = *self.plan;
-        AdamW { lr: self.lr, beta1, beta2, eps, weight_decay }
     }
 }
 

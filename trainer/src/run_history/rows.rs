@@ -98,12 +98,14 @@ impl MetricRows {
     fn add_step(&mut self, step: u64, mut fields: Map<String, Value>) {
         let load = fields.remove("expert_load");
         let losses = fields.remove("auxiliary_losses");
+        let rates = fields.remove("lr_groups");
         self.insert_all(step, fields.iter().filter(|(name, _)| *name != "iter"));
         let named = |group: &str, value: Option<&Value>| -> Vec<(String, Value)> {
             let fields = value.and_then(Value::as_object).into_iter().flatten();
             fields.map(|(name, value)| (format!("{group}/{name}"), value.clone())).collect()
         };
-        let nested = [named("auxiliary_losses", losses.as_ref()), named("expert_load", load.as_ref())].concat();
+        let groups = [("auxiliary_losses", &losses), ("expert_load", &load), ("lr_groups", &rates)];
+        let nested = groups.map(|(group, value)| named(group, value.as_ref())).concat();
         self.insert_all(step, nested.iter().map(|(name, value)| (name, value)));
         if load.is_some() {
             self.expert_load = load;
@@ -246,7 +248,7 @@ mod tests {
     #[test]
     fn metrics_of_every_kind_of_record_are_named_as_in_the_file() {
         let rows = rows(&[
-            r#"{"iter":1,"epoch":0,"loss":3.0,"tokens":10,"auxiliary_losses":{"z_loss":0.5},
+            r#"{"iter":1,"epoch":0,"loss":3.0,"tokens":10,"auxiliary_losses":{"z_loss":0.5},"lr_groups":{"embeddings":0.25},
                 "expert_load":{"max_over_mean":2.0,"entropy":0.9,"unused":0.0,"dropped":0.0,"layers":[{"layer":3}]}}"#,
             r#"{"iter":1,"epoch/eval":1,"loss/eval":2.5,"n_targets/eval":3,"eval_time":1.0}"#,
             r#"{"iter":1,"epoch/tasks":1,"eval/a/acc":0.5,"tasks_time":9.0}"#,
@@ -255,6 +257,7 @@ mod tests {
         for (name, want) in [
             ("auxiliary_losses/z_loss", 0.5),
             ("expert_load/max_over_mean", 2.0),
+            ("lr_groups/embeddings", 0.25),
             ("loss/eval", 2.5),
             ("epoch/eval", 1.0),
             ("n_targets/eval", 3.0),

@@ -56,7 +56,7 @@ fn check() {
         "out of memory on cpu: ",
         " were in use\n  weights ",
         "\n  gradients ",
-        "\n  optimizer moments ",
+        "\n  optimizer states ",
         "\n  activations and scratch ",
         "\nestimate: memory of ",
         "model.activation_checkpoint=full: ",

@@ -383,3 +383,29 @@ fn the_command_writes_a_recipe_that_checks_and_overwrites_nothing() {
     let (code, _, error) = run(folder.path(), &["a.yml", "--from", "picotron"]);
     assert!(code == Some(2) && error.contains("model.name_or_path"), "{error}");
 }
+
+/// axolotl gives its embeddings no weight decay, and its groups come after them.
+#[test]
+fn learning_rates_of_groups_become_optimizer_groups() {
+    let groups = |keys: &str| {
+        let text = format!("base_model: a/b\ndatasets: [{{path: a.jsonl, type: chat_template}}]\n{keys}\n");
+        recipe(&convert_text(&text, Some(ForeignFormat::Axolotl)).unwrap())["optimizer"]["groups"].clone()
+    };
+    let embeddings = json!({"name": "embeddings", "pattern": "embed_tokens|lm_head", "weight_decay": 0});
+    let with = |key: &str, value: f64| {
+        let mut group = embeddings.clone();
+        group[key] = json!(value);
+        group
+    };
+    same("embedding_lr", &groups("embedding_lr: 1e-5"), &json!([with("learning_rate", 1e-5)]));
+    same("embedding_lr_scale", &groups("embedding_lr_scale: 0.5"), &json!([with("learning_rate_factor", 0.5)]));
+    let both = "embedding_lr: 1e-5\nlr_groups: [{name: o, modules: [self_attn.o_proj, q_proj], lr: 1e-6}]";
+    let attention = json!({"name": "o", "pattern": r"self_attn\.o_proj|q_proj", "learning_rate": 1e-6});
+    same("both", &groups(both), &json!([with("learning_rate", 1e-5), attention]));
+    let lora_b = json!([{"name": "lora_B", "pattern": "lora_B", "learning_rate_factor": 16}]);
+    same("loraplus_lr_ratio", &groups("loraplus_lr_ratio: 16"), &lora_b);
+    let refused = "base_model: a/b\ndatasets: [{path: a.jsonl, type: chat_template}]\nlr_groups: [{modules: 3}]\n";
+    assert!(
+        convert_text(refused, Some(ForeignFormat::Axolotl)).unwrap_err().to_string().contains("lr_groups: expected")
+    );
+}

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
-    AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
-    GradScaler, GradSink, GroupedGemmImpl, LossGrad, Reduction, Tape, Weight, adamw, add, add_rms_norm, attention,
-    copy_into, dropout, embedding, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu_joined,
-    zero_,
+    AdamW, AdamWState, AdamWStep, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout,
+    GradPolicy, GradScaler, GradSink, GroupedGemmImpl, LossGrad, Reduction, Tape, Weight, adamw, add, add_rms_norm,
+    attention, copy_into, dropout, embedding, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
+    swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -254,17 +254,17 @@ fn of_flat_buffers(n: usize) -> Vec<BenchCase> {
             let hyper = AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 9, device)?;
             let ones = |dtype| Tensor::ones(1, dtype, device);
-            scaler.update(&ones(DType::F64)?, &ones(DType::F32)?, [hyper.beta1, hyper.beta2])?;
+            scaler.update(&ones(DType::F64)?, &ones(DType::F32)?)?;
             Ok(Box::new(move || {
                 let state = AdamWState { master: &p, grad: &g, exp_avg: &m, exp_avg_sq: &v, compute: Some(&copy) };
-                keep(adamw(&hyper, &scaler, state)?)
+                keep(adamw(&hyper, &AdamWStep::new(&hyper, &scaler)?, state)?)
             }))
         }),
         // A sum of squares for each tensor of a model, and the losses of a few micro-batches: latency is what counts.
         once("grad_scaler", vec![("n_sums", 400)], 8.0 * 400.0, |device| {
             let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 9, device)?;
             let (squares, losses) = (Tensor::ones(400, DType::F64, device)?, Tensor::ones(16, DType::F32, device)?);
-            Ok(Box::new(move || keep(scaler.update(&squares, &losses, [0.9, 0.95])?)))
+            Ok(Box::new(move || keep(scaler.update(&squares, &losses)?)))
         }),
         once("copy_into f32 to bf16", shape(), bytes(F32 + BF16), move |device| {
             let (from, to) = (f32s(device)?, Tensor::zeros(n, DType::BF16, device)?);

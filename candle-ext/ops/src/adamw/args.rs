@@ -67,8 +67,8 @@ impl ShardPosition {
 
 /// Scalars of an update, computed in f64 and rounded once.
 ///
-/// With `c = sqrt(1 - beta2^n)`, `m / (sqrt(v) / c + eps)` equals `c m / (sqrt(v) + c eps)`. The scaler supplies c and
-/// the bias correction of m.
+/// With `c = sqrt(1 - beta2^n)`, `m / (sqrt(v) / c + eps)` equals `c m / (sqrt(v) + c eps)`. `AdamWStep` has c and the
+/// bias correction of m.
 #[derive(Clone, Copy)]
 pub(super) struct Factors {
     pub(super) lr: f32,

@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 
 use super::args::{Factors, StochasticRounding};
+use super::step::StepFactors;
 use crate::dropout::random;
 use crate::floats::{Floats, FloatsMut, stochastic_bf16};
-use crate::grad_scaler::StepFactors;
 use crate::simd::{prefetch, vectorised};
 
 /// Elements per task.

@@ -1,6 +1,6 @@
 //! `adamw` on CUDA: launches of `kernel.cu`.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::args::{AdamW, AdamWState, Factors, StochasticRounding};
 use crate::cuda::{Arg, address, gpu, kernels, suffix};
@@ -12,10 +12,11 @@ const OP: &str = "adamw";
 /// Elements per thread, approximately.
 const PER_THREAD: usize = 4;
 
-/// Updates the master parameter, its two moments and the compute copy if there is one.
+/// Updates the master parameter, its two moments and the compute copy if there is one. `corrections` are of the step that the
+/// scaler has decided on.
 pub(super) fn run(
     hyper: &AdamW,
-    scaler: &GradScaler,
+    (scaler, corrections): (&GradScaler, &Tensor),
     state: AdamWState,
     rounding: Option<&StochasticRounding>,
 ) -> Result<()> {
@@ -30,6 +31,7 @@ pub(super) fn run(
         Arg::Address(address(OP, exp_avg_sq)?),
         Arg::Address(copy),
         Arg::Address(address(OP, scaler.state())?),
+        Arg::Address(address(OP, corrections)?),
         Arg::I64(n as i64),
     ];
     args.extend([lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps].map(Arg::F32));
@@ -45,6 +47,20 @@ pub(super) fn run(
         }
     };
     // SAFETY: all buffers have n elements in the dtypes of the kernel's name, each in a buffer of its own: with stochastic
-    // rounding a bf16 master without a copy. The scaler's state has its full length.
+    // rounding a bf16 master without a copy. The scaler's state and the corrections have their full length.
     unsafe { KERNELS.launch_flat(gpu(OP, master)?, &name, n, PER_THREAD, &args) }
+}
+
+/// Computes the bias corrections of the update that `scaler` has decided on, f32 [2].
+pub(super) fn bias_corrections(scaler: &GradScaler, [beta1, beta2]: [f64; 2]) -> Result<Tensor> {
+    let corrections = Tensor::zeros(2, DType::F32, scaler.state().device())?;
+    let args = [
+        Arg::Address(address(OP, scaler.state())?),
+        Arg::Address(address(OP, &corrections)?),
+        Arg::F64(beta1),
+        Arg::F64(beta2),
+    ];
+    // SAFETY: the scaler's state has its full length, and there are two corrections.
+    unsafe { KERNELS.launch(gpu(OP, &corrections)?, "bias_corrections", [1, 1, 1], 32, &args)? };
+    Ok(corrections)
 }

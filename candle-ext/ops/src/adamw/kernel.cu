@@ -7,9 +7,18 @@
 #include "grad_scaler.cuh"
 #include "random.cuh"
 
+// Layout of the bias corrections of update n: c = sqrt(1 - beta2^n), and c / (1 - beta1^n).
+enum { ROOT, STEP_SIZE };
+
 struct Factors {
     float grad_scale, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps;
 };
+
+__device__ __forceinline__ Factors factors_of(const float* scaler, const float* corrections, float lr, float shrink,
+        float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps) {
+    return {scaler[FACTOR], shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, lr * corrections[STEP_SIZE],
+            eps * corrections[ROOT]};
+}
 
 // m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = shrink p - step_size m / (sqrt(v) + eps)
 __device__ __forceinline__ void update(float& p, float g, float& m, float& v, const Factors& f) {
@@ -93,11 +102,11 @@ __device__ __forceinline__ void step_any(M* master, const M* grad, S* mean, S* s
 
 #define STEP(M, master_suffix, T, copy_suffix, S, moments)                                                         \
     KERNEL(256) step_##master_suffix##_##copy_suffix##_##moments(M* master, const M* grad, S* mean, S* square,     \
-            T* copy, const float* scaler, long long n, float lr, float shrink, float beta1, float one_minus_beta1, \
-            float beta2, float one_minus_beta2, float eps) {                                                       \
+            T* copy, const float* scaler, const float* corrections, long long n, float lr, float shrink,           \
+            float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps) {                   \
         if (scaler[OUTCOME] != APPLIED) return;                                                                    \
-        const Factors factors = {scaler[FACTOR], shrink,           beta1,             one_minus_beta1,             \
-                                 beta2,          one_minus_beta2,  lr * scaler[STEP], eps * scaler[ROOT]};         \
+        const Factors factors = factors_of(scaler, corrections, lr, shrink, beta1, one_minus_beta1, beta2,         \
+                                           one_minus_beta2, eps);                                                  \
         step_any(master, grad, mean, square, copy, n, factors, Nearest{});                                         \
     }
 #define KERNELS(T, suffix)                  \
@@ -110,13 +119,22 @@ STEP(__nv_bfloat16, bf16, __nv_bfloat16, bf16, __nv_bfloat16, bf16)
 // `copy` is null.
 #define STOCHASTIC_STEP(S, moments)                                                                                    \
     KERNEL(256) stochastic_step_##moments(__nv_bfloat16* master, const __nv_bfloat16* grad, S* mean, S* square,        \
-            __nv_bfloat16* copy, const float* scaler, long long n, float lr, float shrink, float beta1,                \
-            float one_minus_beta1, float beta2, float one_minus_beta2, float eps, unsigned long long key,              \
+            __nv_bfloat16* copy, const float* scaler, const float* corrections, long long n, float lr, float shrink,   \
+            float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, unsigned long long key, \
             long long row_len, long long first_column, long long n_columns, long long first) {                         \
         if (scaler[OUTCOME] != APPLIED) return;                                                                        \
-        const Factors factors = {scaler[FACTOR], shrink,          beta1,             one_minus_beta1,                  \
-                                 beta2,          one_minus_beta2, lr * scaler[STEP], eps * scaler[ROOT]};              \
+        const Factors factors = factors_of(scaler, corrections, lr, shrink, beta1, one_minus_beta1, beta2,             \
+                                           one_minus_beta2, eps);                                                      \
         step_any(master, grad, mean, square, copy, n, factors, Stochastic{key, row_len, first_column, n_columns, first}); \
     }
 STOCHASTIC_STEP(float, f32)
 STOCHASTIC_STEP(__nv_bfloat16, bf16)
+
+// One thread computes the bias corrections of the update that the scaler has decided on.
+KERNEL(32) bias_corrections(const float* scaler, float* corrections, double beta1, double beta2) {
+    if (threadIdx.x != 0) return;
+    const double n = scaler[N_UPDATES];
+    const double root = sqrt(1.0 - pow(beta2, n));
+    corrections[ROOT] = static_cast<float>(root);
+    corrections[STEP_SIZE] = static_cast<float>(root / (1.0 - pow(beta1, n)));
+}

@@ -17,7 +17,6 @@ pub(super) fn update(
     policy: &GradPolicy,
     limit: LossLimit,
     [squares, losses]: [&Tensor; 2],
-    [beta1, beta2]: [f64; 2],
 ) -> Result<()> {
     let scaling = &policy.loss_scaling;
     let args = [
@@ -31,8 +30,6 @@ pub(super) fn update(
         Arg::I32(scaling.window as i32),
         Arg::I32(scaling.hysteresis as i32),
         Arg::F64(policy.max_norm.unwrap_or(f64::INFINITY)),
-        Arg::F64(beta1),
-        Arg::F64(beta2),
         Arg::F64(scaling.min),
         Arg::F64(MAX_LOSS_SCALE),
         Arg::F64(limit.max_sum),

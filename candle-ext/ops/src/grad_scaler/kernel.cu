@@ -4,7 +4,7 @@
 
 struct Policy {
     int halts, window, hysteresis;
-    double max_norm, beta1, beta2, min_scale, max_scale;
+    double max_norm, min_scale, max_scale;
 };
 
 __device__ __forceinline__ void decide(
@@ -15,13 +15,9 @@ __device__ __forceinline__ void decide(
         state[OUTCOME] = LOSS_SPIKE;
     } else if (isfinite(norm) && is_loss_finite) {
         const double clip = fmin(policy.max_norm / (norm + 1e-6), 1.0);
-        const float n = state[N_UPDATES] + 1.0f;
-        const double root = sqrt(1.0 - pow(policy.beta2, static_cast<double>(n)));
         state[OUTCOME] = APPLIED;
         state[FACTOR] = static_cast<float>(clip / scale);
-        state[N_UPDATES] = n;
-        state[ROOT] = static_cast<float>(root);
-        state[STEP] = static_cast<float>(root / (1.0 - pow(policy.beta1, static_cast<double>(n))));
+        state[N_UPDATES] += 1.0f;
         state[GOOD_STEPS] += 1.0f;
         if (policy.window > 0 && state[GOOD_STEPS] >= policy.window) {
             state[LOSS_SCALE] = static_cast<float>(fmin(scale * 2.0, policy.max_scale));
@@ -39,8 +35,7 @@ __device__ __forceinline__ void decide(
 }
 
 KERNEL(32) update_scaler(float* state, const double* squares, const float* losses, int n_squares, int n_losses, int n_limited,
-        int halts, int window, int hysteresis, double max_norm, double beta1, double beta2, double min_scale,
-        double max_scale, double max_loss) {
+        int halts, int window, int hysteresis, double max_norm, double min_scale, double max_scale, double max_loss) {
     double sum = 0.0;
     double loss = 0.0;
     int n_bad = 0;
@@ -58,6 +53,6 @@ KERNEL(32) update_scaler(float* state, const double* squares, const float* losse
         state[OUTCOME] = HALTED;
         return;
     }
-    const Policy policy = {halts, window, hysteresis, max_norm, beta1, beta2, min_scale, max_scale};
+    const Policy policy = {halts, window, hysteresis, max_norm, min_scale, max_scale};
     decide(state, sqrt(sum) / state[LOSS_SCALE], n_bad == 0, loss > max_loss, policy);
 }

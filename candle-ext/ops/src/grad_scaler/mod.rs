@@ -1,7 +1,7 @@
 //! Gradient clipping, loss scaling and skipping of non-finite steps, decided on the device.
 //!
-//! The host does not wait to learn whether gradients are finite. The decision stays on the device, where
-//! [`adamw`](crate::adamw) reads it; the host reads it when the step is done.
+//! The host does not wait to learn whether gradients are finite. The decision stays on the device, where the
+//! optimizer's op reads it; the host reads it when the step is done.
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -64,15 +64,13 @@ pub struct GradScaler {
     state: Tensor,
 }
 
-/// Factors of an AdamW update, taken from a decision.
+/// A decision to update the weights.
 #[derive(Clone, Copy)]
-pub(crate) struct StepFactors {
+pub(crate) struct AppliedUpdate {
     /// Factor on the gradient: unscaling times clipping.
     pub(crate) grad_scale: f32,
-    /// c = sqrt(1 - beta2^n) for update n.
-    pub(crate) root: f32,
-    /// c / (1 - beta1^n) for update n.
-    pub(crate) correction: f32,
+    /// Number of the update, counted from 1.
+    pub(crate) number: f32,
 }
 
 /// Indices into the state vector; kernel.cu has the same.
@@ -87,10 +85,7 @@ impl State {
     const LOSS_SCALE: usize = 4;
     const GOOD_STEPS: usize = 5;
     const HYSTERESIS_LEFT: usize = 6;
-    /// c = sqrt(1 - beta2^n) for update n; `STEP` is c / (1 - beta1^n).
-    const ROOT: usize = 7;
-    const STEP: usize = 8;
-    const LEN: usize = 9;
+    const LEN: usize = 7;
 }
 
 impl StepDecision {
@@ -155,13 +150,17 @@ impl GradScaler {
         Ok(applies.then_some(here))
     }
 
-    /// Returns the factors of the update; `None` if the step is skipped. CPU only, where no wait is needed.
-    pub(crate) fn step(&self) -> Result<Option<StepFactors>> {
+    /// Returns the factor on the gradients of the last step, unscaling times clipping, an f32 scalar on the device.
+    pub fn grad_scale(&self) -> Result<Tensor> {
+        self.state.narrow(0, State::FACTOR, 1)?.squeeze(0)
+    }
+
+    /// Returns the update to apply; `None` if the step is skipped. CPU only, where no wait is needed.
+    pub(crate) fn applied_update(&self) -> Result<Option<AppliedUpdate>> {
         let state = host("grad_scaler", &self.state)?;
         let state = state.slice::<f32>()?;
-        let factors =
-            StepFactors { grad_scale: state[State::FACTOR], root: state[State::ROOT], correction: state[State::STEP] };
-        Ok((state[State::OUTCOME] == 0.0).then_some(factors))
+        let update = AppliedUpdate { grad_scale: state[State::FACTOR], number: state[State::N_UPDATES] };
+        Ok((state[State::OUTCOME] == 0.0).then_some(update))
     }
 
     /// Returns the loss scale, an f32 scalar on the device; `None` if the policy never scales the loss.
@@ -174,13 +173,13 @@ impl GradScaler {
         self.state.narrow(0, State::LOSS_SCALE, 1)?.squeeze(0).map(Some)
     }
 
-    /// Decides about a step from its gradients' sums of squares, f64 [n], and losses, f32 [m]. `betas` are AdamW's.
-    pub fn update(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
-        self.update_within(LossLimit::NONE, squares, losses, betas)
+    /// Decides about a step from its gradients' sums of squares, f64 [n], and losses, f32 [m].
+    pub fn update(&self, squares: &Tensor, losses: &Tensor) -> Result<()> {
+        self.update_within(LossLimit::NONE, squares, losses)
     }
 
     /// Decides like [`GradScaler::update`], and skips the step if its loss is above `limit`.
-    pub fn update_within(&self, limit: LossLimit, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
+    pub fn update_within(&self, limit: LossLimit, squares: &Tensor, losses: &Tensor) -> Result<()> {
         if limit.n_losses > losses.elem_count() {
             bail!("grad_scaler: the limit is for {} losses of {}", limit.n_losses, losses.elem_count())
         }
@@ -194,23 +193,17 @@ impl GradScaler {
                 let (squares, losses) = (squares.slice::<f64>()?, losses.slice::<f32>()?);
                 update(&self.state, "grad_scaler", |state| {
                     if let FloatsMut::F32(state) = state {
-                        decide(state, &self.policy, limit, (squares, losses), betas);
+                        decide(state, &self.policy, limit, (squares, losses));
                     }
                     Ok(())
                 })
             },
-            cuda => cuda::update(&self.state, &self.policy, limit, [&squares, &losses], betas),
+            cuda => cuda::update(&self.state, &self.policy, limit, [&squares, &losses]),
         })
     }
 }
 
-fn decide(
-    state: &mut [f32],
-    policy: &GradPolicy,
-    limit: LossLimit,
-    (squares, losses): (&[f64], &[f32]),
-    betas: [f64; 2],
-) {
+fn decide(state: &mut [f32], policy: &GradPolicy, limit: LossLimit, (squares, losses): (&[f64], &[f32])) {
     let scaling = &policy.loss_scaling;
     let was_fatal = [2.0, 3.0].contains(&state[State::OUTCOME]);
     if policy.stop_on_nonfinite && was_fatal {
@@ -226,13 +219,9 @@ fn decide(
         state[State::OUTCOME] = 4.0;
     } else if norm.is_finite() && is_loss_finite {
         let clip = policy.max_norm.map_or(1.0, |max| (max / (norm + 1e-6)).min(1.0));
-        let n = state[State::N_UPDATES] + 1.0;
-        let [correction1, correction2] = betas.map(|beta| 1.0 - beta.powf(f64::from(n)));
         state[State::OUTCOME] = 0.0;
         state[State::FACTOR] = (clip / loss_scale) as f32;
-        state[State::N_UPDATES] = n;
-        state[State::ROOT] = correction2.sqrt() as f32;
-        state[State::STEP] = (correction2.sqrt() / correction1) as f32;
+        state[State::N_UPDATES] += 1.0;
         state[State::GOOD_STEPS] += 1.0;
         if scaling.window > 0 && state[State::GOOD_STEPS] >= scaling.window as f32 {
             state[State::LOSS_SCALE] = (loss_scale * 2.0).min(MAX_LOSS_SCALE) as f32;

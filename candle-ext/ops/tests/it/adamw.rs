@@ -1,12 +1,26 @@
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AdamW, AdamWState, GradPolicy, GradScaler, LossScaling, ShardPosition, StochasticRounding, adamw, adamw_stochastic,
-    derive_key,
+    AdamW, AdamWState, AdamWStep, GradPolicy, GradScaler, LossScaling, ShardPosition, StochasticRounding, adamw,
+    adamw_stochastic, derive_key,
 };
 
 use crate::cases::{F32, TestDevice, assert_close, assert_error, bits, check_each, randn, values};
 
 const HYPER: AdamW = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+
+/// Runs the update that the scaler has decided on.
+fn update(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+    adamw(hyper, &AdamWStep::new(hyper, scaler)?, state)
+}
+
+fn update_stochastic(
+    hyper: &AdamW,
+    scaler: &GradScaler,
+    state: AdamWState,
+    rounding: &StochasticRounding,
+) -> Result<()> {
+    adamw_stochastic(hyper, &AdamWStep::new(hyper, scaler)?, state, rounding)
+}
 
 /// Returns a scaler that permits update `number` and multiplies gradients by 1 / `loss_scale`.
 fn scaler(test_device: &TestDevice, number: usize, loss_scale: f64) -> GradScaler {
@@ -20,7 +34,7 @@ fn scaler(test_device: &TestDevice, number: usize, loss_scale: f64) -> GradScale
 fn judge(test_device: &TestDevice, scaler: &GradScaler, square: f64) {
     let squares = test_device.put(&Tensor::new(&[square], &Device::Cpu).unwrap());
     let losses = test_device.put(&Tensor::new(&[1f32], &Device::Cpu).unwrap());
-    test_device.run(|| scaler.update(&squares, &losses, [HYPER.beta1, HYPER.beta2])).unwrap();
+    test_device.run(|| scaler.update(&squares, &losses)).unwrap();
 }
 
 fn zeros(n: usize) -> Tensor {
@@ -43,7 +57,7 @@ fn check_three_steps(test_device: &TestDevice) {
     for (i, grad) in grads.iter().enumerate() {
         let (grad, scaler) = (put(grad), scaler(test_device, i + 1, 1.0));
         let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-        adamw(&HYPER, &scaler, state).unwrap();
+        update(&HYPER, &scaler, state).unwrap();
     }
     let want = |values: [f64; 4]| Tensor::new(&values, &Device::Cpu).unwrap();
     let torch = want([0.875306129, -1.90417147, 0.421052277, 2.88750315]);
@@ -52,6 +66,27 @@ fn check_three_steps(test_device: &TestDevice) {
     assert_close("exp_avg", &mean, &torch, F32);
     let torch = want([0.0100512514, 0.00240500015, 0.0263362527, 0.200000003]);
     assert_close("exp_avg_sq", &square, &torch, F32);
+}
+
+/// With an unchanging gradient, the first moments divided by their corrections are the gradient and its square: every update
+/// is of length lr. Skipped steps do not count.
+#[test]
+fn bias_corrections_count_updates_and_not_steps() {
+    let hyper = AdamW { weight_decay: 0.0, ..HYPER };
+    check_each(TestDevice::all(), |test_device| {
+        let ones = || test_device.put(&(zeros(3) + 1.0).unwrap());
+        let (master, grad) = (ones(), ones());
+        let (mean, square) = (test_device.put(&zeros(3)), test_device.put(&zeros(3)));
+        let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &test_device.device()).unwrap();
+        for norm in [1.0, f64::INFINITY, 1.0, f64::NAN, 1.0] {
+            judge(&test_device, &scaler, norm);
+            let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+            test_device.run(|| update(&hyper, &scaler, state)).unwrap();
+        }
+        for value in values(&master) {
+            assert!((value - (1.0 - 3.0 * HYPER.lr)).abs() < 1e-6, "{value}, {test_device:?}");
+        }
+    });
 }
 
 #[test]
@@ -80,14 +115,14 @@ fn check_views(test_device: &TestDevice, dtype: DType, moments: DType) {
         let grad = test_device.put(&randn(n, 10 + number as u64));
         let scaler = scaler(test_device, number, 4.0);
         let state = AdamWState { master: &whole, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-        adamw(&HYPER, &scaler, state).unwrap();
+        update(&HYPER, &scaler, state).unwrap();
         for (start, len) in [(0, 9000), (9000, 1), (9001, n - 9001)] {
             let part = |x: &Tensor| x.narrow(0, start, len).unwrap();
             let (master, grad, copy) = (part(&flat), part(&grad), part(&copy));
             let (mean, square) = (part(&flat_mean), part(&flat_square));
             let (exp_avg, exp_avg_sq, compute) = (&mean, &square, Some(&copy));
             let state = AdamWState { master: &master, grad: &grad, exp_avg, exp_avg_sq, compute };
-            adamw(&HYPER, &scaler, state).unwrap();
+            update(&HYPER, &scaler, state).unwrap();
         }
     }
     assert_eq!(bits(&flat), bits(&whole));
@@ -111,7 +146,7 @@ fn a_hundred_steps_with_moments_in_bf16_stay_near_those_in_f32() {
                 let scaler = scaler(&test_device, number, 1.0);
                 let state =
                     AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-                test_device.run(|| adamw(&HYPER, &scaler, state)).unwrap();
+                test_device.run(|| update(&HYPER, &scaler, state)).unwrap();
             }
             values(&master)
         };
@@ -136,7 +171,7 @@ fn moments_in_bf16_are_widened_and_rounded_once() {
             let [master, grad, mean, square] = [0, 1, 2, 3].map(put);
             let scaler = scaler(&test_device, 2, 1.0);
             let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-            test_device.run(|| adamw(&HYPER, &scaler, state)).unwrap();
+            test_device.run(|| update(&HYPER, &scaler, state)).unwrap();
             [master, mean, square]
         };
         let want = step(DType::F32, DType::F32);
@@ -168,7 +203,7 @@ fn stochastic_step(
     let (master, grad, mean, square) = (put(p), put(grad), zero(), zero());
     let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
     let (scaler, rounding) = (scaler(test_device, 1, 1.0), StochasticRounding { key: KEY, position });
-    test_device.run(|| adamw_stochastic(hyper, &scaler, state, &rounding)).unwrap();
+    test_device.run(|| update_stochastic(hyper, &scaler, state, &rounding)).unwrap();
     values(&master).into_iter().map(|x| x as f32).collect()
 }
 
@@ -188,8 +223,8 @@ fn a_master_is_rounded_up_as_often_as_its_distance_to_the_next_number() {
                 let state =
                     AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
                 let run = || match &rounding {
-                    None => adamw(&HYPER, &scaler, state),
-                    Some(rounding) => adamw_stochastic(&HYPER, &scaler, state, rounding),
+                    None => update(&HYPER, &scaler, state),
+                    Some(rounding) => update_stochastic(&HYPER, &scaler, state, rounding),
                 };
                 test_device.run(run).unwrap();
                 (values(&master), bits(&mean), bits(&square))
@@ -226,7 +261,7 @@ fn updates_below_half_a_step_of_bf16_move_the_mean() {
             let (master, grad) = (put(), put());
             let (mean, square) = (test_device.put(&zeros(n)), test_device.put(&zeros(n)));
             let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-            test_device.run(|| adamw(&hyper, &scaler(&test_device, 1, 1.0), state)).unwrap();
+            test_device.run(|| update(&hyper, &scaler(&test_device, 1, 1.0), state)).unwrap();
             values(&master)
         };
         assert!(nearest.iter().all(|x| *x == 1.0), "{test_device:?}");
@@ -276,7 +311,7 @@ fn the_gradient_is_scaled_before_use_and_a_refused_step_changes_nothing() {
             let [grad, master] = [grad, &randn(50, 1)].map(|x| test_device.put(x));
             let (mean, square) = (test_device.put(&zeros(50)), test_device.put(&zeros(50)));
             let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
-            test_device.run(|| adamw(&HYPER, scaler, state)).unwrap();
+            test_device.run(|| update(&HYPER, scaler, state)).unwrap();
             [bits(&master), bits(&mean), bits(&square)]
         };
         let (grad, plain) = (randn(50, 2), scaler(&test_device, 1, 1.0));
@@ -295,7 +330,7 @@ fn nothing_to_update_is_no_error() {
         let (master, grad, mean, square) = (none(), none(), none(), none());
         let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
         let scaler = scaler(&test_device, 1, 1.0);
-        test_device.run(|| adamw(&HYPER, &scaler, state)).unwrap();
+        test_device.run(|| update(&HYPER, &scaler, state)).unwrap();
     });
 }
 
@@ -304,7 +339,7 @@ fn wrong_arguments_are_named() {
     let scaler = scaler(&TestDevice::Cpu, 1, 1.0);
     let square = zeros(4);
     let run = |master: &Tensor, grad: &Tensor, mean: &Tensor, compute: Option<&Tensor>| {
-        adamw(&HYPER, &scaler, AdamWState { master, grad, exp_avg: mean, exp_avg_sq: &square, compute })
+        update(&HYPER, &scaler, AdamWState { master, grad, exp_avg: mean, exp_avg_sq: &square, compute })
     };
     let (p, g, m) = (zeros(4), zeros(4), zeros(4));
     assert_error(run(&p, &zeros(3), &m, None), "grad has 3 elements, master 4");
@@ -314,10 +349,13 @@ fn wrong_arguments_are_named() {
     assert_error(run(&p, &g, &half, None), "exp_avg is BF16 and exp_avg_sq F32");
     assert_error(run(&p, &g, &m, Some(&zeros(5))), "compute has 5 elements, master 4");
     assert_error(run(&p, &g, &p, None), "master and exp_avg must be in different buffers");
+    let state = AdamWState { master: &p, grad: &g, exp_avg: &m, exp_avg_sq: &square, compute: None };
+    let step = AdamWStep::new(&AdamW { beta1: 0.5, ..HYPER }, &scaler).unwrap();
+    assert_error(adamw(&HYPER, &step, state), "bias corrections are of betas [0.5, 0.95]");
     let stochastic = |master: &Tensor, grad: &Tensor, columns| {
         let state = AdamWState { master, grad, exp_avg: &m, exp_avg_sq: &square, compute: None };
         let position = ShardPosition { row_len: 4, columns, first: 0 };
-        adamw_stochastic(&HYPER, &scaler, state, &StochasticRounding { key: 1, position })
+        update_stochastic(&HYPER, &scaler, state, &StochasticRounding { key: 1, position })
     };
     assert_error(stochastic(&p, &g, 0..4), "stochastic rounding is for a master in BF16, got F32");
     assert_error(stochastic(&half, &half.copy().unwrap(), 3..5), "want columns of a row of 4 elements, got 3..5");

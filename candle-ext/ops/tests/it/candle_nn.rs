@@ -6,8 +6,8 @@
 use ::candle_nn::optim::{AdamW as Reference, Optimizer, ParamsAdamW};
 use candle_core::{DType, Device, Tensor, Var};
 use candlewick_ops::{
-    AdamW, AdamWState, AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad,
-    Reduction, adamw, attention, linear_cross_entropy,
+    AdamW, AdamWState, AdamWStep, AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradPolicy, GradScaler,
+    LossGrad, Reduction, adamw, attention, linear_cross_entropy,
 };
 
 use crate::cases::{grad_of, randn, relative_error, trainable};
@@ -74,10 +74,10 @@ fn ten_steps_are_candle_nns_adamw() {
         let loss = (theirs.as_tensor() * &grad).unwrap().sum_all().unwrap();
         optimizer.backward_step(&loss).unwrap();
         let squares = Tensor::new(&[1f64], &Device::Cpu).unwrap();
-        scaler.update(&squares, &Tensor::new(&[1f32], &Device::Cpu).unwrap(), [beta1, beta2]).unwrap();
+        scaler.update(&squares, &Tensor::new(&[1f32], &Device::Cpu).unwrap()).unwrap();
         let state =
             AdamWState { master: &master, grad: &grad, exp_avg: &exp_avg, exp_avg_sq: &exp_avg_sq, compute: None };
-        adamw(&hyper, &scaler, state).unwrap();
+        adamw(&hyper, &AdamWStep::new(&hyper, &scaler).unwrap(), state).unwrap();
     }
     assert_near("weights", &master, theirs.as_tensor());
 }

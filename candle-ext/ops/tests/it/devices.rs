@@ -5,8 +5,8 @@
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    AdamW, AdamWState, CrossEntropy, Dropout, GradPolicy, GradScaler, LossGrad, Reduction, adamw, copy_into, dropout,
-    linear_cross_entropy, sum_of_squares, zero_,
+    AdamW, AdamWState, AdamWStep, CrossEntropy, Dropout, GradPolicy, GradScaler, LossGrad, Reduction, adamw, copy_into,
+    dropout, linear_cross_entropy, sum_of_squares, zero_,
 };
 
 use crate::cases::{TestDevice, assert_close, bits, bound, check_each, grad_of, randn, trainable};
@@ -62,11 +62,11 @@ fn updated(test_device: &TestDevice, dtype: DType) -> Vec<Tensor> {
     for step in 1..3 {
         let grad = test_device.put(&randn(9_001, 10 + step));
         let squares = sum_of_squares(&grad).unwrap().reshape(1).unwrap();
-        scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
+        scaler.update(&squares, &losses).unwrap();
         // An f32 master has no f32 compute copy.
         let compute = (dtype != DType::F32).then_some(&copy);
         let state = AdamWState { master: &p, grad: &grad, exp_avg: &m, exp_avg_sq: &v, compute };
-        adamw(&hyper, &scaler, state).unwrap();
+        adamw(&hyper, &AdamWStep::new(&hyper, &scaler).unwrap(), state).unwrap();
     }
     vec![p, m, v, copy, scaler.state().clone()]
 }

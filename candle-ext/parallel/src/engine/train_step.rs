@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::Reduce;
 use candlewick_model::RouterTotal;
-use candlewick_ops::{AdamW, DeviceReadback, GradScaler, LossLimit, StepDecision, span};
+use candlewick_ops::{DeviceReadback, GradScaler, LossLimit, StepDecision, span};
 
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
 use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
@@ -30,8 +30,8 @@ pub struct TrainBatch<'a> {
 
 /// Optimizer settings of a step.
 pub struct OptimizerStep<'a> {
-    /// AdamW hyperparameters of this step.
-    pub adamw: AdamW,
+    /// Learning rate of this step, which each optimizer group multiplies by its factor.
+    pub lr: f64,
     /// Gradient clipping, loss scaling and the policy for non-finite gradients.
     pub scaler: &'a GradScaler,
     /// Rounding of the updated master weights.
@@ -99,7 +99,7 @@ impl Engine {
         objective: &dyn Objective,
         optimizer: &OptimizerStep<'_>,
     ) -> Result<InFlightStep> {
-        let OptimizerStep { adamw, scaler, rounding, grad_zeros, max_loss } = optimizer;
+        let OptimizerStep { lr, scaler, rounding, grad_zeros, max_loss } = optimizer;
         let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
@@ -114,12 +114,12 @@ impl Engine {
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let _span = span("optimizer", "");
         let limit = LossLimit { n_losses: batch.micros.len(), max_sum: max_loss * batch.n_targets.max(1.0) };
-        scaler.update_within(limit, &self.store.grad_squares()?, &of_all, [adamw.beta1, adamw.beta2])?;
+        scaler.update_within(limit, &self.store.grad_squares()?, &of_all)?;
         let zeros = match grad_zeros {
             ZeroGradCount::Off => None,
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
-        self.store.step(adamw, scaler, *rounding)?;
+        self.store.step(*lr, scaler, *rounding)?;
         self.update_fp8_scales()?;
         let n_layers = self.model.layers().count();
         let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;

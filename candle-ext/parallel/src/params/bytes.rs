@@ -12,14 +12,14 @@ pub struct StoreBytes {
     pub masters: u64,
     /// Gradients.
     pub gradients: u64,
-    /// AdamW moments.
-    pub moments: u64,
+    /// Optimizer states.
+    pub optimizer_states: u64,
 }
 
 impl StoreBytes {
     /// Returns the sum of all categories.
     pub fn total(&self) -> u64 {
-        self.weights + self.masters + self.gradients + self.moments
+        self.weights + self.masters + self.gradients + self.optimizer_states
     }
 
     pub(super) fn plus(self, other: Self) -> Self {
@@ -27,7 +27,7 @@ impl StoreBytes {
             weights: self.weights + other.weights,
             masters: self.masters + other.masters,
             gradients: self.gradients + other.gradients,
-            moments: self.moments + other.moments,
+            optimizer_states: self.optimizer_states + other.optimizer_states,
         }
     }
 }

@@ -1,13 +1,14 @@
 //! Flat gradient buffer of one parameter group.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{FlatBuffer, GradSink, add, copy_into, zero_};
 
 use super::bytes::of_buffer;
 use super::layout::{ParamGroup, PlacedParam};
-use super::sharding::ZeroStage;
+use super::sharding::{ALIGNMENT, ZeroStage};
 
 /// Gradients of a trainable parameter group.
 pub(crate) struct GroupGrads {
@@ -15,9 +16,10 @@ pub(crate) struct GroupGrads {
     all: FlatBuffer,
     /// This rank's shard of the reduced gradients: a view of `all` if that is resident.
     own: FlatBuffer,
-    /// Gradient sinks of matrices, which ops overwrite in a step's first micro-batch. They precede `n_matrices`.
+    /// Gradient sinks of matrices, which ops overwrite in a step's first micro-batch.
     matrices: Vec<GradSink>,
-    n_matrices: usize,
+    /// Elements of all other parameters, which start a step as zeros.
+    others: Vec<Range<usize>>,
     /// True if gradients accumulate over micro-batches in place and are reduced once a step.
     is_resident: bool,
     n: usize,
@@ -47,16 +49,11 @@ impl GroupGrads {
             let sink = GradSink::new(all.view(param.range.start, param.shape())?)?;
             sinks.insert(param.spec.name.clone(), sink);
         }
-        let is_matrix = |param: &&PlacedParam| param.range.start < group.n_decayed;
         // Gradients that are not resident start as zeros in every micro-batch.
-        let (matrices, n_matrices) = match is_resident {
-            true => {
-                let params = group.params.iter().filter(is_matrix);
-                (params.map(|param| sinks[&param.spec.name].clone()).collect(), group.n_decayed)
-            }
-            false => (Vec::new(), 0),
-        };
-        Ok((Self { all, own, matrices, n_matrices, is_resident, n, dtype, device: device.clone() }, sinks))
+        let resident = group.params.iter().filter(|_| is_resident);
+        let matrices = resident.filter(|param| param.spec.decay).map(|param| sinks[&param.spec.name].clone()).collect();
+        let others = joined(group.params.iter().filter(|param| !param.spec.decay));
+        Ok((Self { all, own, matrices, others, is_resident, n, dtype, device: device.clone() }, sinks))
     }
 
     /// Returns true if gradients accumulate in place and are reduced once a step.
@@ -71,8 +68,8 @@ impl GroupGrads {
             return Ok(());
         }
         self.matrices.iter().for_each(GradSink::reset);
-        let n_others = self.n - self.n_matrices;
-        if n_others == 0 { Ok(()) } else { zero_(&self.all.data()?.narrow(0, self.n_matrices, n_others)?) }
+        let all = self.all.data()?;
+        self.others.iter().try_for_each(|range| zero_(&all.narrow(0, range.start, range.len())?))
     }
 
     /// Zeroes the gradients of matrices that no op has written.
@@ -124,4 +121,16 @@ impl GroupGrads {
         // The shard of a resident buffer is a view of it.
         of_buffer(&self.all) + if self.is_resident { 0 } else { of_buffer(&self.own) }
     }
+}
+
+/// Returns the elements of parameters in buffer order. Those of adjacent parameters are one range.
+fn joined<'p>(params: impl Iterator<Item = &'p PlacedParam>) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for Range { start, end } in params.map(|param| param.range.clone()) {
+        match ranges.last_mut() {
+            Some(last) if last.end.next_multiple_of(ALIGNMENT) == start => last.end = end,
+            _ => ranges.push(start..end),
+        }
+    }
+    ranges
 }

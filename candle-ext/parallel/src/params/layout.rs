@@ -1,10 +1,11 @@
 //! Flat-buffer layout of parameters: group and offsets of each, without tensors.
 //!
-//! A unit has one flat buffer for each parameter group, padded with zeros for alignment. Trainable parameters with
-//! weight decay come first, so that each half needs one optimizer call.
+//! A unit has one flat buffer for each parameter group, padded with zeros for alignment. Trainable parameters of one
+//! optimizer group and weight decay are adjacent, so that each run of them needs one optimizer call.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use candlewick_model::{AdapterSpec, FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec, TiedParam};
@@ -13,6 +14,8 @@ use candlewick_ops::{ShardPosition, WeightStorage};
 use super::offload::UnitOffload;
 use super::options::{StoreMode, StoreOptions};
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
+use super::whole_matrices::whole_matrix_shard_len;
+use crate::optimizer::{OptimizerGroups, OptimizerKind, UpdateNeed};
 use crate::placement::{Placement, Slice};
 
 /// Layout of all parameters, and this stage's parameter groups.
@@ -49,15 +52,24 @@ pub(crate) struct ParamGroup {
     pub(crate) numel: usize,
     /// This rank's shard of the buffer.
     pub(crate) shard: Range<usize>,
-    /// Number of elements with weight decay, which come first.
-    pub(crate) n_decayed: usize,
+    /// Optimizer of all parameters; `None` if they are frozen.
+    pub(crate) optimizer: Option<Arc<dyn OptimizerKind>>,
     /// True if all parameters are weights that ranks gather as FP8 codes.
     pub(crate) gathers_fp8: bool,
 }
 
+/// Settings of the optimizer that updates a parameter.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct ParamSetting {
+    /// Index of the optimizer group.
+    pub(crate) group_idx: usize,
+    pub(crate) weight_decay: f64,
+}
+
 /// Properties that all groups of a unit share.
-struct PlaceContext {
+struct PlaceContext<'o> {
     mode: StoreMode,
+    optimizer: &'o OptimizerGroups,
     offload: UnitOffload,
     /// Names of the weights that ranks gather as FP8 codes.
     fp8_gathered: BTreeSet<String>,
@@ -69,6 +81,7 @@ pub(crate) struct PlacedParam {
     pub(crate) placement: Placement,
     /// Elements in the buffer, padded to the largest shard of any rank.
     pub(crate) range: Range<usize>,
+    pub(crate) setting: ParamSetting,
 }
 
 impl ParamLayout {
@@ -77,7 +90,7 @@ impl ParamLayout {
         let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
         for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
             let fp8_gathered = if options.fp8_param_gather { fp8_weights(&units[unit_idx]) } else { BTreeSet::new() };
-            let context = PlaceContext { mode: options.mode, offload, fp8_gathered };
+            let context = PlaceContext { mode: options.mode, optimizer: &options.optimizer, offload, fp8_gathered };
             let stage_unit = layout.has(unit_idx).then(|| layout.place(&units[unit_idx], &context)).transpose()?;
             layout.stage_units.push(stage_unit);
         }
@@ -85,7 +98,7 @@ impl ParamLayout {
     }
 
     /// Adds the parameter groups of a unit.
-    fn place(&mut self, unit: &FsdpUnit, context: &PlaceContext) -> Result<StageUnit> {
+    fn place(&mut self, unit: &FsdpUnit, context: &PlaceContext<'_>) -> Result<StageUnit> {
         let first = self.groups.len();
         for kind in ParamGroupKind::ALL {
             let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
@@ -178,29 +191,43 @@ impl ParamLayout {
 
 impl ParamGroup {
     /// Lays out `specs`, which have one kind and storage and are all trainable or all frozen.
-    fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
-        let PlaceContext { mode, offload, ref fp8_gathered } = *context;
+    fn new(specs: &[&ParamSpec], context: &PlaceContext<'_>, sharding: &ShardingGroups) -> Result<Self> {
+        let PlaceContext { mode, offload, ref fp8_gathered, .. } = *context;
         let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
         let storage = specs[0].storage;
         if is_trainable && storage != WeightStorage::Dense {
             bail!("{} is quantized and cannot be trained; freeze it", specs[0].name)
         }
-        let (decayed, others): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
-            specs.iter().partition(|spec| is_trainable && spec.decay);
-        let (mut params, mut end, mut n_decayed) = (Vec::new(), 0, 0);
-        for (i, spec) in decayed.iter().chain(&others).enumerate() {
+        let optimizer = is_trainable.then(|| Arc::clone(&context.optimizer.group_of(specs[0]).kind));
+        let (mut params, mut end) = (Vec::new(), 0);
+        for (spec, setting) in context.in_buffer_order(specs) {
             let placement = Placement::of(spec, sharding.sequence_parallel, ranks.split_rank())?;
             let range = end..end + storage.n_elements(&placement.max_shape(&spec.shape))?;
             end = range.end.next_multiple_of(ALIGNMENT);
-            if i < decayed.len() {
-                n_decayed = end;
-            }
-            params.push(PlacedParam { spec: (*spec).clone(), placement, range });
+            params.push(PlacedParam { spec: spec.clone(), placement, range, setting });
         }
-        let numel = ranks.padded(end);
+        let numel = match &optimizer {
+            Some(optimizer) if optimizer.need() == UpdateNeed::WholeMatrices => spread(&mut params, ranks.shard.size()),
+            Some(_) | None => ranks.padded(end),
+        };
         let shard = ranks.own(numel);
         let gathers_fp8 = fp8_gathered.contains(&specs[0].name);
-        Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed, gathers_fp8 })
+        Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, optimizer, gathers_fp8 })
+    }
+
+    /// Returns the runs of adjacent parameters with equal settings in this rank's shard. Padding after a parameter is part of
+    /// its run.
+    pub(crate) fn runs(&self) -> Vec<(Range<usize>, ParamSetting)> {
+        let mut runs: Vec<(usize, ParamSetting)> = Vec::new();
+        for param in &self.params {
+            if runs.last().is_none_or(|(_, setting)| *setting != param.setting) {
+                runs.push((param.range.start, param.setting));
+            }
+        }
+        let ends = runs.iter().skip(1).map(|(start, _)| *start).chain([self.numel]);
+        let in_shard = |at: usize| at.clamp(self.shard.start, self.shard.end) - self.shard.start;
+        let clamped = runs.iter().zip(ends).map(|((start, setting), end)| (in_shard(*start)..in_shard(end), *setting));
+        clamped.filter(|(range, _)| !range.is_empty()).collect()
     }
 
     /// Returns true if another group has the same parameters at the same positions.
@@ -270,12 +297,30 @@ impl PlacedParam {
     }
 }
 
-impl PlaceContext {
-    /// Groups parameters by storage and by the dtype of their all-gather, in order of first occurrence. For inference, an
-    /// adapter has groups of its own, so that several adapters can share the other groups.
+impl PlaceContext<'_> {
+    /// Returns the settings of a parameter's optimizer.
+    fn setting(&self, spec: &ParamSpec) -> ParamSetting {
+        ParamSetting { group_idx: self.optimizer.index_of(spec), weight_decay: self.optimizer.weight_decay(spec) }
+    }
+
+    /// Orders parameters by optimizer group and whether weight decay applies, and keeps their order otherwise. Frozen ones stay
+    /// in their order.
+    fn in_buffer_order<'s>(&self, specs: &[&'s ParamSpec]) -> Vec<(&'s ParamSpec, ParamSetting)> {
+        let mut all: Vec<_> = specs.iter().map(|spec| (*spec, self.setting(spec))).collect();
+        all.sort_by_key(|(spec, setting)| match self.mode.trains(spec) {
+            true => (setting.group_idx, !spec.decay),
+            false => (0, false),
+        });
+        all
+    }
+
+    /// Groups parameters by storage, by the dtype of their all-gather and by the kind of optimizer, in order of first occurrence.
+    /// For inference, an adapter has groups of its own, so that several adapters can share the other groups.
     fn by_storage<'s>(&self, specs: Vec<&'s ParamSpec>) -> Vec<Vec<&'s ParamSpec>> {
         let is_adapter = |spec: &ParamSpec| self.mode == StoreMode::Infer && AdapterSpec::owns(&spec.name);
-        let key = |spec: &ParamSpec| (spec.storage, self.fp8_gathered.contains(&spec.name), is_adapter(spec));
+        let kind = |spec: &ParamSpec| self.mode.trains(spec).then(|| self.optimizer.group_of(spec).kind.name());
+        let key =
+            |spec: &ParamSpec| (spec.storage, self.fp8_gathered.contains(&spec.name), is_adapter(spec), kind(spec));
         let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
         for spec in specs {
             match groups.iter_mut().find(|group| key(group[0]) == key(spec)) {
@@ -285,6 +330,21 @@ impl PlaceContext {
         }
         groups
     }
+}
+
+/// Moves parameters so that each is in one of `n_shards` equal shards, in the same order. Returns the elements of all shards.
+fn spread(params: &mut [PlacedParam], n_shards: usize) -> usize {
+    let sizes: Vec<usize> = params.iter().map(|param| param.range.len()).collect();
+    let shard_len = whole_matrix_shard_len(&sizes, n_shards);
+    let mut end: usize = 0;
+    for param in params {
+        let n = param.range.len();
+        let is_cut = end / shard_len != (end + n - 1) / shard_len;
+        let start = if is_cut { end.next_multiple_of(shard_len) } else { end };
+        param.range = start..start + n;
+        end = param.range.end.next_multiple_of(ALIGNMENT);
+    }
+    shard_len * n_shards
 }
 
 /// Returns the names of a unit's dense weights that multiply in FP8. Experts are not among them, nor are quantized weights,

@@ -2,8 +2,8 @@
 //!
 //! A unit's parameters form groups (dense or expert, frozen or trainable, gathered in FP8 or not), each with its own process
 //! groups and one flat buffer. Frozen buffers are in the compute dtype or quantized. Trainable groups have master weights, gradients
-//! and AdamW moments, and a copy in the compute dtype if that differs. Ops read zero-copy views. Master weights and
-//! moments may be in CPU memory.
+//! and optimizer states, and a copy in the compute dtype if that differs. Ops read zero-copy views. Master weights and
+//! optimizer states may be in CPU memory.
 
 mod buffer_state;
 mod buffers;
@@ -18,6 +18,7 @@ mod options;
 mod reducer;
 mod sharding;
 mod state;
+mod whole_matrices;
 
 use std::iter::once;
 use std::ops::Range;
@@ -25,7 +26,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{FsdpUnit, Model, ParamSpec, UnitWeights};
-use candlewick_ops::{AdamW, Fp8Guard, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
+use candlewick_ops::{Fp8Guard, Fp8Layers, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use buffer_state::BufferState;
 pub use bytes::StoreBytes;
@@ -34,12 +35,13 @@ pub use offload::CpuOffload;
 pub use options::{MasterRounding, ParamDtypes, StoreMode, StoreOptions};
 pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
+pub use whole_matrices::whole_matrix_shard_len;
 
 pub(crate) use sharding::{GroupRanks, Stages};
 
 use buffers::{GroupWeights, ShardedBuffers};
 use layout::ParamLayout;
-use optimizer::{ShardedAdamW, Update};
+use optimizer::{ShardedOptimizer, Update};
 use reducer::GradReducer;
 
 /// This rank's shards of parameters and training state.
@@ -51,7 +53,7 @@ pub struct ParamStore {
     /// Weights of this stage's units, as views of the buffers.
     layers: Vec<Option<UnitWeights>>,
     reducer: GradReducer,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     options: StoreOptions,
     device: Device,
     /// Linear layers that multiply in FP8, of all stages.
@@ -67,8 +69,7 @@ impl ParamStore {
         device: &Device,
         sharding: ShardingGroups,
     ) -> Result<Self> {
-        let options = StoreOptions { dtypes, mode, cpu_offload: CpuOffload::default(), fp8_param_gather: false };
-        Self::of_units(model.units(), options, device, sharding)
+        Self::of_units(model.units(), StoreOptions::new(dtypes, mode), device, sharding)
     }
 
     /// Allocates zero-filled buffers for `units`, some of them in CPU memory.
@@ -90,18 +91,22 @@ impl ParamStore {
         sharding: ShardingGroups,
         base: Option<&Self>,
     ) -> Result<Self> {
-        let StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather } = options;
+        let StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather, .. } = options;
         if fp8_param_gather && sharding.zero_stage != ZeroStage::Three {
             bail!("fp8_param_gather needs weights that ZeRO stage 3 shards")
         }
         if cpu_offload.weights && mode == StoreMode::Train && cpu_offload.optimizer < 1.0 {
-            bail!("weights in the host's memory while AdamW updates them elsewhere")
+            bail!("weights in the host's memory while the optimizer updates them elsewhere")
+        }
+        if mode == StoreMode::Train {
+            let trainable = units.iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable);
+            options.optimizer.check_kinds(trainable).map_err(candle_core::Error::wrap)?;
         }
         let layout = ParamLayout::new(units, &options, sharding)?;
         let reducer = GradReducer::new(&layout, dtypes.masters, device)?;
         let base = base.map(|base| (&base.layout, &base.buffers));
         let buffers = ShardedBuffers::new(&layout, &reducer, dtypes.compute, device, base)?;
-        let optimizer = ShardedAdamW::new(&layout, &buffers, dtypes, device)?;
+        let optimizer = ShardedOptimizer::new(&layout, &buffers, (&options.optimizer, dtypes), device)?;
         let layers = layers(&layout, &buffers)?;
         Ok(Self { layout, buffers, layers, reducer, optimizer, options, device: device.clone(), fp8: None })
     }
@@ -329,11 +334,11 @@ impl ParamStore {
         self.reducer.zeros(&self.layout)
     }
 
-    /// Runs the AdamW step that `scaler` has decided on. Norms and biases get no weight decay. Collective.
+    /// Runs the optimizer step that `scaler` has decided on, with the learning rate `lr` times each group's factor. Collective.
     ///
     /// It waits for the GPU only if the optimizer is offloaded.
-    pub fn step(&self, hyper: &AdamW, scaler: &GradScaler, rounding: MasterRounding) -> Result<()> {
-        self.optimizer.step(&Update { hyper, scaler, rounding }, &self.reducer)?;
+    pub fn step(&self, lr: f64, scaler: &GradScaler, rounding: MasterRounding) -> Result<()> {
+        self.optimizer.step(&Update { lr, scaler, rounding }, &self.reducer)?;
         self.publish()
     }
 

@@ -1,4 +1,4 @@
-//! CPU offload of master weights, moments and weights.
+//! CPU offload of master weights, optimizer states and weights.
 
 use candle_core::Device;
 use candlewick_model::{FsdpUnit, ParamSpec};
@@ -6,8 +6,8 @@ use candlewick_model::{FsdpUnit, ParamSpec};
 /// CPU offload of parameters and optimizer states, as ZeRO-Offload.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CpuOffload {
-    /// Fraction of the parameters whose master weights and moments are in CPU memory, beginning with the first units.
-    /// AdamW updates them on the CPU.
+    /// Fraction of the parameters whose master weights and optimizer states are in CPU memory, beginning with the first
+    /// units. The CPU updates them.
     pub optimizer: f64,
     /// True if all weights are in CPU memory, too, and are copied to the device for each use. Requires `optimizer` 1.
     pub weights: bool,
@@ -25,7 +25,7 @@ pub(crate) enum MemoryLocation {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnitOffload {
     pub(crate) weights: MemoryLocation,
-    /// Location of master weights and moments.
+    /// Location of master weights and optimizer states.
     pub(crate) optimizer: MemoryLocation,
 }
 

@@ -4,6 +4,7 @@ use candle_core::DType;
 use candlewick_model::ParamSpec;
 
 use super::offload::CpuOffload;
+use crate::optimizer::OptimizerGroups;
 
 /// Mode of a parameter store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,14 +30,14 @@ pub struct ParamDtypes {
     /// Dtype of master weights and gradients: f32, or bf16 if `compute` is bf16. bf16 master weights lose small updates
     /// to rounding, unless it is stochastic ([`MasterRounding`]).
     pub masters: DType,
-    /// Dtype of AdamW's moments: f32 or bf16.
-    pub moments: DType,
+    /// Dtype of optimizer states: f32 or bf16. A slot of the optimizer may insist on f32.
+    pub optimizer_states: DType,
 }
 
 impl ParamDtypes {
     /// Returns dtypes with weights in `compute` and all else in f32.
     pub fn computing_in(compute: DType) -> Self {
-        Self { compute, masters: DType::F32, moments: DType::F32 }
+        Self { compute, masters: DType::F32, optimizer_states: DType::F32 }
     }
 }
 
@@ -54,7 +55,7 @@ pub enum MasterRounding {
 }
 
 /// Settings of a [`ParamStore`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct StoreOptions {
     /// Dtypes of the parameters and their state.
     pub dtypes: ParamDtypes,
@@ -64,4 +65,14 @@ pub struct StoreOptions {
     pub cpu_offload: CpuOffload,
     /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes of a byte. Experts are gathered in their dtype.
     pub fp8_param_gather: bool,
+    /// Optimizer of the trainable parameters.
+    pub optimizer: OptimizerGroups,
+}
+
+impl StoreOptions {
+    /// Returns the options of a store without CPU offload, whose parameters the default optimizer updates.
+    pub fn new(dtypes: ParamDtypes, mode: StoreMode) -> Self {
+        let (cpu_offload, optimizer) = (CpuOffload::default(), OptimizerGroups::default());
+        Self { dtypes, mode, cpu_offload, fp8_param_gather: false, optimizer }
+    }
 }

@@ -16,7 +16,7 @@ pub(crate) const ALIGNMENT: usize = 128;
 /// ZeRO stage: buffers that are sharded over the data parallel ranks. Each stage includes the earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ZeroStage {
-    /// Master weights and AdamW moments.
+    /// Master weights and optimizer states.
     One,
     /// Also gradients: a unit's are unsharded only during its backward.
     Two,

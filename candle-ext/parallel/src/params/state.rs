@@ -7,6 +7,7 @@ use candlewick_model::ParamSpec;
 use candlewick_ops::ShardPosition;
 
 use super::ParamStore;
+use crate::optimizer::StateSlot;
 use crate::placement::Placement;
 
 /// This rank's shard of a trainable parameter and its optimizer state: flat views that a checkpoint reads and writes in
@@ -29,13 +30,26 @@ pub struct ParamState {
     /// Gradient accumulated since [`ParamStore::zero_grads`]. It is reduced over the ranks after
     /// [`ParamStore::wait_grad_reduction`].
     pub grad: Tensor,
-    /// AdamW's first moment (`exp_avg`), in [`ParamDtypes::moments`](super::ParamDtypes::moments).
-    pub exp_avg: Tensor,
-    /// AdamW's second moment (`exp_avg_sq`), in the same dtype.
-    pub exp_avg_sq: Tensor,
+    /// Optimizer state by the name of its slot.
+    pub slots: Vec<(&'static str, Tensor)>,
+}
+
+impl ParamState {
+    /// Returns a tensor of optimizer state by name.
+    pub fn slot(&self, name: &str) -> Option<&Tensor> {
+        self.slots.iter().find(|(slot, _)| *slot == name).map(|(_, state)| state)
+    }
 }
 
 impl ParamStore {
+    /// Returns the slots of optimizer state of a parameter, on whichever rank they are; none if it is frozen.
+    pub fn slots(&self, spec: &ParamSpec) -> &'static [StateSlot] {
+        match self.options.mode.trains(spec) {
+            true => self.options.optimizer.group_of(spec).kind.slots(),
+            false => &[],
+        }
+    }
+
     /// Returns this rank's shards of all trainable parameters with gradients and optimizer states, in model order.
     pub fn states(&self) -> Result<Vec<ParamState>> {
         let here = self.layout.units.iter().enumerate().filter(|(unit_idx, _)| self.layout.has(*unit_idx));
@@ -53,6 +67,7 @@ impl ParamStore {
         let ShardPosition { row_len, columns, first } = param.position(&piece);
         let is_distinct = matches!(param.placement, Placement::Shard(_));
         let ranks = &group.ranks;
+        let slots = optimizer.slots.iter().zip(&optimizer.states).map(|(slot, state)| Ok((slot.name, part(state)?)));
         Ok(Some(ParamState {
             name: spec.name.clone(),
             shape: spec.shape.clone(),
@@ -64,8 +79,7 @@ impl ParamStore {
                 && (is_distinct || ranks.tensor.rank() == 0),
             master: part(&optimizer.master)?,
             grad: part(&self.reducer.reduced(group_idx)?)?,
-            exp_avg: part(&optimizer.exp_avg)?,
-            exp_avg_sq: part(&optimizer.exp_avg_sq)?,
+            slots: slots.collect::<Result<_>>()?,
         }))
     }
 }

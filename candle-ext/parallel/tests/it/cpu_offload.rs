@@ -1,14 +1,15 @@
-//! CPU offload of master weights, moments and weights: training results are bit-identical.
+//! CPU offload of master weights, optimizer states and weights: training results are bit-identical.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
-use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, copy_into};
 use candlewick_parallel::{
-    CpuOffload, MasterRounding, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions,
+    CpuOffload, MasterRounding, OPTIMIZER_KINDS, OptimizerGroups, ParamDtypes, ParamState, ParamStore, ShardingGroups,
+    StoreMode, StoreOptions,
 };
 use serde_json::json;
 
-const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+const LR: f64 = 1e-2;
 
 fn model() -> Model {
     let config = json!({
@@ -23,10 +24,9 @@ fn model() -> Model {
 fn store(dtypes: ParamDtypes, cpu_offload: Option<CpuOffload>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
     let options = StoreOptions {
-        dtypes,
-        mode: StoreMode::Train,
         cpu_offload: cpu_offload.unwrap_or_default(),
-        fp8_param_gather: false,
+        optimizer: OptimizerGroups::of_all(OPTIMIZER_KINDS[0].with_defaults(), 0.1),
+        ..StoreOptions::new(dtypes, StoreMode::Train)
     };
     let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::single_rank()).unwrap();
     store
@@ -64,14 +64,15 @@ fn after_steps(store: &ParamStore) -> Vec<Vec<f32>> {
     for number in 0..4 {
         set_grads(store, number, number == 2);
         let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
-        scaler.update(&store.grad_squares().unwrap(), &losses, [HYPER.beta1, HYPER.beta2]).unwrap();
-        store.step(&HYPER, &scaler, MasterRounding::Nearest).unwrap();
+        scaler.update(&store.grad_squares().unwrap(), &losses).unwrap();
+        store.step(LR, &scaler, MasterRounding::Nearest).unwrap();
     }
     everything(store)
 }
 
 fn everything(store: &ParamStore) -> Vec<Vec<f32>> {
-    let states = store.states().unwrap().into_iter().flat_map(|state| [state.master, state.exp_avg, state.exp_avg_sq]);
+    let of_state = |state: ParamState| [state.master].into_iter().chain(state.slots.into_iter().map(|(_, slot)| slot));
+    let states = store.states().unwrap().into_iter().flat_map(of_state);
     let values = store.values().map(|value| value.unwrap().1);
     let masters = store.masters().map(|master| master.unwrap().1);
     let flat = |x: Tensor| x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap();
@@ -81,8 +82,10 @@ fn everything(store: &ParamStore) -> Vec<Vec<f32>> {
 #[test]
 fn offloading_the_optimizer_changes_no_bit() {
     let (f32, bf16) = (DType::F32, DType::BF16);
-    for (compute, masters, moments) in [(f32, f32, f32), (bf16, f32, f32), (bf16, f32, bf16), (bf16, bf16, bf16)] {
-        let dtypes = ParamDtypes { compute, masters, moments };
+    for (compute, masters, optimizer_states) in
+        [(f32, f32, f32), (bf16, f32, f32), (bf16, f32, bf16), (bf16, bf16, bf16)]
+    {
+        let dtypes = ParamDtypes { compute, masters, optimizer_states };
         let together = after_steps(&store(dtypes, None));
         let untouched = everything(&store(dtypes, None));
         assert!(together != untouched, "no step was taken");

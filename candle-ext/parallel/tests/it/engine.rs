@@ -6,12 +6,12 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, ForwardContext, LoraConfig, Model, SingleDevice};
 use candlewick_ops::{
-    AdamW, CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad, LossScaling, Reduction, StepDecision, Tape,
+    CrossEntropy, CuSeqlens, GradPolicy, GradScaler, LossGrad, LossScaling, Reduction, StepDecision, Tape,
     UpdateOutcome, linear_cross_entropy,
 };
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, MasterRounding, Micro, ParamDtypes, ParamStore,
-    ShardingGroups, StoreMode, StoreOptions,
+    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, MasterRounding, Micro, OPTIMIZER_KINDS,
+    OptimizerGroups, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions,
 };
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -48,7 +48,8 @@ fn engine_with(
 }
 
 pub(crate) fn filled_store(model: &Model, dtypes: ParamDtypes, cpu_offload: CpuOffload) -> ParamStore {
-    let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload, fp8_param_gather: false };
+    let optimizer = OptimizerGroups::of_all(OPTIMIZER_KINDS[0].with_defaults(), 0.1);
+    let options = StoreOptions { cpu_offload, optimizer, ..StoreOptions::new(dtypes, StoreMode::Train) };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::single_rank()).unwrap();
     store
         .fill(|spec| {
@@ -100,7 +101,6 @@ fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64)
 #[test]
 fn offloaded_weights_give_the_same_gradients() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
-    let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
     let all = sequences(&[9, 5]);
     for (adapter, dtype) in [(None, DType::F32), (None, DType::BF16), (Some(lora), DType::F32)] {
         let of = |cpu_offload| {
@@ -110,7 +110,7 @@ fn offloaded_weights_give_the_same_gradients() {
             let losses = [1, 2].map(|key| {
                 engine.store().zero_grads().unwrap();
                 let loss = train(&engine, &micro(&all), &all, key);
-                step(&engine, &hyper, &scaler(GradPolicy::NO_CLIP_NO_SCALE));
+                step(&engine, 1e-2, &scaler(GradPolicy::NO_CLIP_NO_SCALE));
                 loss
             });
             (losses, grads(&engine))
@@ -130,11 +130,11 @@ fn scaler(policy: GradPolicy) -> GradScaler {
 }
 
 /// Takes the step decision and updates the weights.
-fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> StepDecision {
+fn step(engine: &Engine, lr: f64, scaler: &GradScaler) -> StepDecision {
     let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let squares = engine.store().grad_squares().unwrap();
-    scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
-    engine.store().step(hyper, scaler, MasterRounding::Nearest).unwrap();
+    scaler.update(&squares, &losses).unwrap();
+    engine.store().step(lr, scaler, MasterRounding::Nearest).unwrap();
     StepDecision::read(&scaler.state().to_vec1::<f32>().unwrap())
 }
 
@@ -248,9 +248,8 @@ fn the_cuda_kernels_take_the_step_that_the_cpus_take() {
             engine.store().zero_grads().unwrap();
             let loss = train(&engine, &micro(&batch), &batch, 5);
             let gradients = grads(&engine);
-            let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
             let scaler = scaler(GradPolicy { max_norm: Some(0.1), ..GradPolicy::NO_CLIP_NO_SCALE });
-            let norm = step(&engine, &hyper, &scaler).norm;
+            let norm = step(&engine, 1e-2, &scaler).norm;
             (loss, gradients, norm, engine.loss(&micro(&batch)).unwrap())
         };
         let (cpu, cuda) = (run(), candlewick_ops::emulate(run));
@@ -341,12 +340,11 @@ fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
     let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, ActivationCheckpointing::None);
     let batch = sequences(&[10, 10]);
     let mut losses = Vec::new();
-    let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
     let scaler = scaler(GradPolicy::NO_CLIP_NO_SCALE);
     for _ in 0..8 {
         engine.store().zero_grads().unwrap();
         losses.push(train(&engine, &micro(&batch), &batch, 5));
-        step(&engine, &hyper, &scaler);
+        step(&engine, 5e-3, &scaler);
     }
     assert!(losses[7] < 0.8 * losses[0], "{losses:?}");
     for (master, copy) in engine.store().masters().zip(engine.store().values()) {
@@ -367,9 +365,8 @@ fn half_precision_scales_the_loss_and_skips_what_overflows() {
         engine.store().zero_grads().unwrap();
         let scale = scale_of(&batch).times(scaler.loss_scale().unwrap());
         forward_backward(&engine, &micro(&batch), &scale, 5);
-        let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let before: Vec<f32> = engine.store().masters().flat_map(|master| flat(&master.unwrap().1)).collect();
-        let verdict = step(&engine, &hyper, &scaler);
+        let verdict = step(&engine, 5e-3, &scaler);
         let after: Vec<f32> = engine.store().masters().flat_map(|master| flat(&master.unwrap().1)).collect();
         (verdict, before == after)
     };
@@ -386,18 +383,17 @@ fn moments_in_bf16_take_half_the_memory_and_nearly_the_same_steps() {
     let batch = sequences(&[10, 10]);
     let run = |moments| {
         let model = Model::new(config(true), None).unwrap();
-        let dtypes = ParamDtypes { moments, ..ParamDtypes::computing_in(DType::F32) };
+        let dtypes = ParamDtypes { optimizer_states: moments, ..ParamDtypes::computing_in(DType::F32) };
         let engine = engine_in(model, dtypes, ActivationCheckpointing::None);
-        let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::NO_CLIP_NO_SCALE);
         let mut loss = 0.0;
         for _ in 0..8 {
             engine.store().zero_grads().unwrap();
             loss = train(&engine, &micro(&batch), &batch, 5);
-            step(&engine, &hyper, &scaler);
+            step(&engine, 5e-3, &scaler);
         }
         let states = engine.store().states().unwrap();
-        assert!(states.iter().all(|state| [&state.exp_avg, &state.exp_avg_sq].iter().all(|x| x.dtype() == moments)));
+        assert!(states.iter().all(|state| state.slots.iter().all(|(_, x)| x.dtype() == moments)));
         loss
     };
     let (full, half) = (run(DType::F32), run(DType::BF16));
@@ -411,13 +407,12 @@ fn masters_and_gradients_in_bf16_are_what_the_ops_read_and_write() {
     let run = |masters| {
         let dtypes = ParamDtypes { masters, ..ParamDtypes::computing_in(DType::BF16) };
         let engine = engine_in(Model::new(config(true), None).unwrap(), dtypes, ActivationCheckpointing::None);
-        let hyper = AdamW { lr: 2e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::NO_CLIP_NO_SCALE);
         let mut losses = Vec::new();
         for _ in 0..8 {
             engine.store().zero_grads().unwrap();
             losses.push(train(&engine, &micro(&batch), &batch, 5));
-            step(&engine, &hyper, &scaler);
+            step(&engine, 2e-2, &scaler);
         }
         let states = engine.store().states().unwrap();
         assert!(states.iter().all(|state| [&state.master, &state.grad].iter().all(|x| x.dtype() == masters)));

@@ -9,4 +9,5 @@ mod inference;
 mod memory;
 mod modes;
 mod mtp;
+mod optimizer_groups;
 mod transformers_loss;

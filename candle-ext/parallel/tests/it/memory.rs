@@ -99,7 +99,7 @@ fn each_checkpointing_mode_saves_the_expected_memory() {
 fn measure() {
     check_store_bytes(ParamDtypes::computing_in(DType::F32), 16);
     check_store_bytes(ParamDtypes::computing_in(DType::BF16), 18);
-    check_store_bytes(ParamDtypes { compute: DType::BF16, masters: DType::BF16, moments: DType::BF16 }, 8);
+    check_store_bytes(ParamDtypes { compute: DType::BF16, masters: DType::BF16, optimizer_states: DType::BF16 }, 8);
     let of = |checkpointing, tiled_mlp| peak(vec![checkpointing; N_BLOCKS], tiled_mlp);
     // The first run allocates threads and thread-local GEMM scratch.
     of(ActivationCheckpointing::None, TiledMlp::Off);

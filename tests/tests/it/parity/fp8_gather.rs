@@ -12,7 +12,7 @@ use candlewick_parallel::{CpuOffload, LossScale, MasterRounding, PipelineSchedul
 use super::case::{ADAPTER, Batching, DENSE_BASE, DOTS1, MODELS, ModelCase, micros};
 use super::faulty_group::GroupOp;
 use super::fp8::{CURRENT, CURRENT_POWER_OF_TWO, DELAYED};
-use super::rank::{FEW_STEPS, HYPER, RunResult, STEPS, Strategy, compare_within, data_rank, engine, run_with};
+use super::rank::{FEW_STEPS, LR, RunResult, STEPS, Strategy, compare_within, data_rank, engine, run_with};
 use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
 /// Rounding of f64 sums of squares in another order.
@@ -149,8 +149,8 @@ fn steps_and_evaluations(strategy: Strategy, case: ModelCase) -> (Vec<f64>, [[us
             engine.store().zero_grads()?;
             engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
             let none = Tensor::zeros(1, DType::F32, engine.device())?;
-            scaler.update(&engine.store().grad_squares()?, &none, [HYPER.beta1, HYPER.beta2])?;
-            engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
+            scaler.update(&engine.store().grad_squares()?, &none)?;
+            engine.store().step(LR, &scaler, MasterRounding::Nearest)?;
             engine.update_fp8_scales()?;
             let between = world.calls().len();
             for micro in &micros {

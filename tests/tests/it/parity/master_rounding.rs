@@ -12,7 +12,7 @@ use candlewick_parallel::{
 };
 
 use super::case::{Batching, DENSE_BASE, DOTS1, MODELS, ModelCase, QWEN3_MOE, micros};
-use super::rank::{HYPER, ParamShard, Strategy, bf16_engine, data_rank, shards, unsharded};
+use super::rank::{LR, ParamShard, Strategy, bf16_engine, data_rank, shards, unsharded};
 use super::{ONE, dp, hybrid, pipeline, tensor, zero};
 
 type Weights = BTreeMap<String, Vec<f32>>;
@@ -33,8 +33,8 @@ fn train(
             engine.store().zero_grads()?;
             set_gradients(world, &engine, step)?;
             let losses = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
-            scaler.update(&engine.store().grad_squares()?, &losses, [HYPER.beta1, HYPER.beta2])?;
-            engine.store().step(&HYPER, &scaler, rounding(step))?;
+            scaler.update(&engine.store().grad_squares()?, &losses)?;
+            engine.store().step(LR, &scaler, rounding(step))?;
         }
         shards(&engine, |state| &state.master)
     };

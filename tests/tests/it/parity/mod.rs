@@ -15,6 +15,7 @@ mod label_smoothing;
 mod master_rounding;
 mod mtp;
 mod objective;
+mod orthogonal_momentum;
 mod quantized;
 mod rank;
 mod ring;
@@ -24,6 +25,7 @@ mod routers;
 mod routing_replay;
 mod small_meshes;
 mod tiles;
+mod whole_matrices;
 
 use std::collections::BTreeSet;
 

@@ -15,7 +15,7 @@ use candlewick_parallel::{
 };
 
 use super::case::{Batching, MODELS, ModelCase, micros};
-use super::rank::{HYPER, Strategy, compare_tensors, data_rank, engine, shards, unsharded};
+use super::rank::{LR, Strategy, compare_tensors, data_rank, engine, shards, unsharded};
 use super::{ONE, dp, pipeline, ring, tensor, ulysses, zero};
 
 const BATCHING: Batching = Batching::Accumulated(2);
@@ -77,7 +77,7 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         let (routing, dropout_keys) = (StepRouting::Select, &[5, 6]);
         let batch = TrainBatch { micros: &micros, most_tokens: None, dropout_keys, n_targets, auxiliary, routing };
         let optimizer = OptimizerStep {
-            adamw: HYPER,
+            lr: LR,
             scaler: &scaler,
             rounding: MasterRounding::Nearest,
             grad_zeros: ZeroGradCount::On,

@@ -9,11 +9,11 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{CollectiveCall, Options, Reduce, World, sum, threads};
 use candlewick_model::{Model, RouterLoss, RouterSettings, TiledMlp};
-use candlewick_ops::{AdamW, GradPolicy, GradScaler};
+use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{
     ActivationCheckpointing, AuxiliaryLoss, BufferState, CpuOffload, Engine, EngineSpec, LossScale, MasterRounding,
-    ParallelGroups, ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind, SequenceParallel, StepLoss,
-    TokenDispatcher, ZeroStage, mtp_loss_name,
+    OPTIMIZER_KINDS, OptimizerGroups, ParallelGroups, ParamDtypes, ParamState, PipelineLayout, PipelineScheduleKind,
+    SequenceParallel, StepLoss, TokenDispatcher, ZeroStage, mtp_loss_name,
 };
 
 use super::case::{Batching, ModelCase, micros};
@@ -26,8 +26,14 @@ pub(crate) const STEPS: usize = 5;
 pub(crate) const TOLERANCE: f64 = 1e-5;
 /// Change of the expert biases per step: large enough to change the selections.
 const BIAS_UPDATE_RATE: f64 = 0.02;
-/// A large eps. With a small one, the sign of a nearly zero gradient, such as that of a key bias, decides a whole step.
-pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
+pub(crate) const LR: f64 = 1e-2;
+
+/// Returns AdamW with a large eps. With a small one, the sign of a nearly zero gradient, such as that of a key bias, decides a
+/// whole step.
+pub(crate) fn optimizer() -> OptimizerGroups {
+    let adamw = OPTIMIZER_KINDS[0].with(&[("betas", &[0.9, 0.99]), ("eps", &[1e-4])]).unwrap();
+    OptimizerGroups::of_all(adamw, 0.1)
+}
 
 /// A parallel strategy.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +52,7 @@ pub(crate) struct Strategy {
     pub(crate) token_dispatcher: TokenDispatcher,
     /// True if weights that multiply in FP8 are gathered as codes.
     pub(crate) fp8_param_gather: bool,
+    pub(crate) optimizer: fn() -> OptimizerGroups,
 }
 
 impl Strategy {
@@ -61,6 +68,7 @@ impl Strategy {
         cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
         token_dispatcher: TokenDispatcher::AllToAll,
         fp8_param_gather: false,
+        optimizer,
     };
 
     /// Returns the number of ranks with equal micro-batches, each of which counts their targets.
@@ -121,6 +129,16 @@ pub(crate) struct ParamShard {
 }
 
 impl ParamShard {
+    /// Returns the name of the parameter.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns other values of the same elements.
+    pub(crate) fn with_values(&self, name: String, values: Vec<f32>) -> Self {
+        Self { name, values, ..self.clone() }
+    }
+
     /// Returns the positions of the shard's elements in the whole parameter.
     pub(crate) fn positions(&self) -> impl Iterator<Item = usize> {
         let (width, n) = (self.row_len, self.columns.len());
@@ -248,6 +266,7 @@ pub(crate) fn engine_with_routers(
         sequence_parallel: strategy.sequence_parallel,
         schedule: strategy.schedule,
         cpu_offload: strategy.cpu_offload,
+        optimizer: (strategy.optimizer)(),
         checkpointing: checkpointing.collect(),
         token_dispatcher: strategy.token_dispatcher,
         router,
@@ -309,8 +328,8 @@ fn run_rank(
         }
         let squares = engine.store().grad_squares()?;
         norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
-        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-        engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
+        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
+        engine.store().step(LR, &scaler, MasterRounding::Nearest)?;
         engine.update_fp8_scales()?;
         let totals = sums.routers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
         engine.update_expert_biases(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
@@ -350,12 +369,13 @@ pub(crate) fn bf16_engine(
     let groups = ParallelGroups::new(&mesh, &*world.group())?;
     let has_experts = model.layers().any(|layer| layer.n_experts().is_some());
     let groups = if has_experts { groups.with_experts(&mesh, &*world.group())? } else { groups };
-    let dtypes = ParamDtypes { compute: DType::BF16, masters: states, moments: states };
+    let dtypes = ParamDtypes { compute: DType::BF16, masters: states, optimizer_states: states };
     let spec = EngineSpec {
         zero_stage: strategy.zero_stage,
         sequence_parallel: strategy.sequence_parallel,
         schedule: strategy.schedule,
         cpu_offload: strategy.cpu_offload,
+        optimizer: (strategy.optimizer)(),
         checkpointing: vec![checkpointing; model.n_blocks()],
         ..EngineSpec::training(dtypes, strategy.layout(model.n_blocks()))
     };

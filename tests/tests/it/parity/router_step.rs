@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::{RouterLoss, RouterSettings, RouterTotal};
-use candlewick_ops::{AdamW, GradPolicy, GradScaler};
+use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, Engine, MasterRounding, Micro, MicroLoss, Objective, OptimizerStep, StepResult, StepRouting,
     TokenLosses, TrainBatch, ZeroGradCount, mtp_loss_name,
@@ -15,7 +15,7 @@ use candlewick_parallel::{
 
 use super::case::{Batching, ModelCase, micros};
 use super::faulty_group::GroupOp;
-use super::rank::{HYPER, Strategy, buffers, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
+use super::rank::{LR, Strategy, buffers, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
 
 /// The objective 0, which leaves the gradients of the routers' losses.
 pub(super) struct Nothing;
@@ -83,7 +83,7 @@ impl RouterRun<'_> {
     pub(super) fn step(&self) -> RouterStep {
         let rank = |world: &World| -> Result<_> {
             let engine = self.engine(world)?;
-            let result = self.train_step(world, &engine, HYPER)?;
+            let result = self.train_step(world, &engine, LR)?;
             let layers = self.layers(&result);
             Ok((layers, result.routers, shards(&engine, |state| &state.grad)?, buffers(&engine)?))
         };
@@ -101,7 +101,7 @@ impl RouterRun<'_> {
     pub(super) fn steps_without_updates(&self, n_steps: usize) -> Vec<Vec<f64>> {
         let rank = |world: &World| -> Result<_> {
             let engine = self.engine(world)?;
-            let step = |_| Ok(self.layers(&self.train_step(world, &engine, AdamW { lr: 0.0, ..HYPER })?));
+            let step = |_| Ok(self.layers(&self.train_step(world, &engine, 0.0)?));
             (0..n_steps).map(step).collect::<Result<Vec<_>>>()
         };
         self.on_ranks(rank).remove(0)
@@ -120,7 +120,7 @@ impl RouterRun<'_> {
         self.router.losses.iter().flat_map(|loss| result.auxiliary_layers[loss.name()].clone()).collect()
     }
 
-    fn train_step(&self, world: &World, engine: &Engine, adamw: AdamW) -> Result<StepResult> {
+    fn train_step(&self, world: &World, engine: &Engine, lr: f64) -> Result<StepResult> {
         let (rank, n_ranks) = data_rank(world, self.strategy);
         let (micros, n_targets) = micros(self.batching, 0, rank, n_ranks);
         let n_padding = |micro: &Micro| micro.padding.iter().map(Range::len).sum::<usize>();
@@ -147,7 +147,7 @@ impl RouterRun<'_> {
             routing: StepRouting::Select,
         };
         let optimizer = OptimizerStep {
-            adamw,
+            lr,
             scaler: &scaler,
             rounding: MasterRounding::Nearest,
             grad_zeros: ZeroGradCount::Off,

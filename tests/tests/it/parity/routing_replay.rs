@@ -15,7 +15,7 @@ use candlewick_parallel::{
 
 use super::ONE;
 use super::case::{Batching, DOTS1, MOE_MTP, ModelCase, QWEN3_MOE, micros};
-use super::rank::{HYPER, Strategy, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
+use super::rank::{LR, Strategy, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
 
 /// Jitter that changes selections, as another program or dtype does.
 const JITTER: f64 = 0.5;
@@ -71,7 +71,7 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, jitter: f64, or
             routing,
         };
         let optimizer = OptimizerStep {
-            adamw: HYPER,
+            lr: LR,
             scaler: &scaler,
             rounding: MasterRounding::Nearest,
             grad_zeros: ZeroGradCount::Off,

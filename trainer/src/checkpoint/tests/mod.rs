@@ -27,7 +27,7 @@ impl Toy {
     /// Returns values that differ from step to step; some are NaNs with a payload.
     fn at(step: usize) -> Self {
         let shapes: [(&str, &[usize]); 4] =
-            [("master/a", &[3, 5]), ("master/b", &[7]), ("exp_avg/a", &[]), ("exp_avg/e", &[0, 4])];
+            [("master/a", &[3, 5]), ("master/b", &[7]), ("optimizer.exp_avg/a", &[]), ("optimizer.exp_avg/e", &[0, 4])];
         let values = |n: usize| (0..n).map(|i| 0x7fc0_0000 + (100 * step + i) as u32).collect();
         Self(
             shapes
@@ -258,7 +258,7 @@ fn a_failed_engine_read_removes_the_unfinished_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     let error = save(&plan, &run(1), &Broken, &ProcessGroup::solo()).unwrap_err();
-    assert_eq!(error.to_string(), "read the tensor exp_avg/a");
+    assert_eq!(error.to_string(), "read the tensor master/a");
     assert!(names(&plan.output_dir).is_empty());
     save_step(&LocalDisk, &plan, 1).unwrap();
     assert!(resume(&plan, &fingerprint(), &mut Broken, &ProcessGroup::solo()).is_err());

@@ -11,6 +11,7 @@ use super::chat_templates::{ForeignTemplate, convert_template, equal_template};
 use super::converter::{Converter, KeyRule, KeyRules};
 use super::hugging_face::{self, BatchKeys, KERNELS, SYSTEM_MESSAGE, TOKEN_RATE};
 use super::item::ForeignItem;
+use super::optimizer_groups::optimizer_groups;
 use super::report::FindingKind;
 use super::saving::{self, SaveInterval, SavingDefaults};
 
@@ -121,9 +122,9 @@ const RULES: KeyRules = &[
     ("lr_scheduler", KeyRule::By(scheduler)),
     ("cosine_min_lr_ratio", KeyRule::By(min_lr_ratio)),
     ("cosine_constant_lr_ratio", KeyRule::Nothing("use scheduler.name: warmup_stable_decay")),
-    ("embedding_lr", KeyRule::Nothing("all weights have one learning rate")),
-    ("embedding_lr_scale", KeyRule::Nothing("all weights have one learning rate")),
-    ("lr_groups", KeyRule::Nothing("all weights have one learning rate")),
+    ("embedding_lr", KeyRule::By(optimizer_groups)),
+    ("embedding_lr_scale", KeyRule::By(optimizer_groups)),
+    ("lr_groups", KeyRule::By(optimizer_groups)),
     // Ranks.
     ("tensor_parallel_size", KeyRule::By(ranks::degree)),
     ("context_parallel_size", KeyRule::By(ranks::degree)),

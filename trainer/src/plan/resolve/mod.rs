@@ -19,6 +19,7 @@ mod mixture;
 mod model;
 mod moe;
 mod optimizer;
+mod optimizer_groups;
 mod output;
 mod pipeline;
 mod precision;
@@ -70,6 +71,7 @@ impl Plan {
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let label_smoothing_factor = optimizer::label_smoothing_factor(&mut resolver);
         let optimizer = optimizer::resolve(&mut resolver, &model);
+        optimizer_groups::check_groups(&mut resolver, &model, &optimizer);
         optimizer::note_default_rate(&mut resolver, &model);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);

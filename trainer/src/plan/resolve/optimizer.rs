@@ -3,9 +3,10 @@
 use candlewick_ops::LossScaling;
 
 use super::deepspeed;
+use super::optimizer_groups::{check_rounding, declaration, resolve_group, resolve_kind};
 use super::resolver::Resolver;
 use crate::data::{DataPlan, Horizon};
-use crate::plan::{ModelPlan, OptimizerPlan, WeightInit};
+use crate::plan::{ModelPlan, OptimizerKindPlan, OptimizerPlan, WeightInit};
 use crate::recipe::{
     FloatDtype, HumanFloat, OptimizerType, Origin, SchedulerKwargs, SchedulerName, SchedulerSection, SchedulerType,
 };
@@ -65,17 +66,9 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> OptimizerPl
     }
     let decay = optimizer.weight_decay;
     let weight_decay = resolver.number("optimizer.weight_decay", decay, defaults.weight_decay, 0.0, f64::MAX);
-    let (beta1, beta2) = optimizer.betas.map_or((0.9, 0.999), |(beta1, beta2)| (beta1.0, beta2.0));
-    resolver.pick("optimizer.betas", optimizer.betas, (HumanFloat(beta1), HumanFloat(beta2)));
-    if ![beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
-        let message =
-            format!("optimizer.betas: expected two numbers of at least 0 and below 1, found [{beta1}, {beta2}]");
-        resolver.report(&["optimizer.betas"], message);
-    }
-    let eps = resolver.pick("optimizer.eps", optimizer.eps.map(|eps| eps.0), 1e-8);
-    if eps <= 0.0 {
-        resolver.report(&["optimizer.eps"], format!("optimizer.eps: expected above 0, found {eps}"));
-    }
+    let kind = resolve_kind(resolver, "optimizer", declaration(kind), (optimizer, &[]));
+    let groups = optimizer.groups.iter().enumerate();
+    let groups = groups.map(|(i, group)| resolve_group(resolver, (i, group), (learning_rate, &kind))).collect();
     let gradient_clipping = gradient_clipping(resolver);
     let (masters, moments) = deepspeed::bf16_states(resolver, dtype);
     let loss_scaling = match dtype {
@@ -83,18 +76,19 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> OptimizerPl
         FloatDtype::Bf16 | FloatDtype::F32 => LossScaling::NONE,
     };
     let bf16_stochastic_round = bf16_stochastic_round(resolver, masters);
-    OptimizerPlan {
+    let optimizer = OptimizerPlan {
         learning_rate,
         weight_decay,
-        beta1,
-        beta2,
-        eps,
+        kind: OptimizerKindPlan(kind.build()),
+        groups,
         gradient_clipping,
         masters,
         moments,
         bf16_stochastic_round,
         loss_scaling,
-    }
+    };
+    check_rounding(resolver, &optimizer);
+    optimizer
 }
 
 fn bf16_stochastic_round(resolver: &mut Resolver, masters: FloatDtype) -> bool {

@@ -42,6 +42,7 @@ impl Session<'_> {
             epoch: step.epoch,
             iter: outcome.number,
             lr: outcome.lr,
+            lr_groups: self.run.plan.optimizer.group_rates(outcome.lr),
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
             expert_load: outcome.expert_load.clone(),

@@ -8,7 +8,7 @@ use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{Engine, EngineSpec, ParallelGroups, ParamDtypes, PipelineLayout, ZeroStage};
 use serde_json::json;
 
-use super::{STAGES, degrees, mixture::HYPER};
+use super::{STAGES, degrees};
 
 const RATE: f64 = 0.25;
 /// Layers 1 to 3 have experts.
@@ -62,7 +62,7 @@ fn exported(engine: &Engine) -> Result<Vec<Vec<f32>>> {
 fn update(engine: &Engine, loss: f32) -> Result<()> {
     let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
     let squares = Tensor::zeros(1, DType::F64, &Device::Cpu)?;
-    scaler.update(&squares, &Tensor::new(&[loss], &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
+    scaler.update(&squares, &Tensor::new(&[loss], &Device::Cpu)?)?;
     let counts = Tensor::new(&[9f32, 1.0, 5.0, 5.0], &Device::Cpu)?;
     engine.update_expert_biases(&vec![counts; N_MOE_LAYERS], &scaler)
 }

@@ -17,14 +17,10 @@ fn partition(state: &ParamState) -> impl Iterator<Item = usize> + use<> {
     state.range.clone().map(move |at| at / columns.len() * width + columns.start + at % columns.len())
 }
 
-fn tensors(state: &ParamState) -> [(String, Tensor); 4] {
+fn tensors(state: &ParamState) -> Vec<(String, Tensor)> {
     let named = |part: &str, x: &Tensor| (format!("{part}/{}", state.name), x.clone());
-    [
-        named("master", &state.master),
-        named("exp_avg", &state.exp_avg),
-        named("exp_avg_sq", &state.exp_avg_sq),
-        named("grad", &state.grad),
-    ]
+    let slots = state.slots.iter().map(|(slot, x)| named(slot, x));
+    [named("master", &state.master), named("grad", &state.grad)].into_iter().chain(slots).collect()
 }
 
 /// A rank's shard of a tensor.

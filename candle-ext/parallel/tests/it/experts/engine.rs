@@ -8,12 +8,12 @@ use candlewick_comm::{Options, threads};
 use candlewick_model::{Config, Dim, Model, ParamGroupKind};
 use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, LossScale, MasterRounding, Micro, ParallelGroups, ParamDtypes,
-    ParamStore, PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
+    ActivationCheckpointing, Engine, LossScale, MasterRounding, Micro, ParallelGroups, ParamDtypes, ParamStore,
+    PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
-use super::mixture::{D, HYPER, N_TOKENS, RoutedToken, V, initial, tokens};
+use super::mixture::{D, LR, N_TOKENS, RoutedToken, V, initial, optimizer, tokens};
 use super::{MAX_NORM, STAGES, TOLERANCE, degrees};
 
 /// Returns the micro-batch of one data parallel rank, and the target count of all ranks.
@@ -48,12 +48,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let sharding =
             groups.sharding_groups(zero_stage, PipelineLayout::single_stage(model.n_blocks()), SequenceParallel::Off);
         let dtypes = ParamDtypes::computing_in(DType::F32);
-        let options = StoreOptions {
-            dtypes,
-            mode: StoreMode::Train,
-            cpu_offload: CpuOffload::default(),
-            fp8_param_gather: false,
-        };
+        let options = StoreOptions { optimizer: optimizer(), ..StoreOptions::new(dtypes, StoreMode::Train) };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         let checkpointing = vec![ActivationCheckpointing::None, ActivationCheckpointing::Full];
@@ -67,8 +62,8 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
             engine.forward_backward(&micros, &LossScale::mean_over(2.0 * N_TOKENS as f64), |_| 0)?;
             let squares = engine.store().grad_squares()?;
             norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
-            scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-            engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
+            scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
+            engine.store().step(LR, &scaler, MasterRounding::Nearest)?;
         }
         let masters = engine.store().masters().map(|master| master?.1.flatten_all()?.to_vec1());
         Ok((norms, masters.collect::<Result<Vec<_>>>()?))

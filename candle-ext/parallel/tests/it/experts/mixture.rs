@@ -12,12 +12,12 @@ use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Collective, World, sum};
 use candlewick_model::{Dim, FsdpUnit, FsdpUnitKind, Init, ParamGroupKind, ParamScope, ParamSpec, UnitWeights};
 use candlewick_ops::{
-    AdamW, CrossEntropy, GradScaler, LossGrad, OutputDtype, Reduction, Tape, WeightStorage, add, embedding, linear,
+    CrossEntropy, GradScaler, LossGrad, OutputDtype, Reduction, Tape, WeightStorage, add, embedding, linear,
     linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    CpuOffload, MasterRounding, Micro, MicroBatch, ParallelGroups, ParamDtypes, ParamStore, PipelineLayout,
-    SequenceParallel, StoreMode, StoreOptions, ZeroStage,
+    CpuOffload, MasterRounding, Micro, MicroBatch, OPTIMIZER_KINDS, OptimizerGroups, ParallelGroups, ParamDtypes,
+    ParamStore, PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
 };
 
 pub(crate) const V: usize = 40;
@@ -26,7 +26,12 @@ pub(crate) const E: usize = 4;
 pub(crate) const F: usize = 20;
 pub(crate) const N_TOKENS: usize = 60;
 pub(crate) const N_MICROS: usize = 2;
-pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
+pub(crate) const LR: f64 = 1e-2;
+
+pub(crate) fn optimizer() -> OptimizerGroups {
+    let adamw = OPTIMIZER_KINDS[0].with(&[("betas", &[0.9, 0.99]), ("eps", &[1e-4])]).unwrap();
+    OptimizerGroups::of_all(adamw, 0.1)
+}
 
 /// A parallel strategy.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +107,8 @@ impl ExpertRank {
         let groups = ParallelGroups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
         let sharding = groups.sharding_groups(zero_stage, PipelineLayout::single_stage(1), SequenceParallel::Off);
         let dtypes = ParamDtypes::computing_in(DType::F32);
-        let options = StoreOptions { dtypes, mode: StoreMode::Train, cpu_offload, fp8_param_gather: false };
+        let options =
+            StoreOptions { cpu_offload, optimizer: optimizer(), ..StoreOptions::new(dtypes, StoreMode::Train) };
         let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         Ok(Self { mesh, rank: world.rank(), all: world.group(), store })
@@ -180,8 +186,8 @@ impl ExpertRank {
         self.store.wait_grad_reduction()?;
         let squares = self.store.grad_squares()?;
         let norm = squares.sum_all()?.to_scalar::<f64>()?.sqrt();
-        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-        self.store.step(&HYPER, scaler, MasterRounding::Nearest)?;
+        scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
+        self.store.step(LR, scaler, MasterRounding::Nearest)?;
         Ok([sum(&*self.all, loss)? / N_TOKENS as f64, norm])
     }
 }

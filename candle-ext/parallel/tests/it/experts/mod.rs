@@ -156,12 +156,7 @@ fn each_group_has_writers_of_its_own() {
 fn experts_without_expert_groups_are_refused_by_name() {
     let groups = ParallelGroups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
     let sharding = groups.sharding_groups(None, PipelineLayout::single_stage(1), SequenceParallel::Off);
-    let options = StoreOptions {
-        dtypes: ParamDtypes::computing_in(DType::F32),
-        mode: StoreMode::Train,
-        cpu_offload: CpuOffload::default(),
-        fp8_param_gather: false,
-    };
+    let options = StoreOptions::new(ParamDtypes::computing_in(DType::F32), StoreMode::Train);
     let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharding).err().unwrap().to_string();
     assert!(refused.contains("up belongs to an expert"), "{refused}");
 }
