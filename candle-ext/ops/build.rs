@@ -1,13 +1,13 @@
 //! Compiles the CUDA kernels. The feature `cuda` builds one fatbin per `src/*/kernel.cu`, `emulate` one shared library
-//! for the CPU, `cudnn` the C++ that calls cuDNN, `cutlass` the grouped GEMMs of CUTLASS. Without these features nothing
-//! is built.
+//! for the CPU, `cudnn` the C++ that calls cuDNN. Without these features nothing is built. scripts/build-cutlass compiles the
+//! grouped GEMMs of CUTLASS, which a program loads.
 //!
 //! With kernels it also writes a table of their declarations: threads per block and parameter classes. The C++
 //! compiler's preprocessor (CXX) expands the macros for it.
 //!
 //! The C++ for cuDNN needs the headers of cuDNN and cudnn-frontend, in the folders of CANDLEWICK_CUDA_HEADERS, which
-//! `scripts/cuda-toolkit --headers` sets. CUTLASS's headers are in the folder CANDLEWICK_CUTLASS_HEADERS. If a variable is
-//! empty, that code is left out: the types can be checked, but no program can be linked.
+//! `scripts/cuda-toolkit --headers` sets. If the variable is empty, that code is left out: the types can be checked, but no
+//! program can be linked.
 
 use std::env;
 use std::fs;
@@ -25,12 +25,10 @@ fn main() {
     println!("cargo::rerun-if-changed=src");
     println!("cargo::rerun-if-changed=emulator");
     println!("cargo::rerun-if-changed=nvcc.options");
-    println!("cargo::rerun-if-changed=cutlass.options");
     println!("cargo::rerun-if-env-changed=CXX");
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     println!("cargo::rerun-if-env-changed=CANDLEWICK_CUDA_HEADERS");
-    println!("cargo::rerun-if-env-changed=CANDLEWICK_CUTLASS_HEADERS");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let [cuda, emulated] = ["CARGO_FEATURE_CUDA", "CARGO_FEATURE_EMULATE"].map(|name| env::var_os(name).is_some());
     if cuda {
@@ -48,15 +46,8 @@ fn main() {
         // Kernels that test the emulator.
         declare("faulty", Path::new("emulator/faulty.cu"), emulator.as_deref(), &out);
     }
-    let cudnn_headers = headers("cudnn", "CANDLEWICK_CUDA_HEADERS");
-    let cutlass_headers = headers("cutlass", "CANDLEWICK_CUTLASS_HEADERS");
-    if let Some(folders) = &cudnn_headers {
-        cudnn(folders, &out);
-    }
-    if let Some(folder) = &cutlass_headers {
-        cutlass(folder, &out);
-    }
-    if cudnn_headers.is_some() || cutlass_headers.is_some() {
+    if let Some(folders) = cudnn_headers() {
+        cudnn(&folders, &out);
         link_cxx_library();
     }
 }
@@ -72,12 +63,12 @@ fn declare(op: &str, kernel: &Path, emulator: Option<&Path>, out: &Path) {
     }
 }
 
-/// Returns the folders of a feature's headers, unless the feature is off or the variable is empty.
-fn headers(feature: &str, variable: &str) -> Option<String> {
-    env::var_os(format!("CARGO_FEATURE_{}", feature.to_uppercase()))?;
-    let missing =
-        |_| panic!("{variable}: scripts/cuda-toolkit --headers sets it, or build without the {feature} feature");
-    Some(env::var(variable).unwrap_or_else(missing)).filter(|folders| !folders.is_empty())
+/// Returns the folders of cuDNN's headers, unless the feature is off or the variable is empty.
+fn cudnn_headers() -> Option<String> {
+    const VARIABLE: &str = "CANDLEWICK_CUDA_HEADERS";
+    env::var_os("CARGO_FEATURE_CUDNN")?;
+    let missing = |_| panic!("{VARIABLE}: scripts/cuda-toolkit --headers sets it, or build without the cudnn feature");
+    Some(env::var(VARIABLE).unwrap_or_else(missing)).filter(|folders| !folders.is_empty())
 }
 
 /// Lists the folders of `src` that have a `kernel.cu`.
@@ -229,35 +220,15 @@ fn cudnn(folders: &str, out: &Path) {
     }
     command.arg("-o").arg(&object).arg(source);
     run_if_new(command, &object, &read(source), CXX);
-    link(&[object], "candlewick_cudnn", out);
+    link(&object, "candlewick_cudnn", out);
 }
 
-/// Compiles the grouped GEMMs of CUTLASS for Hopper, one process per source, and links them statically. candle-kernels
-/// links the CUDA runtime library that they call.
-fn cutlass(headers: &str, out: &Path) {
-    let folder = Path::new("src/cuda/gemm/cutlass");
-    let shared = read(&folder.join("gemm.cuh")) + &read(Path::new("cutlass.options"));
-    let compile = |name: &str| {
-        let (source, object) = (folder.join(name).with_extension("cu"), out.join(format!("cutlass_{name}.o")));
-        let mut command = Command::new(nvcc());
-        command.args(["-c", "--options-file", "cutlass.options", "-isystem", headers, "-o"]).arg(&object).arg(&source);
-        run_if_new(command, &object, &format!("{}\n{shared}{}", release(&nvcc()), read(&source)), ADVICE);
-        object
-    };
-    let objects = std::thread::scope(|scope| {
-        ["multiply", "grad_w"]
-            .map(|name| scope.spawn(|| compile(name)))
-            .map(|compiler| compiler.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-    });
-    link(&objects, "candlewick_cutlass", out);
-}
-
-/// Packs objects into a static library, and links it.
-fn link(objects: &[PathBuf], name: &str, out: &Path) {
+/// Packs an object into a static library, and links it.
+fn link(object: &Path, name: &str, out: &Path) {
     let archive = out.join(format!("lib{name}.a"));
     let _ = fs::remove_file(&archive);
     let mut pack = Command::new("ar");
-    pack.arg("crs").arg(&archive).args(objects);
+    pack.arg("crs").arg(&archive).arg(object);
     run(pack, "it needs binutils");
     println!("cargo::rustc-link-search=native={}", out.display());
     println!("cargo::rustc-link-lib=static={name}");

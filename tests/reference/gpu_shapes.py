@@ -73,6 +73,7 @@ CASES = {
     "0.5B-LoRA": Case(QWEN_0_5B, LORA, times_host=True), "135M-LoRA": Case(SMOLLM2_135M, LORA, times_host=True),
     "MoE-dense-twin": Case(DENSE_TWIN),
     "MoE": Case(QWEN_MOE, {"model": {"experts_implementation": "auto"}}),
+    "MoE-cutlass": Case(QWEN_MOE, {"model": {"experts_implementation": "cutlass"}}),
     "MoE-fused": Case(QWEN_MOE, {"model": {"experts_implementation": "fused"}}),
     "MoE-delayed": Case(QWEN_MOE, FP8["delayed"]),
     # Fits in the memory of an H100.

@@ -13,9 +13,6 @@ from gpu_runs import line as run_line
 from gpu_where import line as where_line
 
 
-GROUPED = ("grouped", "grouped-128x128", "grouped-128x256")
-
-
 def read(path):
     """Reads a file; None if it is missing or incomplete."""
     try:
@@ -31,8 +28,8 @@ def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
         "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-advise", "host", "fp8-steps", "moe-steps",
-        "long", "long-2", "ceilings", "small", "h100",
-        *GROUPED)}
+        "long", "long-2", "ceilings", "small", "h100")}
+    grouped = {path.stem: read(path) for path in sorted(out.glob("grouped*.json"))}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     for part in of["parts"] or []:
@@ -41,10 +38,13 @@ def main():
         print(run_line(name, found))
     if of["ops-bench"]:
         print_ops(of["ops-bench"])
-    for title in ("fp8", *GROUPED):
-        if of[title]:
+    for title, found in [("fp8", of["fp8"]), *grouped.items()]:
+        if found:
             print(f"\n{title}:")
-            print_ops(of[title])
+            print_ops(found)
+    winners = out / "winners.txt"
+    if winners.is_file():
+        print("\ntiles of CUTLASS that are faster than our kernels:", winners.read_text(), sep="\n", end="")
     for kernels, filter in ((kernels, filter) for filter in ("quantize", "mlp") for kernels in ("shared_memory", "registers", "fused")):
         for number in (1, 2):
             rows = read(out / f"fp8-{kernels}-{filter}-{number}.json")

@@ -102,7 +102,7 @@ pub use gemm::{
 };
 pub use gemm_plans::forget_gemms;
 pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
-pub use grouped_tile::{GroupedTile, force_grouped_tile};
+pub use grouped_tile::{GroupedTile, TileUse, force_grouped_tile, grouped_tiles, load_cutlass_from};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
 pub use linear::{LinearCost, OutputDtype, linear, linear_plus, linear_scaled};
 pub use linear_cross_entropy::{

@@ -3,7 +3,7 @@
 //! `launch` sets the number of threads of its ranks. This module sets it for ranks of torchrun, MPI or Slurm.
 
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use candlewick_comm::CommBackend;
@@ -86,8 +86,9 @@ pub fn select_cpu_gemm_kernel() -> Result<()> {
     selected.map_err(anyhow::Error::from).context(format!("failed to apply {VARIABLE}")).context(ExitCode::Usage)
 }
 
-/// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS, and selects those that quantize to FP8 by
-/// CANDLEWICK_FP8_QUANTIZE_KERNELS: `fused`, `registers` or `shared_memory`.
+/// Replaces this program's CUDA kernels by those in the folder CANDLEWICK_KERNELS, loads CUTLASS's tiles from the folder
+/// CANDLEWICK_CUTLASS, and selects the kernels that quantize to FP8 by CANDLEWICK_FP8_QUANTIZE_KERNELS: `fused`, `registers` or
+/// `shared_memory`.
 ///
 /// Call it before any computation.
 pub fn override_kernels() -> Result<()> {
@@ -97,10 +98,15 @@ pub fn override_kernels() -> Result<()> {
         let selected = selected.context(format!("failed to apply {FP8_KERNELS}")).context(ExitCode::Usage);
         candlewick_ops::Fp8Kernels::select(selected?);
     }
-    const KERNELS: &str = "CANDLEWICK_KERNELS";
-    let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) else { return Ok(()) };
-    let replaced = candlewick_ops::replace_kernels(folder.as_ref());
-    replaced.map_err(anyhow::Error::from).context(format!("failed to apply {KERNELS}")).context(ExitCode::Usage)
+    with_folder("CANDLEWICK_KERNELS", candlewick_ops::replace_kernels)?;
+    with_folder("CANDLEWICK_CUTLASS", candlewick_ops::load_cutlass_from)
+}
+
+/// Calls a function with the folder of a variable, unless that is unset or empty.
+fn with_folder<E: Into<anyhow::Error>>(variable: &str, apply: impl FnOnce(&Path) -> Result<(), E>) -> Result<()> {
+    let Some(folder) = std::env::var_os(variable).filter(|folder| !folder.is_empty()) else { return Ok(()) };
+    let applied = apply(folder.as_ref()).map_err(E::into);
+    applied.context(format!("failed to apply {variable}")).context(ExitCode::Usage)
 }
 
 /// Enables autotuning of cuBLASLt algorithms if CANDLEWICK_GEMM_TUNE is 1. The cache folder keeps the fastest.

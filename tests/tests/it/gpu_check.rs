@@ -305,6 +305,65 @@ fn files_that_cannot_travel_together_are_refused() {
     assert!(code == Some(1) && said.contains("wheels 64 MiB"), "{said}");
 }
 
+/// An `ops-bench` whose cases take a time that depends on the tile. `256x128` ends its process at once.
+const BENCH_OF_TILES: &str = r#"
+while [ $# -gt 0 ]; do
+    case "$1" in --json) file="$2" ;; --tile) tile="$2" ;; esac
+    shift
+done
+row() { echo "{\"op\": \"$op$1\", \"shape\": {\"t\": 32768, \"k\": 2048, \"n\": 1536, \"e\": 128}, \"what\": \"x\",
+    \"ms\": $ms, \"ms_min\": $ms, \"ms_max\": $ms, \"tflop_s\": $((800 / ms))}"; }
+op=grouped_linear ms=4
+case "${tile:-}" in
+'') rows="$(row ''), $(row ' dw')" ;;
+256x128) exit 1 ;;
+dw-*) op='grouped_linear cutlass' ms=2 rows=$(row ' dw') ;;
+*) op='grouped_linear cutlass' ms=2 rows=$(row '') ;;
+esac
+echo "{\"device\": \"NVIDIA H200\", \"tile\": \"${tile:-}\", \"rows\": [$rows]}" >"$file"
+"#;
+
+#[test]
+fn every_tile_is_measured_and_the_faster_ones_are_recorded() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiles = folder.path().join("bin/cutlass");
+    fs::create_dir_all(&tiles).unwrap();
+    ["128x256", "256x128", "dw-128x256"]
+        .iter()
+        .for_each(|tile| fs::write(tiles.join(format!("{tile}.so")), "").unwrap());
+    let programs = [("ops-bench", BENCH_OF_TILES), ("ops-test", "exit 0"), ("trainer", "echo '{\"capability\": 90}'")];
+    let options = ["--parts", "grouped", "--seconds", "2000"];
+    let (said, code) = gpu_check(&programs, folder.path(), &options);
+    assert_eq!(code, Some(1), "a tile failed: {said}");
+    for line in ["y bf16 256 2048 1536 128x256 400 200 ", "dw f32 256 2048 1536 dw-128x256 400 200 "] {
+        assert!(said.contains(line) && said.contains(" NVIDIA H200\n"), "{line}: {said}");
+    }
+    // Without tiles a GPU fails the check.
+    fs::remove_dir_all(&tiles).unwrap();
+    let (said, code) = gpu_check(&programs, folder.path(), &options);
+    assert!(code == Some(1) && said.contains("there are no tiles of CUTLASS"), "{said}");
+}
+
+#[test]
+fn a_missing_or_unknown_tile_of_cutlass_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    put_program(&folder.path().join("trainer"), "echo 'trainer 0.1.0 (0123456789)'");
+    let run = |script: &str, arguments: &[&str]| {
+        let mut command = Command::new(root().join(script));
+        let output = command.arg(folder.path()).args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = run("scripts/pack-gpu", &["--any-commit"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("has no tile 128x128: scripts/build-cutlass") && said.contains("/cutlass 128x128"), "{said}");
+    let (code, said) = run("scripts/build-cutlass", &["128x512"]);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(
+        said.contains("there is no tile 128x512; the tiles are 128x128 ") && said.contains(" dw-256x128"),
+        "{said}"
+    );
+}
+
 #[test]
 fn programs_of_another_commit_are_not_packed() {
     let folder = tempfile::tempdir().unwrap();

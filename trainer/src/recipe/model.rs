@@ -45,9 +45,9 @@ pub struct ModelSection {
     /// `eager` is `reference`. Results differ by rounding only.
     pub attn_implementation: Option<AttnImplementation>,
     /// The implementation of the experts' matmuls on a GPU: `fused` (default; Candlewick's kernels), `cutlass`
-    /// (CUTLASS's grouped GEMM, in bf16 on Hopper, if the program was built with it) or `cublas` (cuBLASLt's grouped GEMM, in
-    /// 16-bit dtypes: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer). `auto` is `cutlass` if it supports the
-    /// case, else `fused`. Results differ by rounding only. `cutlass` has not run on a GPU yet.
+    /// (CUTLASS's grouped GEMM, in bf16 on Hopper, with the tiles of scripts/build-cutlass) or `cublas` (cuBLASLt's grouped GEMM, in
+    /// 16-bit dtypes: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer). `auto` is `cutlass` in cases in which it
+    /// was measured to be faster, else `fused`. Results differ by rounding only. `cutlass` has not run on a GPU yet.
     pub experts_implementation: Option<ExpertsImplementation>,
     /// `true` makes attention bit-reproducible. Default `false`. Only cuDNN's backward is nondeterministic: with `true`,
     /// `auto` selects `fused`, and `cudnn` needs memory quadratic in the sequence length on Hopper.
@@ -134,7 +134,7 @@ pub enum AttnImplementation {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ExpertsImplementation {
-    /// CUTLASS if it supports the case, else Candlewick's kernels.
+    /// CUTLASS in cases in which it was measured to be faster, else Candlewick's kernels.
     Auto,
     /// Candlewick's kernels.
     #[default]

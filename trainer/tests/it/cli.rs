@@ -250,10 +250,12 @@ fn help_version_and_schema_exit_with_0() {
     folder.check(&["train", "--help"], 0, "Examples:");
     folder.check(&["--version"], 0, env!("CARGO_PKG_VERSION"));
     folder.check(&["version"], 0, env!("CARGO_PKG_VERSION"));
-    let output = folder.run_with(&["version"], &[("CANDLEWICK_KERNELS", "/no/such/folder")]);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("CANDLEWICK_KERNELS") && said.contains("/no/such/folder is no folder"), "{said}");
-    assert_eq!(output.status.code(), Some(2), "{said}");
+    for variable in ["CANDLEWICK_KERNELS", "CANDLEWICK_CUTLASS"] {
+        let output = folder.run_with(&["version"], &[(variable, "/no/such/folder")]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains(variable) && said.contains("/no/such/folder is no folder"), "{said}");
+        assert_eq!(output.status.code(), Some(2), "{said}");
+    }
     let output = folder.run_with(&["version"], &[("CANDLEWICK_CPU_GEMM", "avx1024")]);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("CANDLEWICK_CPU_GEMM") && said.contains("this processor has"), "{said}");

@@ -1,9 +1,9 @@
-//! Benchmark cases of grouped matmuls by our kernels and by CUTLASS, and of dense ones of equal FLOPs.
+//! Benchmark cases of grouped matmuls by our kernels and by CUTLASS, also by one of its tiles, and of dense ones of equal FLOPs.
 //!
 //! t rows in e groups, k inputs, n outputs of each group
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_ops::{GroupedCall, GroupedGemmImpl, TokensPerCall, Weight, grouped_linear};
+use candlewick_ops::{GroupedCall, GroupedGemmImpl, GroupedTile, TileUse, TokensPerCall, Weight, grouped_linear};
 
 use crate::cases::{BenchCase, BenchCost, F32, Graph, both, randn_in, trainable_in};
 use crate::linear;
@@ -33,24 +33,52 @@ const CUTLASS: Implementation = Implementation {
     layer: "moe layer cutlass",
 };
 
-/// t, k, n and e: of a 4B model's width, and both matmuls of an expert of Qwen3-30B-A3B.
-const SHAPES: [[usize; 4]; 3] = [[32_768, 2560, 1280, 64], [131_072, 2048, 1536, 128], [131_072, 768, 2048, 128]];
+/// t, k, n and e: of a 4B model's width, and both matmuls of an expert of Qwen3-30B-A3B on 16384 and on 4096 tokens.
+const SHAPES: [[usize; 4]; 5] = [
+    [32_768, 2560, 1280, 64],
+    [131_072, 2048, 1536, 128],
+    [131_072, 768, 2048, 128],
+    [32_768, 2048, 1536, 128],
+    [32_768, 768, 2048, 128],
+];
 /// t, k, n and e on a CPU: gate and up projections of 64 experts of width 256.
 const CPU_SHAPE: [usize; 4] = [8192, 512, 512, 64];
 const TINY: [usize; 4] = [96, 64, 40, 8];
 
-/// Returns the cases of all implementations that the device has, and dense matmuls of the FLOPs of the first shape.
-pub(crate) fn all(device: &Device) -> Vec<BenchCase> {
-    match device.is_cpu() {
-        true => on_cpu(CPU_SHAPE),
-        false => on(device, &SHAPES, moe::QWEN3_30B_A3B),
+/// Returns the cases of all implementations that the device has, and dense matmuls of the FLOPs of the first shape; or the matmuls
+/// of one tile.
+pub(crate) fn all(device: &Device, tile: Option<&GroupedTile>) -> Vec<BenchCase> {
+    match (tile, device.is_cpu()) {
+        (Some(tile), _) => of_tile(device, tile, &SHAPES),
+        (None, true) => on_cpu(CPU_SHAPE),
+        (None, false) => on(device, &SHAPES, moe::QWEN3_30B_A3B),
     }
 }
 
 /// Returns the same cases at tiny sizes, for a trial run.
-pub(crate) fn tiny(device: &Device) -> Vec<BenchCase> {
+pub(crate) fn tiny(device: &Device, tile: Option<&GroupedTile>) -> Vec<BenchCase> {
+    if let Some(tile) = tile {
+        return of_tile(device, tile, &[TINY]);
+    }
     let cpu = if device.is_cpu() { on_cpu(TINY) } else { Vec::new() };
     cpu.into_iter().chain(on(device, &[TINY], moe::TINY)).collect()
+}
+
+/// Returns the matmuls of a tile's use by CUTLASS, on a GPU.
+fn of_tile(device: &Device, tile: &GroupedTile, shapes: &[[usize; 4]]) -> Vec<BenchCase> {
+    let is_dw = |case: &BenchCase| case.op == CUTLASS.linear[2];
+    let wanted = move |case: &BenchCase| is_dw(case) == (tile.usage == TileUse::GradW);
+    if device.is_cpu() {
+        println!("skipped: CUTLASS computes on GPUs only, and this is the CPU");
+        return Vec::new();
+    }
+    shapes.iter().flat_map(|shape| linears(CUTLASS, DType::BF16, *shape)).filter(wanted).collect()
+}
+
+/// Returns true if the device has an implementation. Prints the reason if it does not.
+fn has(device: &Device, by: Implementation) -> bool {
+    let explained = by.implementation.explain(device, DType::BF16, [8, 8]);
+    explained.inspect_err(|error| println!("skipped: {error}")).is_ok()
 }
 
 /// Returns the cases of grouped matmuls in f32 and bf16, each followed by the dense matmul of equal FLOPs.
@@ -62,13 +90,7 @@ fn on_cpu(shape: [usize; 4]) -> Vec<BenchCase> {
 }
 
 fn on(device: &Device, shapes: &[[usize; 4]], layer: moe::MoeLayer) -> Vec<BenchCase> {
-    let all = [FUSED, CUTLASS].into_iter().filter(|by| match by.implementation.explain(device, DType::BF16, [8, 8]) {
-        Ok(_) => true,
-        Err(error) => {
-            println!("skipped: {error}");
-            false
-        }
-    });
+    let all = [FUSED, CUTLASS].into_iter().filter(|by| has(device, *by));
     let of = |by: Implementation| {
         let linears = shapes.iter().flat_map(move |shape| linears(by, DType::BF16, *shape));
         linears.chain(moe::layers(by.layer, layer, by.implementation))

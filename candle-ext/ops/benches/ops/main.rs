@@ -18,8 +18,11 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candlewick_ops::{DeviceChoice, Fp8Kernels, GroupedGemmImpl, GroupedTile, force_grouped_tile, gpus};
+use candlewick_ops::{
+    DeviceChoice, Fp8Kernels, GroupedGemmImpl, GroupedTile, TileUse, force_grouped_tile, gpus, grouped_tiles,
+};
 use clap::Parser;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -67,9 +70,9 @@ struct Args {
     /// Run grouped matmuls and moe layers by our kernels and by CUTLASS, and dense matmuls of equal FLOPs, instead of the ops
     #[arg(long, conflicts_with = "fp8")]
     grouped: bool,
-    /// Output tile of CUTLASS's forward and dx, instead of the one for the sizes
-    #[arg(long, value_enum)]
-    tile: Option<Tile>,
+    /// Output tile of CUTLASS, instead of the one for the sizes. With --grouped, runs the tile's matmuls alone
+    #[arg(long, value_name = "NAME", value_parser = tiles())]
+    tile: Option<&'static GroupedTile>,
     /// Run linear layers in FP8 and in bf16, and quantization, instead of the ops
     #[arg(long)]
     fp8: bool,
@@ -104,12 +107,18 @@ impl From<Experts> for GroupedGemmImpl {
     }
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Tile {
-    #[value(name = "128x128")]
-    Narrow,
-    #[value(name = "128x256")]
-    Wide,
+/// Returns the parser of a tile's name. The help lists the tiles of the table.
+fn tiles() -> impl TypedValueParser<Value = &'static GroupedTile> {
+    let described = grouped_tiles().iter().map(|tile| {
+        let of = match tile.usage {
+            TileUse::Multiply => "forward and dx",
+            TileUse::GradW => "dw",
+        };
+        let GroupedTile { name, shape, cluster, schedule, .. } = tile;
+        PossibleValue::new(*name).help(format!("{of}: {shape}, clusters of {cluster}, {}", schedule.to_lowercase()))
+    });
+    let named = |name: String| GroupedTile::named(&name).ok_or("the parser accepts the names of tiles only");
+    PossibleValuesParser::new(described).try_map(named)
 }
 
 /// Ceilings of the device, in bytes and FLOPs per second.
@@ -147,11 +156,10 @@ fn main() -> Result<()> {
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
         candlewick_ops::replace_kernels(std::path::Path::new(&folder))?;
     }
-    match args.tile {
-        Some(Tile::Narrow) => force_grouped_tile(GroupedTile::Narrow),
-        Some(Tile::Wide) => force_grouped_tile(GroupedTile::Wide),
-        None => {}
+    if let Some(folder) = std::env::var_os("CANDLEWICK_CUTLASS") {
+        candlewick_ops::load_cutlass_from(std::path::Path::new(&folder))?;
     }
+    args.tile.into_iter().for_each(force_grouped_tile);
     if let Some(name) = std::env::var_os("CANDLEWICK_FP8_QUANTIZE_KERNELS") {
         let kernels: Fp8Kernels = name.to_string_lossy().parse().map_err(anyhow::Error::msg)?;
         kernels.select();
@@ -205,7 +213,8 @@ fn measure_ops(args: &Args, device: &Device) -> Result<()> {
 impl Args {
     fn progress(&self, device: &Device, ceilings: Ceilings) -> Result<Progress> {
         let kernels = Fp8Kernels::selected().name();
-        let fields = json!({ "device": name_of(device), "fp8_kernels": kernels, "ceilings": ceilings });
+        let tile = self.tile.map(|tile| tile.name);
+        let fields = json!({ "device": name_of(device), "fp8_kernels": kernels, "tile": tile, "ceilings": ceilings });
         match self.resume {
             true => Ok(Progress::resume(self.json.clone(), fields)?),
             false => Ok(Progress::new(self.json.clone(), fields)),
@@ -229,8 +238,8 @@ impl Args {
         match (self.fp8, self.grouped, self.quick) {
             (true, _, false) => fp8::all(),
             (true, _, true) => fp8::tiny(),
-            (_, true, false) => grouped::all(device),
-            (_, true, true) => grouped::tiny(device),
+            (_, true, false) => grouped::all(device, self.tile),
+            (_, true, true) => grouped::tiny(device, self.tile),
             (_, _, false) => cases::all(self.experts.into()),
             (_, _, true) => cases::tiny(self.experts.into()),
         }

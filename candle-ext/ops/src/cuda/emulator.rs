@@ -18,7 +18,6 @@ use super::compiled::Kernels;
 use super::gemm::grouped::{GroupedGemm, GroupedOutput, GroupedProblems};
 use super::gemm::operands::{Fp8Accumulation, Fp8Inputs, Gemm, GemmInputs, Matrix, ScaledInput, Scaling};
 use crate::fp8::Fp8Format;
-use crate::grouped_tile::GroupedTile;
 use crate::thread_value::with_value;
 
 thread_local! {
@@ -343,8 +342,8 @@ pub(super) unsafe fn grouped_gemm(grouped: &GroupedGemm) -> Result<()> {
 /// As for [`GroupedProblems::run`].
 pub(super) unsafe fn grouped_problems(problems: &GroupedProblems) -> Result<()> {
     let GroupedProblems { output, adds, output_dtype, e, tile, arrays } = *problems;
-    if (output, tile) == (GroupedOutput::W, GroupedTile::Wide) {
-        bail!("grouped GEMM: CUTLASS has no kernel of w with wide tiles")
+    if tile.usage != output.tile_use() {
+        bail!("grouped GEMM: the tile {} has no kernel of {output:?}", tile.name)
     }
     // SAFETY: the caller guarantees arrays of e elements, or sizes of 3 e; the memory was exposed by `base`.
     let (sizes, addresses, strides) = unsafe {

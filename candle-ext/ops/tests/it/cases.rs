@@ -179,6 +179,9 @@ static GPU: LazyLock<Device> = LazyLock::new(|| {
     if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
         candlewick_ops::replace_kernels(folder.as_ref()).unwrap();
     }
+    if let Some(folder) = std::env::var_os("CANDLEWICK_CUTLASS") {
+        candlewick_ops::load_cutlass_from(folder.as_ref()).unwrap();
+    }
     candlewick_ops::DeviceChoice::Cuda(0).open().expect("tests with the feature cuda need a GPU")
 });
 

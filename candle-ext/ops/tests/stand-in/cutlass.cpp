@@ -1,42 +1,91 @@
-// Checks that every kernel of CUTLASS accepts the options that it is compiled with, and queries its workspace. It needs no GPU.
-// scripts/check-cutlass runs it.
-#include <cstddef>
-#include <cstdint>
+// Objects of tiles for tests of their loader and of the call. Macros leave out functions, or change the version of the interface.
+#include "../../src/cuda/gemm/cutlass/call.h"
+
 #include <cstdio>
-#include <initializer_list>
 
-// As in gemm.cuh and cutlass.rs.
-struct Call {
-    uint64_t sizes, addresses[3], strides[3], workspace, stream;
-    int n_groups, n_multiprocessors;
-    float beta;
-    int is_wide;
-};
+#ifndef STAND_IN_ABI
+#define STAND_IN_ABI CANDLEWICK_CUTLASS_ABI
+#endif
 
-extern "C" int candlewick_cutlass_multiply(const Call*, int right_is_transposed, size_t* workspace_bytes, char* error, size_t);
-extern "C" int candlewick_cutlass_grad_w(const Call*, int is_f32, size_t* workspace_bytes, char* error, size_t);
+#ifndef STAND_IN_EMPTY
+unsigned candlewick_cutlass_abi() { return STAND_IN_ABI; }
 
-using Kernel = int (*)(const Call*, int, size_t*, char*, size_t);
+const char* candlewick_cutlass_tile() { return CANDLEWICK_TILE; }
 
-static int check(const char* name, Kernel kernel, int variant, int is_wide) {
-    Call call{};
-    call.n_groups = 128;
-    call.n_multiprocessors = 132;
-    call.is_wide = is_wide;
-    size_t bytes = 0;
-    char error[512] = "";
-    const int status = kernel(&call, variant, &bytes, error, sizeof error);
-    // At least a descriptor of 128 bytes for each operand and multiprocessor, and not much more.
-    const bool is_right = status == 0 && bytes >= 132 * 3 * 128 && bytes <= 132 * 8 * 128 && bytes % 64 == 0;
-    printf("%s %d%s: %zu bytes of workspace %s\n", name, variant, is_wide ? " wide" : "", bytes, error);
-    return is_right ? 0 : 1;
+const char* candlewick_cutlass_build() { return "a stand-in"; }
+#endif
+
+// With STAND_IN_MULTIPLY a kernel returns the sum of the call's fields, each times its number, as the size of the workspace.
+#ifdef STAND_IN_MULTIPLY
+static int sum(const CandlewickGroupedCall& call, size_t* workspace_bytes, char* error, size_t size) {
+    const auto at = [](const void* pointer) { return reinterpret_cast<size_t>(pointer); };
+    if (call.n_groups < 0) return snprintf(error, size, "n_groups is %d", call.n_groups) > 0;
+    *workspace_bytes = at(call.sizes) + 2 * at(call.left) + 3 * at(call.right) + 4 * at(call.output) + 5 * at(call.left_strides) +
+                       6 * at(call.right_strides) + 7 * at(call.output_strides) + 8 * at(call.workspace) + 9 * at(call.stream) +
+                       10 * call.n_groups + 11 * call.n_multiprocessors + static_cast<size_t>(12 * call.beta);
+    return 0;
 }
 
-int main() {
-    int failures = 0;
-    for (int variant : {0, 1}) {
-        for (int is_wide : {0, 1}) failures += check("multiply", candlewick_cutlass_multiply, variant, is_wide);
-        failures += check("grad_w", candlewick_cutlass_grad_w, variant, 0);
+CANDLEWICK_FORM(y) { return sum(*call, workspace_bytes, error, size); }
+
+CANDLEWICK_FORM(x) {
+    const int status = sum(*call, workspace_bytes, error, size);
+    *workspace_bytes += 1;
+    return status;
+}
+#endif
+
+// With STAND_IN_COMPUTE a kernel multiplies on the CPU, over the memory of a stand-in for the driver.
+#ifdef STAND_IN_COMPUTE
+#include <cstring>
+
+static const size_t WORKSPACE_BYTES = 256;
+
+static float value(uint16_t bf16) {
+    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+static float value(float f32) { return f32; }
+
+static void store(float* to, float x) { *to = x; }
+
+// Rounds to nearest, ties to even.
+static void store(uint16_t* to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    *to = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Left and right operand have their terms in rows (true) or in columns.
+template <class Output, bool LEFT, bool RIGHT> int multiply(const CandlewickGroupedCall& call, size_t* workspace_bytes) {
+    *workspace_bytes = WORKSPACE_BYTES;
+    if (call.workspace == nullptr) return 0;
+    memset(call.workspace, 1, WORKSPACE_BYTES);
+    for (int group = 0; group < call.n_groups; ++group) {
+        const int *sizes = call.sizes + 3 * group, rows = sizes[0], columns = sizes[1], terms = sizes[2];
+        const auto left = static_cast<const uint16_t*>(call.left[group]), right = static_cast<const uint16_t*>(call.right[group]);
+        const int64_t left_stride = call.left_strides[group], right_stride = call.right_strides[group];
+        for (int row = 0; row < rows; ++row) {
+            for (int column = 0; column < columns; ++column) {
+                Output* to = static_cast<Output*>(call.output[group]) + row * call.output_strides[group] + column;
+                float sum = call.beta == 0 ? 0 : call.beta * value(*to);
+                for (int term = 0; term < terms; ++term) {
+                    const uint16_t a = left[LEFT ? term * left_stride + row : row * left_stride + term];
+                    const uint16_t b = right[RIGHT ? term * right_stride + column : column * right_stride + term];
+                    sum += value(a) * value(b);
+                }
+                store(to, sum);
+            }
+        }
     }
-    return failures;
+    return 0;
 }
+
+CANDLEWICK_FORM(y) { return snprintf(error, size, "%s", "") + multiply<uint16_t, false, false>(*call, workspace_bytes); }
+CANDLEWICK_FORM(x) { return snprintf(error, size, "%s", "") + multiply<uint16_t, false, true>(*call, workspace_bytes); }
+CANDLEWICK_FORM(w_f32) { return snprintf(error, size, "%s", "") + multiply<float, true, true>(*call, workspace_bytes); }
+CANDLEWICK_FORM(w_bf16) { return snprintf(error, size, "%s", "") + multiply<uint16_t, true, true>(*call, workspace_bytes); }
+#endif

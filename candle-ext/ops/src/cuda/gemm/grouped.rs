@@ -5,7 +5,7 @@
 use candle_core::DType;
 
 use crate::cuda::arg::DeviceAddress;
-use crate::grouped_tile::GroupedTile;
+use crate::grouped_tile::{GroupedTile, TileUse};
 
 /// Operand that a grouped GEMM computes from the other two, group by group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,6 +19,14 @@ pub(crate) enum GroupedOutput {
 }
 
 impl GroupedOutput {
+    /// Returns the use of the tiles that compute this operand.
+    pub(crate) fn tile_use(self) -> TileUse {
+        match self {
+            Self::Y | Self::X => TileUse::Multiply,
+            Self::W => TileUse::GradW,
+        }
+    }
+
     /// Returns left operand, right operand and output, given x, y and w.
     pub(crate) fn in_order<T: Copy>(self, [x, y, w]: [T; 3]) -> [T; 3] {
         match self {
@@ -72,8 +80,7 @@ pub(crate) struct GroupedProblems {
     pub(crate) output_dtype: DType,
     /// Number of groups.
     pub(crate) e: usize,
-    /// Tile of y and x; w has narrow ones.
-    pub(crate) tile: GroupedTile,
+    pub(crate) tile: &'static GroupedTile,
     pub(crate) arrays: ProblemArrays,
 }
 

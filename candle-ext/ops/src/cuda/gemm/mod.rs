@@ -9,8 +9,8 @@ mod choices;
 mod cublas;
 #[cfg(feature = "cuda")]
 mod cublas_lt;
-#[cfg(feature = "cutlass")]
-mod cutlass;
+#[cfg(any(feature = "cuda", test))]
+pub(crate) mod cutlass;
 #[cfg(feature = "cuda")]
 mod descriptors;
 #[cfg_attr(
@@ -129,7 +129,7 @@ impl GroupedProblems {
     ///
     /// # Errors
     ///
-    /// In a build without the feature `cutlass`, or if CUTLASS fails.
+    /// If the tile's object is unusable, or if CUTLASS fails.
     ///
     /// # Safety
     ///
@@ -137,10 +137,8 @@ impl GroupedProblems {
     pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
         match gpu {
             // SAFETY: the caller guarantees valid addresses.
-            #[cfg(feature = "cutlass")]
+            #[cfg(feature = "cuda")]
             Gpu::Device(device) => unsafe { cutlass::run(self, device) },
-            #[cfg(all(feature = "cuda", not(feature = "cutlass")))]
-            Gpu::Device(_) => candle_core::bail!("experts: this program was built without the cutlass feature"),
             // SAFETY: as above.
             #[cfg(feature = "emulate")]
             Gpu::Emulated(_) => unsafe { super::emulator::grouped_problems(self) },

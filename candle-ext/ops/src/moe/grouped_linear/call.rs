@@ -16,14 +16,14 @@ pub enum TokensPerCall {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupedGemmImpl {
-    /// CUTLASS if it supports the call, else the kernels of this crate.
+    /// CUTLASS in cases in which it was measured to be faster, else the kernels of this crate.
     Auto,
     /// Kernels of this crate, for CPUs and GPUs.
     #[default]
     Fused,
     /// cuBLASLt's grouped GEMM: Hopper with cuBLAS 13.4 or newer, Blackwell with 13.3 or newer, in bf16 or f16.
     Cublas,
-    /// CUTLASS's grouped GEMM: Hopper, in bf16, in a build with the feature `cutlass`.
+    /// CUTLASS's grouped GEMM: Hopper, in bf16, with the objects of scripts/build-cutlass.
     Cutlass,
 }
 

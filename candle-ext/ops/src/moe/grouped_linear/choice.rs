@@ -4,7 +4,15 @@ use candle_core::{DType, Device, Result, bail};
 
 use super::call::{GroupedGemmImpl, OP};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::{tile, winners};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::cuda::gemm::grouped::GroupedOutput;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::cuda::{DeviceAddress, Gpu};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::grouped_tile::GroupedTile;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::weight_matmul::Dims;
 
 /// Implementation that computes one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,33 +27,37 @@ pub(super) enum GroupedKernel {
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(super) enum GroupedLibrary {
     Cublas,
-    Cutlass,
+    /// CUTLASS with this output tile.
+    Cutlass(&'static GroupedTile),
 }
 
 /// Dtypes and sizes of a grouped matmul, and addresses of its operands.
 #[derive(Clone, Copy, Debug)]
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(super) struct GroupedOperands<'a> {
+    pub(super) output: GroupedOutput,
     /// Dtype of x and y.
     pub(super) dtype: DType,
-    /// Inputs and outputs of a group.
-    pub(super) sizes: [usize; 2],
+    pub(super) output_dtype: DType,
+    /// Number of groups.
+    pub(super) e: usize,
+    pub(super) dims: Dims,
     pub(super) addresses: &'a [DeviceAddress],
 }
 
 impl GroupedGemmImpl {
-    /// Describes the implementation that computes experts of these inputs and outputs on a device; `None` if it is the only
+    /// Describes the implementation that computes experts of this hidden size and width on a device; `None` if it is the only
     /// one, or not selected by [`GroupedGemmImpl::Auto`].
     ///
     /// # Errors
     ///
-    /// If [`GroupedGemmImpl::Cutlass`] is unusable.
+    /// If [`GroupedGemmImpl::Cutlass`] is unusable. The call may load CUTLASS's tiles, and multiply by them to check them.
     pub fn explain(self, device: &Device, dtype: DType, sizes: [usize; 2]) -> Result<Option<String>> {
         if !matches!(self, Self::Auto | Self::Cutlass) {
             return Ok(None);
         }
-        match (explain_cutlass(device, dtype, sizes), self) {
-            (Ok(()), _) => Ok(Some("experts: CUTLASS".into())),
+        match (explain_cutlass(self, device, dtype, sizes), self) {
+            (Ok(what), _) => Ok(Some(format!("experts: {what}"))),
             (Err(why), Self::Cutlass) => {
                 bail!("experts: CUTLASS is requested but unusable: {why}; choose `fused` or `auto`")
             }
@@ -68,19 +80,31 @@ impl GroupedGemmImpl {
     }
 }
 
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 type Supported = std::result::Result<(), String>;
 
 #[cfg(feature = "cuda")]
-fn explain_cutlass(device: &Device, dtype: DType, sizes: [usize; 2]) -> Supported {
-    match device {
-        Device::Cuda(device) => has_cutlass(Gpu::Device(device))
-            .and_then(|()| GroupedOperands { dtype, sizes, addresses: &[] }.fit(GroupedLibrary::Cutlass)),
-        _ => Err("it computes on GPUs only, and this is the CPU".into()),
-    }
+fn explain_cutlass(
+    by: GroupedGemmImpl,
+    device: &Device,
+    dtype: DType,
+    sizes: [usize; 2],
+) -> std::result::Result<String, String> {
+    let Device::Cuda(cuda) = device else { return Err("it computes on GPUs only, and this is the CPU".into()) };
+    let on = Gpu::Device(cuda);
+    has_hopper(on)?;
+    fit(&[DType::BF16], dtype, sizes, &[])?;
+    let (tiles, what) = match by {
+        GroupedGemmImpl::Cutlass => (tile::selectable(), "CUTLASS"),
+        _ => (winners::tiles(&gpu_name(on)?, sizes)?, "CUTLASS where it was measured to be faster, else fused"),
+    };
+    tiles.iter().try_for_each(|tile| usable(on, tile))?;
+    let names: Vec<&str> = tiles.iter().map(|tile| tile.name).collect();
+    Ok(format!("{what} ({}; tiles {})", crate::cuda::gemm::cutlass::object::object(tiles[0])?.build, names.join(", ")))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn explain_cutlass(_: &Device, _: DType, _: [usize; 2]) -> Supported {
+fn explain_cutlass(_: GroupedGemmImpl, _: &Device, _: DType, _: [usize; 2]) -> std::result::Result<String, String> {
     Err("it computes on GPUs only, and this is the CPU".into())
 }
 
@@ -91,13 +115,23 @@ fn explain_cutlass(_: &Device, _: DType, _: [usize; 2]) -> Supported {
 /// If the implementation chosen by name does not support the call.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(super) fn choose(implementation: GroupedGemmImpl, on: Gpu, operands: GroupedOperands<'_>) -> Result<GroupedKernel> {
-    let by_cutlass = || has_cutlass(on).and_then(|()| operands.fit(GroupedLibrary::Cutlass));
+    let GroupedOperands { output, dtype, e, dims, addresses, .. } = operands;
+    let fits = |dtypes: &[DType]| fit(dtypes, dtype, [dims.k, dims.n], addresses);
+    let by_cutlass = |tile| has_hopper(on).and_then(|()| fits(&[DType::BF16])).and_then(|()| usable(on, tile));
     let (name, library, supported) = match implementation {
         GroupedGemmImpl::Fused => return Ok(GroupedKernel::Fused),
-        GroupedGemmImpl::Auto if is_emulated(on) || by_cutlass().is_err() => return Ok(GroupedKernel::Fused),
-        GroupedGemmImpl::Auto => return Ok(GroupedKernel::Library(GroupedLibrary::Cutlass)),
-        GroupedGemmImpl::Cublas => ("cublas", GroupedLibrary::Cublas, operands.fit(GroupedLibrary::Cublas)),
-        GroupedGemmImpl::Cutlass => ("cutlass", GroupedLibrary::Cutlass, by_cutlass()),
+        GroupedGemmImpl::Auto => {
+            let winner = gpu_name(on).ok().and_then(|gpu| winners::of(&gpu, &operands));
+            let usable = winner.filter(|tile| by_cutlass(tile).is_ok());
+            return Ok(
+                usable.map_or(GroupedKernel::Fused, |tile| GroupedKernel::Library(GroupedLibrary::Cutlass(tile)))
+            );
+        }
+        GroupedGemmImpl::Cublas => ("cublas", GroupedLibrary::Cublas, fits(&[DType::BF16, DType::F16])),
+        GroupedGemmImpl::Cutlass => {
+            let tile = tile::of(output, e, dims);
+            ("cutlass", GroupedLibrary::Cutlass(tile), by_cutlass(tile))
+        }
     };
     match supported {
         Ok(()) => Ok(GroupedKernel::Library(library)),
@@ -109,15 +143,11 @@ pub(super) fn choose(implementation: GroupedGemmImpl, on: Gpu, operands: Grouped
 
 /// Returns the reason why a device does not run CUTLASS's kernels, if any. The emulator does.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-fn has_cutlass(on: Gpu) -> Supported {
+fn has_hopper(on: Gpu) -> Supported {
     match on {
-        #[cfg(feature = "cuda")]
-        Gpu::Device(_) if !cfg!(feature = "cutlass") => {
-            Err("this program was built without the cutlass feature; scripts/build-gpu builds one with it".into())
-        }
         // The kernels are compiled for sm_90a alone.
         #[cfg(feature = "cuda")]
-        Gpu::Device(device) => match crate::cuda::capability(device).map_err(|error| error.to_string())? {
+        Gpu::Device(device) => match crate::cuda::capability(device)? {
             [9, 0] => Ok(()),
             [major, minor] => Err(format!("it needs Hopper (compute capability 9.0), not {major}.{minor}")),
         },
@@ -126,34 +156,44 @@ fn has_cutlass(on: Gpu) -> Supported {
     }
 }
 
+/// Returns the reason why a tile cannot be used, if any: its object, or wrong results. The emulator has every tile.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-fn is_emulated(on: Gpu) -> bool {
+fn usable(on: Gpu, tile: &'static GroupedTile) -> Supported {
     match on {
         #[cfg(feature = "cuda")]
-        Gpu::Device(_) => false,
+        Gpu::Device(device) => super::tile_check::of_device(device, tile),
         #[cfg(feature = "emulate")]
-        Gpu::Emulated(_) => true,
+        Gpu::Emulated(_) => {
+            let _ = tile;
+            Ok(())
+        }
     }
 }
 
+/// Returns the name of a GPU, as its driver spells it. The emulator is no GPU of any measurement.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-impl GroupedOperands<'_> {
-    /// Returns the reason why a library does not support the operands, if any.
-    fn fit(&self, library: GroupedLibrary) -> Supported {
-        let (dtypes, names): (&[DType], _) = match library {
-            GroupedLibrary::Cublas => (&[DType::BF16, DType::F16], "bf16 or f16"),
-            GroupedLibrary::Cutlass => (&[DType::BF16], "bf16"),
-        };
-        let [n_in, n_out] = self.sizes;
-        if !dtypes.contains(&self.dtype) {
-            return Err(format!("the dtype must be {names}, not {:?}", self.dtype));
-        }
-        if self.sizes.iter().any(|size| *size == 0 || !size.is_multiple_of(8)) {
-            return Err(format!("sizes must be multiples of 8, not {n_in} and {n_out}"));
-        }
-        if self.addresses.iter().any(|at| at % 16 != 0) {
-            return Err("tensors must be aligned to 16 bytes".into());
-        }
-        Ok(())
+fn gpu_name(on: Gpu) -> std::result::Result<String, String> {
+    match on {
+        #[cfg(feature = "cuda")]
+        Gpu::Device(device) => device.cuda_stream().context().name().map_err(|error| error.to_string()),
+        #[cfg(feature = "emulate")]
+        Gpu::Emulated(_) => Ok("the emulator".into()),
     }
+}
+
+/// Returns the reason why a library of these dtypes does not support operands, if any.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+fn fit(dtypes: &[DType], dtype: DType, sizes: [usize; 2], addresses: &[DeviceAddress]) -> Supported {
+    let [n_in, n_out] = sizes;
+    if !dtypes.contains(&dtype) {
+        let names: Vec<&str> = dtypes.iter().map(DType::as_str).collect();
+        return Err(format!("the dtype must be {}, not {dtype:?}", names.join(" or ")));
+    }
+    if sizes.iter().any(|size| *size == 0 || !size.is_multiple_of(8)) {
+        return Err(format!("sizes must be multiples of 8, not {n_in} and {n_out}"));
+    }
+    if addresses.iter().any(|at| at % 16 != 0) {
+        return Err("tensors must be aligned to 16 bytes".into());
+    }
+    Ok(())
 }

@@ -63,22 +63,29 @@ pub(super) fn multiply(
     dims: Dims,
     implementation: GroupedGemmImpl,
 ) -> Result<Tensor> {
-    let (on, addresses) = (gpu(OP, from)?, [address(OP, from)?, address(OP, w)?]);
-    let operands = GroupedOperands { dtype: from.dtype(), sizes: [dims.k, dims.n], addresses: &addresses };
-    match (choose(implementation, on, operands)?, output) {
-        (GroupedKernel::Library(by), _) => library::multiply(by, output, from, w, offsets, dims),
-        (GroupedKernel::Fused, GroupedOutput::Y) => {
-            multiply_by_kernel("forward", from, w, offsets, [dims.t, dims.n, dims.k])
-        }
-        (GroupedKernel::Fused, _) => multiply_by_kernel("grad_x", from, w, offsets, [dims.t, dims.k, dims.n]),
+    let (on, e, addresses) = (gpu(OP, from)?, offsets.elem_count() - 1, [address(OP, from)?, address(OP, w)?]);
+    let (dtype, output_dtype) = (from.dtype(), from.dtype());
+    let operands = GroupedOperands { output, dtype, output_dtype, e, dims, addresses: &addresses };
+    match choose(implementation, on, operands)? {
+        GroupedKernel::Library(by) => library::multiply(by, output, from, w, offsets, dims),
+        GroupedKernel::Fused => multiply_by_kernel(output, from, w, offsets, dims),
     }
 }
 
-/// Multiplies a [n, terms] with the weights of its groups, into [n, columns].
-fn multiply_by_kernel(name: &str, a: &Tensor, w: &Tensor, offsets: &Tensor, sizes: [usize; 3]) -> Result<Tensor> {
+/// Computes y or dx by our kernels: a [n, terms] times the weights of its groups, into [n, columns].
+pub(super) fn multiply_by_kernel(
+    output: GroupedOutput,
+    a: &Tensor,
+    w: &Tensor,
+    offsets: &Tensor,
+    dims: Dims,
+) -> Result<Tensor> {
     same_dtype(OP, a, w)?;
     let (on, e) = (gpu(OP, a)?, offsets.elem_count() - 1);
-    let [n, columns, terms] = sizes;
+    let (name, [n, columns, terms]) = match output {
+        GroupedOutput::Y => ("forward", [dims.t, dims.n, dims.k]),
+        _ => ("grad_x", [dims.t, dims.k, dims.n]),
+    };
     let y = Out::new(on, a.dtype(), n * columns)?;
     let addresses = [address(OP, a)?, address(OP, w)?, address(OP, offsets)?, y.address];
     let sizes = [n, e, columns, terms].map(|size| Arg::I32(size as i32));
@@ -102,17 +109,35 @@ pub(super) fn grad_w(
     dims: Dims,
     implementation: GroupedGemmImpl,
 ) -> Result<()> {
+    let addresses = [address(OP, dy)?, address(OP, x)?, address(OP, dw)?];
+    let operands = GroupedOperands {
+        output: GroupedOutput::W,
+        dtype: x.dtype(),
+        output_dtype: dw.dtype(),
+        e: offsets.elem_count() - 1,
+        dims,
+        addresses: &addresses,
+    };
+    match choose(implementation, gpu(OP, x)?, operands)? {
+        GroupedKernel::Library(by) => library::grad_w(by, dy, x, offsets, (dw, accumulate), dims),
+        GroupedKernel::Fused => grad_w_by_kernel(dy, x, offsets, (dw, accumulate), dims),
+    }
+}
+
+/// Computes dw by our kernels.
+pub(super) fn grad_w_by_kernel(
+    dy: &Tensor,
+    x: &Tensor,
+    offsets: &Tensor,
+    (dw, accumulate): (&Tensor, Accumulate),
+    dims: Dims,
+) -> Result<()> {
     let (on, e) = (gpu(OP, x)?, offsets.elem_count() - 1);
     let addresses = [address(OP, dy)?, address(OP, x)?, address(OP, offsets)?, address(OP, dw)?];
-    let of_matrices = [addresses[0], addresses[1], addresses[3]];
-    let operands = GroupedOperands { dtype: x.dtype(), sizes: [dims.k, dims.n], addresses: &of_matrices };
-    if let GroupedKernel::Library(by) = choose(implementation, on, operands)? {
-        return library::grad_w(by, dy, x, offsets, (dw, accumulate), dims);
-    }
     let overwrites = i32::from(accumulate == Accumulate::Overwrite);
     let sizes = [Arg::I32(dims.n as i32), Arg::I32(dims.k as i32), Arg::I32(overwrites)];
     let args = [&addresses.map(Arg::Address)[..], &sizes].concat();
-    let arithmetic = Arithmetic::of(x.dtype(), [dims.n, dims.k], &of_matrices);
+    let arithmetic = Arithmetic::of(x.dtype(), [dims.n, dims.k], &[addresses[0], addresses[1], addresses[3]]);
     let (prefix, dtypes) = (arithmetic.prefix(), [suffix(OP, x.dtype())?, suffix(OP, dw.dtype())?]);
     let name = format!("{prefix}_grad_w_{}_{}", dtypes[0], dtypes[1]);
     let blocks = arithmetic.blocks([dims.k.div_ceil(arithmetic.columns()), dims.n.div_ceil(ROWS), e]);

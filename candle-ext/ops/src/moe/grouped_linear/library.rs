@@ -5,10 +5,10 @@ use candle_core::{DType, Result, Tensor};
 
 use super::call::OP;
 use super::choice::GroupedLibrary;
-use super::tile;
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput, GroupedProblems, ProblemArrays};
 use crate::cuda::{Arg, DeviceAddress, Gpu, Out, address, gpu, same_dtype};
 use crate::gemm::Accumulate;
+use crate::grouped_tile::GroupedTile;
 use crate::moe::KERNELS;
 use crate::weight_matmul::Dims;
 
@@ -85,7 +85,7 @@ impl Multiplication<'_> {
     fn run(&self, by: GroupedLibrary) -> Result<()> {
         match by {
             GroupedLibrary::Cublas => self.run_by_cublas(),
-            GroupedLibrary::Cutlass => self.run_by_cutlass(),
+            GroupedLibrary::Cutlass(tile) => self.run_by_cutlass(tile),
         }
     }
 
@@ -119,7 +119,7 @@ impl Multiplication<'_> {
         unsafe { gemm.run(on) }
     }
 
-    fn run_by_cutlass(&self) -> Result<()> {
+    fn run_by_cutlass(&self, tile: &'static GroupedTile) -> Result<()> {
         let Self { on, output, adds, .. } = *self;
         let (e, stride) = (self.n_groups(), self.address_stride());
         let (addresses, sizes) = (Out::new(on, DType::I64, 3 * stride)?, Out::new(on, DType::U32, 3 * e)?);
@@ -131,7 +131,6 @@ impl Multiplication<'_> {
             addresses: output.in_order(runs(&addresses, 8 * stride)),
             strides: output.in_order([of_x, of_y, of_x]),
         };
-        let tile = tile::of(output, e, self.dims);
         let problems = GroupedProblems { output, adds, output_dtype: self.output_dtype(), e, tile, arrays };
         // SAFETY: as above.
         unsafe { problems.run(on) }

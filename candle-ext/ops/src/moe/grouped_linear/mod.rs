@@ -13,6 +13,10 @@ mod library;
 mod tasks;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod tile;
+#[cfg(any(feature = "cuda", all(test, feature = "emulate")))]
+mod tile_check;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod winners;
 
 use candle_core::{DType, Result, Tensor, bail};
 

@@ -24,7 +24,10 @@ fn devices_with(implementation: GroupedGemmImpl) -> Vec<TestDevice> {
     let has = |device: &TestDevice| match (device, call(implementation, device, 8, DType::BF16)) {
         (TestDevice::Cpu, _) => false,
         (_, Err(error))
-            if !is_wanted && ["it needs", "was built without"].iter().any(|part| error.to_string().contains(part)) =>
+            if !is_wanted
+                && ["it needs", "there is no object of the tile"]
+                    .iter()
+                    .any(|part| error.to_string().contains(part)) =>
         {
             eprintln!("skipped on {device:?}: {error}");
             false
@@ -133,24 +136,14 @@ fn cutlass_of_128_groups_equals_our_kernels() {
     check_each(devices_with(GroupedGemmImpl::Cutlass), |device| check_beside_fused(&device, &sizes, k_and_n));
 }
 
-/// Automatic selection has one of the two results.
 #[test]
-fn auto_computes_by_cutlass_or_our_kernels() {
+fn auto_computes_unmeasured_cases_by_our_kernels() {
     for device in devices() {
-        let wanted = if matches!(device, TestDevice::Cpu)
-            || devices_with(GroupedGemmImpl::Cutlass).is_empty()
-            || !cfg!(feature = "cuda")
-        {
-            GroupedGemmImpl::Fused
-        } else {
-            GroupedGemmImpl::Cutlass
-        };
-        let [auto, wanted] =
-            [GroupedGemmImpl::Auto, wanted].map(|of| values(&call(of, &device, 16, DType::BF16).unwrap()));
-        assert_eq!(auto, wanted, "{device:?}");
-        let [auto, fused] = [GroupedGemmImpl::Auto, GroupedGemmImpl::Fused]
-            .map(|of| values(&call(of, &device, 12, DType::F32).unwrap()));
-        assert_eq!(auto, fused, "{device:?}");
+        for (k, dtype) in [(16, DType::BF16), (12, DType::F32)] {
+            let [auto, fused] =
+                [GroupedGemmImpl::Auto, GroupedGemmImpl::Fused].map(|of| values(&call(of, &device, k, dtype).unwrap()));
+            assert_eq!(auto, fused, "{device:?} {dtype:?}");
+        }
     }
 }
 

@@ -8,31 +8,9 @@
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/gemm/group_array_problem_shape.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
-#include <stdint.h>
 #include <stdio.h>
 
-// A call. All pointers are addresses on the device. Same layout as in cutlass.rs.
-struct CandlewickGroupedCall {
-    // Rows, columns and terms of each group [n_groups, 3].
-    int* sizes;
-    // Addresses of each group's matrices [n_groups]. Runs begin at multiples of 16 bytes.
-    void** left;
-    void** right;
-    void** output;
-    // Elements between the rows of each group's matrices in memory [n_groups].
-    int64_t* left_strides;
-    int64_t* right_strides;
-    int64_t* output_strides;
-    // Null in a call that only queries the workspace's size.
-    void* workspace;
-    cudaStream_t stream;
-    int n_groups;
-    int n_multiprocessors;
-    // Factor of the output's old values, 0 or 1.
-    float beta;
-    // 1 for tiles of 128 x 256, 0 for 128 x 128.
-    int is_wide;
-};
+#include "call.h"
 
 namespace candlewick {
 
@@ -42,19 +20,14 @@ using Problem = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;
 using RowMajor = cutlass::layout::RowMajor;
 using ColumnMajor = cutlass::layout::ColumnMajor;
 
-// Tiles of 128 x 128, each by one warp group. It stores a tile while the other warp group multiplies the next one. Two
-// blocks share the rows of the left operand.
-struct Narrow {
-    using Tile = cute::Shape<cute::_128, cute::_128, cute::_64>;
-    using Cluster = cute::Shape<cute::_1, cute::_2, cute::_1>;
+// Tiles by one warp group each. It stores a tile while the other warp group multiplies the next one.
+struct Pingpong {
     using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
     using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
-// Tiles of 128 x 256 by two warp groups: fewer loads per multiplication. Two blocks share the columns of the right operand.
-struct Wide {
-    using Tile = cute::Shape<cute::_128, cute::_256, cute::_64>;
-    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+// Tiles by two warp groups, each with half of the rows: fewer loads per multiplication.
+struct Cooperative {
     using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
     using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
 };
@@ -62,19 +35,21 @@ struct Wide {
 // Elements in 16 bytes, the alignment of TMA.
 template <class Element> constexpr int ALIGNED = 16 / sizeof(Element);
 
-// A kernel. `Source` is the type of the output's old values: void if it is overwritten always.
-template <class Schedule, class LayoutLeft, class LayoutRight, class Source, class Output> struct Grouped {
+// A kernel. The tile has Shape, Cluster and a schedule. The form has the operands' layouts, and Source, the type of the output's
+// old values: void if it is overwritten always.
+template <class Tile, class Form> struct Grouped {
     using Arch = cutlass::arch::Sm90;
     using Operator = cutlass::arch::OpClassTensorOp;
+    using Source = typename Form::Source;
+    using Output = typename Form::Output;
     using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-        Arch, Operator, typename Schedule::Tile, typename Schedule::Cluster,
-        cutlass::epilogue::collective::EpilogueTileAuto, float, float, Source, RowMajor*, ALIGNED<Output>, Output, RowMajor*,
-        ALIGNED<Output>, typename Schedule::Epilogue,
+        Arch, Operator, typename Tile::Shape, typename Tile::Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float,
+        float, Source, RowMajor*, ALIGNED<Output>, Output, RowMajor*, ALIGNED<Output>, typename Tile::Epilogue,
         cutlass::epilogue::fusion::LinearCombination<Output, float, Source, float>>::CollectiveOp;
     using Stages = cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-        Arch, Operator, Bf16, LayoutLeft*, ALIGNED<Bf16>, Bf16, LayoutRight*, ALIGNED<Bf16>, float, typename Schedule::Tile,
-        typename Schedule::Cluster, Stages, typename Schedule::Mainloop>::CollectiveOp;
+        Arch, Operator, Bf16, typename Form::Left*, ALIGNED<Bf16>, Bf16, typename Form::Right*, ALIGNED<Bf16>, float,
+        typename Tile::Shape, typename Tile::Cluster, Stages, typename Tile::Mainloop>::CollectiveOp;
     using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue>;
     using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
     using LeftStride = typename Kernel::InternalStrideA;
@@ -110,9 +85,10 @@ template <class Schedule, class LayoutLeft, class LayoutRight, class Source, cla
         *workspace_bytes = Gemm::get_workspace_size(of_call);
         const auto supported = Gemm::can_implement(of_call);
         if (supported != cutlass::Status::kSuccess || call.workspace == nullptr) return supported;
+        const auto stream = static_cast<cudaStream_t>(call.stream);
         Gemm gemm;
-        const auto initialized = gemm.initialize(of_call, call.workspace, call.stream);
-        return initialized == cutlass::Status::kSuccess ? gemm.run(call.stream) : initialized;
+        const auto initialized = gemm.initialize(of_call, call.workspace, stream);
+        return initialized == cutlass::Status::kSuccess ? gemm.run(stream) : initialized;
     }
 };
 
