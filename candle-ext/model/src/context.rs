@@ -153,12 +153,13 @@ impl<'a> ForwardContext<'a> {
         }
     }
 
-    pub(crate) fn dropout(&self) -> Option<DropoutScope> {
+    /// Returns the scope of dropout masks; `None` without dropout.
+    pub fn dropout(&self) -> Option<DropoutScope> {
         self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
     }
 
     /// Returns the scope of the residual stream, of which this rank has `n_rows` rows.
-    pub(crate) fn residual_dropout(&self, n_rows: usize) -> Option<DropoutScope> {
+    pub fn residual_dropout(&self, n_rows: usize) -> Option<DropoutScope> {
         self.dropout().map(|dropout| dropout.at_row(self.parallel_ops.sequence_parallel_rank() * n_rows))
     }
 }

@@ -3,7 +3,7 @@
 use candlewick_ops::WeightStorage;
 
 use crate::{
-    AdapterSpec, Config, Dim, DimSize, ExpertMatrixSpec, Init, LayerSpec, LinearSpec, LoraConfig, MlpSpec, ModelError,
+    AdapterSpec, Config, Dim, DimSize, ExpertMatrixSpec, Init, LayerSpec, LinearSpec, LoraConfig, ModelError,
     ParamScope, ParamSpec, mtp,
 };
 
@@ -61,11 +61,7 @@ impl FsdpUnit {
 
     /// Returns the matrices of the routed experts of the unit's decoder layer.
     pub(crate) fn expert_matrices_mut(&mut self) -> impl Iterator<Item = &mut ExpertMatrixSpec> {
-        let moe = self.layer_mut().and_then(|layer| match &mut layer.mlp {
-            MlpSpec::Moe(moe) => Some(moe),
-            MlpSpec::SwiGlu(_) => None,
-        });
-        moe.into_iter().flat_map(|moe| moe.expert_matrices_mut())
+        self.layer_mut().into_iter().flat_map(|layer| layer.mlp.expert_matrices_mut())
     }
 
     /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.
@@ -79,11 +75,9 @@ impl FsdpUnit {
     /// dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
         let (FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer)) = &mut self.kind else { return };
-        if let MlpSpec::Moe(moe) = &mut layer.mlp {
-            for matrix in moe.expert_matrices_mut() {
-                for param in self.params.iter_mut().filter(|param| param.name == matrix.name && !param.trainable) {
-                    (param.storage, matrix.storage) = (storage, storage);
-                }
+        for matrix in layer.mlp.expert_matrices_mut() {
+            for param in self.params.iter_mut().filter(|param| param.name == matrix.name && !param.trainable) {
+                (param.storage, matrix.storage) = (storage, storage);
             }
         }
         for linear in layer.linears_mut() {
@@ -154,7 +148,7 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [FsdpUnit]) -> Result<
     let targets = lora.targets(&names)?;
     for unit in units.iter_mut() {
         let FsdpUnitKind::Layer(layer) = &mut unit.kind else { continue };
-        unit.params.extend(targets.attach(layer)?);
+        unit.params.extend(layer.attach(&targets)?);
     }
     match units.iter().any(|unit| unit.adapters().next().is_some()) {
         true => Ok(()),

@@ -1,31 +1,16 @@
-//! A decoder layer.
+//! Self-attention.
 //!
-//! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size, f MLP intermediate size
+//! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionSpec, OutputDtype, QkvHeads, Weight};
+use candlewick_ops::{self as ops, AttentionSpec, NormCall, OutputDtype, QkvHeads};
 
-use crate::moe::Moe;
-use crate::swiglu::SwiGlu;
-use crate::{
-    AttentionCall, ForwardContext, LayerSpec, Linear, MixerSpec, MlpSpec, QkNorm, SelfAttentionSpec, norm::Norm,
-};
-
-/// A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
-pub struct Layer {
-    input_norm: Norm,
-    mixer: Mixer,
-    mlp_norm: Norm,
-    mlp: Mlp,
-}
-
-/// A token-mixing sublayer.
-enum Mixer {
-    Attention(SelfAttention),
-}
+use super::spec::SelfAttentionSpec;
+use crate::mixer::Mixer;
+use crate::{AttentionCall, ForwardContext, Linear, QkNorm, WeightLookup, norm::Norm};
 
 /// Causal self-attention over the heads of this rank, which may be a subset under tensor parallelism.
-struct SelfAttention {
+pub(super) struct SelfAttention {
     layer_idx: usize,
     head_dim: usize,
     window: Option<usize>,
@@ -35,68 +20,38 @@ struct SelfAttention {
     o: Linear,
 }
 
-/// A sublayer that acts on each token separately.
-enum Mlp {
-    SwiGlu(Box<SwiGlu>),
-    Moe(Box<Moe>),
-}
-
-impl Layer {
-    /// Builds the layer from the parameters that `get` returns by name.
-    pub(crate) fn build(spec: &LayerSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
-        let MixerSpec::Attention(attention) = &spec.mixer;
-        Ok(Self {
-            input_norm: Norm { weight: get(&spec.input_norm())?, eps: spec.norm_eps },
-            mixer: Mixer::Attention(SelfAttention::build(spec, attention, get)?),
-            mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
-            mlp: match &spec.mlp {
-                MlpSpec::SwiGlu(mlp) => Mlp::SwiGlu(Box::new(SwiGlu::build(mlp, get)?)),
-                MlpSpec::Moe(moe) => Mlp::Moe(Box::new(Moe::build(moe, spec.layer_idx, get)?)),
-            },
-        })
+impl Mixer for SelfAttention {
+    fn forward(&self, normed_td: Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let x_td = context.parallel_ops.copy_to_tp(&normed_td)?;
+        drop(normed_td);
+        let qkv = self.qkv(&x_td, context)?;
+        drop(x_td);
+        self.attend(qkv, context)
     }
 
-    /// Computes [t, d] -> [t, d].
-    pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let Mixer::Attention(attention) = &self.mixer;
-        let mixed_td = attention.forward(&self.input_norm, x_td, context)?;
-        if let Mlp::SwiGlu(mlp) = &self.mlp
-            && let Some([x_td, y_td]) = mlp.forward_of_norm(self.mlp_norm.of(x_td, Some(&mixed_td)), context)?
-        {
-            return ops::add(&x_td, &y_td);
-        }
-        let Norm { weight, eps } = &self.mlp_norm;
-        let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, weight, *eps)?;
-        ops::add(&x_td, &self.mlp.forward(&normed_td, context)?)
+    fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<Tensor>> {
+        self.qkv_of_norm(norm, context)?.map(|qkv| self.attend(qkv, context)).transpose()
     }
 }
 
 impl SelfAttention {
-    fn build(
-        layer: &LayerSpec,
-        spec: &SelfAttentionSpec,
-        get: &mut impl FnMut(&str) -> Result<Weight>,
-    ) -> Result<Self> {
+    /// Builds the layer from the parameters that `get` returns by name.
+    pub(super) fn build(spec: &SelfAttentionSpec, layer_idx: usize, get: &mut WeightLookup) -> Result<Self> {
         let [q, k, v] = &spec.qkv;
         let qkv = [Linear::build(q, get)?, Linear::build(k, get)?, Linear::build(v, get)?];
         let qk_norms = match spec.qk_norm {
             QkNorm::None => None,
             QkNorm::PerHead | QkNorm::AllHeads => {
-                let [q, k] = layer.qk_norms();
-                Some([get(&q)?, get(&k)?].map(|weight| Norm { weight, eps: layer.norm_eps }))
+                let [q, k] = spec.qk_norms();
+                Some([get(&q)?, get(&k)?].map(|weight| Norm { weight, eps: spec.norm_eps }))
             }
         };
-        let (layer_idx, head_dim, window) = (layer.layer_idx, spec.head_dim, spec.window);
-        let qk_norm = spec.qk_norm;
+        let (head_dim, window, qk_norm) = (spec.head_dim, spec.window, spec.qk_norm);
         Ok(Self { layer_idx, head_dim, window, qkv, qk_norm, qk_norms, o: Linear::build(&spec.o, get)? })
     }
 
-    /// Computes attention of the norm of x.
-    fn forward(&self, norm: &Norm, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let [q_thk, k_tgk, v_tgk] = match self.qkv_of_norm(norm, x_td, context)? {
-            Some(qkv) => qkv,
-            None => self.qkv(&context.parallel_ops.copy_to_tp(&norm.forward(x_td)?)?, context)?,
-        };
+    /// Computes attention and the output projection.
+    fn attend(&self, [q_thk, k_tgk, v_tgk]: [Tensor; 3], context: &ForwardContext) -> Result<Tensor> {
         let spec = AttentionSpec {
             scale: (self.head_dim as f64).powf(-0.5) as f32,
             causal: true,
@@ -131,12 +86,12 @@ impl SelfAttention {
     }
 
     /// Returns [`qkv`](Self::qkv) of a norm that is quantized as it is computed; `None` if it must be computed first.
-    fn qkv_of_norm(&self, norm: &Norm, x_td: &Tensor, context: &ForwardContext) -> Result<Option<[Tensor; 3]>> {
+    fn qkv_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 3]>> {
         let reads_norm = !context.parallel_ops.exchanges_inputs();
         let Some(linears) = Linear::without_adapters(self.qkv.each_ref()).filter(|_| reads_norm) else {
             return Ok(None);
         };
-        let Some((_, outputs)) = ops::fp8_normed_linears(norm.of(x_td, None), linears)? else { return Ok(None) };
+        let Some((_, outputs)) = ops::fp8_normed_linears(norm, linears)? else { return Ok(None) };
         self.heads(outputs, Ok, context).map(Some)
     }
 
@@ -168,14 +123,5 @@ impl SelfAttention {
     /// Splits [t, h * k] into heads [t, h, k].
     fn split_heads(&self, y: &Tensor) -> Result<Tensor> {
         ops::reshape(y, (y.dim(0)?, y.dim(D::Minus1)? / self.head_dim, self.head_dim))
-    }
-}
-
-impl Mlp {
-    fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        match self {
-            Self::SwiGlu(mlp) => mlp.forward_sublayer(x_td, context),
-            Self::Moe(moe) => moe.forward(x_td, context),
-        }
     }
 }

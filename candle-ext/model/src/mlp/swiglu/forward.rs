@@ -5,7 +5,9 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, ColumnShard, NormCall, OutputDtype, Weight};
 
-use crate::{ForwardContext, Linear, SwiGluSpec, TiledMlp, dropout::DropoutScope};
+use super::spec::SwiGluSpec;
+use crate::mlp::Mlp;
+use crate::{ForwardContext, Linear, TiledMlp, WeightLookup, dropout::DropoutScope};
 
 /// Linear layers of a SwiGLU MLP.
 #[derive(Clone)]
@@ -29,21 +31,13 @@ pub(crate) enum StartedSwiGlu {
     Projected(Tensor),
 }
 
-impl SwiGlu {
-    pub(crate) fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
-        let [gate, up] = &spec.gate_up;
-        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
-        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
-    }
-
+impl Mlp for SwiGlu {
     /// Computes [t, d] -> [t, d] between the collectives of a sublayer, in tiles as the context sets.
-    pub(crate) fn forward_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        self.finish_sublayer(self.start_sublayer(x_td, context)?, context)
+    fn forward(&self, normed_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        self.finish_sublayer(self.start_sublayer(normed_td, context)?, context)
     }
 
-    /// Computes the sublayer of a norm that it quantizes as it computes it: norm input [t, d] -> the stream that the MLP is added to, and
-    /// [t, d]. Returns `None` if the norm must be computed first.
-    pub(crate) fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 2]>> {
+    fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 2]>> {
         let [gate, up] = &self.gate_up;
         let reads_norm = context.tiled_mlp == TiledMlp::Off && !context.parallel_ops.exchanges_inputs();
         match Linear::plain_weights([gate, up, &self.down]).filter(|_| reads_norm) {
@@ -51,8 +45,16 @@ impl SwiGlu {
             None => Ok(None),
         }
     }
+}
 
-    /// Computes the first part of [`forward_sublayer`](Self::forward_sublayer): the gated activation, if not in tiles.
+impl SwiGlu {
+    pub(crate) fn build(spec: &SwiGluSpec, get: &mut WeightLookup) -> Result<Self> {
+        let [gate, up] = &spec.gate_up;
+        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
+        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
+    }
+
+    /// Computes the first part of [`Mlp::forward`]: the gated activation, if not in tiles.
     pub(crate) fn start_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<StartedSwiGlu> {
         let dropout = context.dropout();
         let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
@@ -70,7 +72,7 @@ impl SwiGlu {
         }
     }
 
-    /// Computes the rest of [`forward_sublayer`](Self::forward_sublayer): the down projection and the sublayer's collective.
+    /// Computes the rest of [`Mlp::forward`]: the down projection and the sublayer's collective.
     pub(crate) fn finish_sublayer(&self, started: StartedSwiGlu, context: &ForwardContext) -> Result<Tensor> {
         let columns = context.parallel_ops.input_shard();
         context.parallel_ops.reduce_from_tp(&self.project(started, context.dropout().as_ref(), columns)?)
