@@ -9,7 +9,7 @@ use crate::linear_spec::layer_name;
 use crate::lora::{AdapterNames, LoraTargets};
 use crate::{
     AdapterSpec, Config, Dim, DimSize, ExpertAdapterSpec, ExpertMatrixSpec, ForwardContext, LinearSpec, Mixer,
-    MixerSpec, Mlp, MlpSpec, ModelError, ParamScope, ParamSpec, WeightLookup, norm::Norm,
+    MixerSpec, MixerSplit, Mlp, MlpSpec, ModelError, ParamScope, ParamSpec, WeightLookup, norm::Norm,
 };
 
 /// One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
@@ -94,6 +94,18 @@ impl LayerSpec {
     /// Returns the matrices of the routed experts; none for a dense layer.
     pub fn expert_matrices(&self) -> impl Iterator<Item = &ExpertMatrixSpec> {
         self.mlp.expert_matrices().into_iter()
+    }
+
+    /// Returns an error message if `n_ranks` ranks cannot split the layer's mixer so.
+    pub fn refusal(&self, split: MixerSplit, n_ranks: usize) -> Option<String> {
+        let reason = self.mixer.refusal(split).filter(|_| n_ranks > 1)?;
+        let (kind, layer_idx) = (self.mixer.kind(), self.layer_idx);
+        let ranks = match split {
+            MixerSplit::Tensor => "tensor parallel",
+            MixerSplit::Context => "context parallel",
+            MixerSplit::Ulysses => "Ulysses",
+        };
+        Some(format!("the {kind} of layer {layer_idx} cannot be split over {n_ranks} {ranks} ranks: {reason}"))
     }
 
     /// Adds the adapters that `targets` select. Returns their factors.

@@ -37,7 +37,9 @@ mod upcycle;
 mod weights;
 
 pub use config::{Config, ExpertWeighting, MoeConfig, MoeLayerFreq, SharedExpertConfig};
-pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TokenExchange};
+pub use context::{
+    AttentionCall, ForwardContext, ParallelOps, SequenceMixing, SingleDevice, TokenExchange, TokenParallel,
+};
 pub use dropout::{DropoutScope, ExpertDropout};
 pub use error::ModelError;
 pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
@@ -55,7 +57,7 @@ pub use lora::{
     AdapterFolder, AdapterNames, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, Lora, LoraConfig, LoraTargets,
     merge_lora,
 };
-pub use mixer::{AttentionShape, Mixer, MixerCost, MixerSpec, MixerSpecObject, SelfAttentionSpec};
+pub use mixer::{AttentionShape, Mixer, MixerCost, MixerSpec, MixerSpecObject, MixerSplit, SelfAttentionSpec};
 pub use mlp::{
     ExpertAdapterSpec, ExpertCall, ExpertExchange, ExpertMatrixSpec, ExpertPadding, ExpertTokens, Experts, Mlp,
     MlpCost, MlpSpec, MlpSpecObject, MoeSpec, SharedExpertSpec, SwiGluSpec, swiglu_mlp,

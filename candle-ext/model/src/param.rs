@@ -190,8 +190,8 @@ pub struct DimSize {
 pub enum ParamScope {
     /// The residual stream: norms, embedding and output layer.
     ResidualStream,
-    /// Attention or MLP, between [`ParallelOps::copy_to_tp`](crate::ParallelOps::copy_to_tp) and
-    /// [`ParallelOps::reduce_from_tp`](crate::ParallelOps::reduce_from_tp).
+    /// Attention or MLP, between [`TokenParallel::copy_to_tp`](crate::TokenParallel::copy_to_tp) and
+    /// [`TokenParallel::reduce_from_tp`](crate::TokenParallel::reduce_from_tp).
     Sublayer,
 }
 

@@ -293,7 +293,7 @@ fn only_its_folder_names_a_kind_of_mixer_or_mlp() {
 
 #[test]
 fn parallel_has_no_unsafe_code_and_no_family_names() {
-    let reason = "the strategies use tensors and `ParallelOps`, neither pointers nor model families";
+    let reason = "the strategies implement `TokenParallel` and `SequenceMixing`, neither pointers nor model families";
     check_absent("candle-ext/parallel/src", &["unsafe ", "Llama", "Mistral", "Qwen"], reason);
 }
 

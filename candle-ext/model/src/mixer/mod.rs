@@ -58,6 +58,9 @@ pub trait MixerSpec: MixerSpecObject + Debug + Send + Sync {
         None
     }
 
+    /// Returns the reason for which ranks cannot split the sublayer so; `None` if they can.
+    fn refusal(&self, split: MixerSplit) -> Option<String>;
+
     /// Returns the memory of the sublayer.
     fn cost(&self, sizes: &LayerSizes) -> MixerCost;
 
@@ -76,6 +79,17 @@ pub trait Mixer: Send + Sync {
     fn forward_of_norm(&self, _norm: NormCall<'_>, _context: &ForwardContext) -> Result<Option<Tensor>> {
         Ok(None)
     }
+}
+
+/// Way to split a mixer over ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MixerSplit {
+    /// Tensor parallelism: ranks have heads or channels of all tokens.
+    Tensor,
+    /// Context parallelism: ranks have tokens, and pass what later tokens read around a ring.
+    Context,
+    /// Ulysses: ranks have tokens, and exchange them for heads.
+    Ulysses,
 }
 
 /// Sizes of attention over pairs of tokens, of the unsharded layer.

@@ -5,7 +5,8 @@ use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candlewick_model::{
-    Config, ExpertCall, LayerSpec, LoraConfig, Model, ParallelOps, SingleDevice, TokenExchange, checkpoint::Checkpoint,
+    Config, ExpertCall, LayerSpec, LoraConfig, Model, SingleDevice, TokenExchange, TokenParallel,
+    checkpoint::Checkpoint,
 };
 use candlewick_ops::{Dropout, Tape, derive_key, dropout, route};
 use serde_json::json;
@@ -96,7 +97,7 @@ impl ChecksExperts<'_> {
     }
 }
 
-impl ParallelOps for ChecksExperts<'_> {
+impl TokenParallel for ChecksExperts<'_> {
     fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
         meanwhile(TokenExchange::Dispatch)?;
         meanwhile(TokenExchange::Combine)?;

@@ -22,7 +22,7 @@ pub(super) struct SelfAttention {
 
 impl Mixer for SelfAttention {
     fn forward(&self, normed_td: Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let x_td = context.parallel_ops.copy_to_tp(&normed_td)?;
+        let x_td = context.parallel_ops.tokens.copy_to_tp(&normed_td)?;
         drop(normed_td);
         let qkv = self.qkv(&x_td, context)?;
         drop(x_td);
@@ -67,10 +67,10 @@ impl SelfAttention {
             seqs: context.seqs,
             spec: &spec,
         };
-        let y_thk = context.parallel_ops.attention(&call)?;
+        let y_thk = context.parallel_ops.sequence.attention(&call)?;
         let y_td = ops::reshape(&y_thk, (y_thk.dim(0)?, n_out))?;
-        let dropout = context.dropout().map(|dropout| dropout.in_columns(context.parallel_ops.input_shard()));
-        context.parallel_ops.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
+        let dropout = context.dropout().map(|dropout| dropout.in_columns(context.parallel_ops.tokens.input_shard()));
+        context.parallel_ops.tokens.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
     }
 
     /// Returns queries and keys with RoPE applied, and values. Adjacent weights need a single matmul.
@@ -87,7 +87,7 @@ impl SelfAttention {
 
     /// Returns [`qkv`](Self::qkv) of a norm that is quantized as it is computed; `None` if it must be computed first.
     fn qkv_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 3]>> {
-        let reads_norm = !context.parallel_ops.exchanges_inputs();
+        let reads_norm = !context.parallel_ops.tokens.exchanges_inputs();
         let Some(linears) = Linear::without_adapters(self.qkv.each_ref()).filter(|_| reads_norm) else {
             return Ok(None);
         };

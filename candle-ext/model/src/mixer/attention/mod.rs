@@ -6,7 +6,7 @@ mod spec;
 
 use candle_core::Result;
 
-use super::{AttentionShape, Mixer, MixerCost, MixerSpec};
+use super::{AttentionShape, Mixer, MixerCost, MixerSpec, MixerSplit};
 use crate::{
     Dim, DimSize, LayerSizes, LinearFusion, LinearGroup, LinearSpec, ParamScope, ParamSpec, QkNorm, WeightLookup,
 };
@@ -48,6 +48,11 @@ impl MixerSpec for SelfAttentionSpec {
     fn attention_shape(&self) -> Option<AttentionShape> {
         let Self { n_heads, n_kv_heads, head_dim, window, .. } = *self;
         Some(AttentionShape { n_heads, n_kv_heads, head_dim, window })
+    }
+
+    fn refusal(&self, split: MixerSplit) -> Option<String> {
+        let norms_all_heads = self.qk_norm == QkNorm::AllHeads && split == MixerSplit::Tensor;
+        norms_all_heads.then(|| "the QK norm of this model covers all heads".to_owned())
     }
 
     fn cost(&self, sizes: &LayerSizes) -> MixerCost {

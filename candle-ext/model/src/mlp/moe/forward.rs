@@ -61,7 +61,7 @@ impl Moe {
         let logits_te = self.router_linear.router_logits(x_td, context.router.settings.dtype, dropout.as_ref())?;
         let bias = self.expert_bias.as_ref().map(|bias| bias.value()?.to_dtype(DType::F32)).transpose()?;
         let (layer_idx, logits, bias, spec) = (self.layer_idx, &logits_te, bias.as_ref(), self.router);
-        select(&RouterLogits { layer_idx, logits, bias, spec }, &context.router, context.parallel_ops)
+        select(&RouterLogits { layer_idx, logits, bias, spec }, &context.router, context.parallel_ops.tokens)
     }
 }
 
@@ -85,7 +85,7 @@ impl Mlp for Moe {
             }
             Ok(())
         };
-        let routed_td = context.parallel_ops.experts(&call, &mut compute_shared)?;
+        let routed_td = context.parallel_ops.tokens.experts(&call, &mut compute_shared)?;
         shared_td.map_or(Ok(routed_td.clone()), |shared_td| ops::add(&routed_td, &shared_td))
     }
 }

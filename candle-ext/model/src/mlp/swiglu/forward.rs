@@ -39,7 +39,7 @@ impl Mlp for SwiGlu {
 
     fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 2]>> {
         let [gate, up] = &self.gate_up;
-        let reads_norm = context.tiled_mlp == TiledMlp::Off && !context.parallel_ops.exchanges_inputs();
+        let reads_norm = context.tiled_mlp == TiledMlp::Off && !context.parallel_ops.tokens.exchanges_inputs();
         match Linear::plain_weights([gate, up, &self.down]).filter(|_| reads_norm) {
             Some(weights) => ops::fp8_normed_swiglu_mlp(norm, weights),
             None => Ok(None),
@@ -57,11 +57,11 @@ impl SwiGlu {
     /// Computes the first part of [`Mlp::forward`]: the gated activation, if not in tiles.
     pub(crate) fn start_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<StartedSwiGlu> {
         let dropout = context.dropout();
-        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
+        let x_td = &context.parallel_ops.tokens.copy_to_tp(x_td)?;
         match context.tiled_mlp {
             TiledMlp::Off => self.start(x_td, dropout.as_ref()),
             TiledMlp::On => {
-                let (mlp, columns) = (self.clone(), context.parallel_ops.input_shard());
+                let (mlp, columns) = (self.clone(), context.parallel_ops.tokens.input_shard());
                 let y_td = ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
                     let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
                     let started = mlp.start(x_td, dropout.as_ref())?;
@@ -74,8 +74,8 @@ impl SwiGlu {
 
     /// Computes the rest of [`Mlp::forward`]: the down projection and the sublayer's collective.
     pub(crate) fn finish_sublayer(&self, started: StartedSwiGlu, context: &ForwardContext) -> Result<Tensor> {
-        let columns = context.parallel_ops.input_shard();
-        context.parallel_ops.reduce_from_tp(&self.project(started, context.dropout().as_ref(), columns)?)
+        let columns = context.parallel_ops.tokens.input_shard();
+        context.parallel_ops.tokens.reduce_from_tp(&self.project(started, context.dropout().as_ref(), columns)?)
     }
 
     /// Computes the gated activation [t, d] -> [t, f], or the output if one kernel computes both.
