@@ -1,4 +1,4 @@
-//! Clone and comparison of specifications behind trait objects.
+//! Clone and comparison of boxed specifications, whose types are known at run time.
 
 /// Defines a trait `$object` that all types with `Clone` and `PartialEq` have which implement `$spec`. With it,
 /// `Box<dyn $spec>` has both, too.
