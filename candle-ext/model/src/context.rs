@@ -37,8 +37,9 @@ pub enum TokenExchange {
     Combine,
 }
 
-/// Collectives and attention of a layer under parallelism. The default methods are those of one device.
-pub trait ParallelOps {
+/// Operations of a layer that act on each token: the collectives of tensor, sequence and expert parallelism. The default
+/// methods are those of one device.
+pub trait TokenParallel {
     /// Looks up embeddings: u32 token ids [t] -> [t, d]. The row of token `padding` gets no gradient.
     fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         ops::embedding(ids, table, padding)
@@ -75,12 +76,6 @@ pub trait ParallelOps {
         Ok(y.clone())
     }
 
-    /// Computes attention: q [t, h, k], k and v [t, g, k] -> [t, h, k].
-    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
-        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
-        ops::attention(q, k, v, seqs, spec)
-    }
-
     /// Computes the routed experts of an MoE layer: [t, d] -> [t, d]. Calls `meanwhile` once for each exchange, in their
     /// order: if tokens travel between ranks, while they do.
     fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
@@ -102,11 +97,37 @@ pub trait ParallelOps {
     }
 }
 
+/// Operations of a layer that mix the tokens of a sequence, whose tokens may be on several ranks or in a cache. The default
+/// methods are those of one device without a cache.
+pub trait SequenceMixing {
+    /// Computes attention: q [t, h, k], k and v [t, g, k] -> [t, h, k].
+    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
+        let AttentionCall { q, k, v, seqs, spec, .. } = *call;
+        ops::attention(q, k, v, seqs, spec)
+    }
+}
+
+/// Operations that a layer calls under parallelism.
+#[derive(Clone, Copy)]
+pub struct ParallelOps<'a> {
+    /// Operations that act on each token.
+    pub tokens: &'a dyn TokenParallel,
+    /// Operations that mix the tokens of a sequence.
+    pub sequence: &'a dyn SequenceMixing,
+}
+
 /// The operations of an unsharded model on one device, without a KV cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SingleDevice;
 
-impl ParallelOps for SingleDevice {}
+impl TokenParallel for SingleDevice {}
+
+impl SequenceMixing for SingleDevice {}
+
+impl ParallelOps<'_> {
+    /// The operations of one device.
+    pub const SINGLE_DEVICE: ParallelOps<'static> = ParallelOps { tokens: &SingleDevice, sequence: &SingleDevice };
+}
 
 /// Inputs of a forward pass that all layers share.
 #[derive(Clone, Copy)]
@@ -129,8 +150,8 @@ pub struct ForwardContext<'a> {
     pub tiled_mlp: TiledMlp,
     /// Inputs of all routers.
     pub router: RouterContext<'a>,
-    /// Collectives and attention of this rank.
-    pub parallel_ops: &'a dyn ParallelOps,
+    /// Operations of this rank.
+    pub parallel_ops: ParallelOps<'a>,
 }
 
 /// All rows of a micro-batch.
@@ -149,16 +170,17 @@ impl<'a> ForwardContext<'a> {
             experts_implementation: GroupedGemmImpl::default(),
             tiled_mlp: TiledMlp::Off,
             router: RouterContext::default(),
-            parallel_ops: &SingleDevice,
+            parallel_ops: ParallelOps::SINGLE_DEVICE,
         }
     }
 
-    pub(crate) fn dropout(&self) -> Option<DropoutScope> {
+    /// Returns the scope of dropout masks; `None` without dropout.
+    pub fn dropout(&self) -> Option<DropoutScope> {
         self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
     }
 
     /// Returns the scope of the residual stream, of which this rank has `n_rows` rows.
-    pub(crate) fn residual_dropout(&self, n_rows: usize) -> Option<DropoutScope> {
-        self.dropout().map(|dropout| dropout.at_row(self.parallel_ops.sequence_parallel_rank() * n_rows))
+    pub fn residual_dropout(&self, n_rows: usize) -> Option<DropoutScope> {
+        self.dropout().map(|dropout| dropout.at_row(self.parallel_ops.tokens.sequence_parallel_rank() * n_rows))
     }
 }

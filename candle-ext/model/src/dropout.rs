@@ -5,7 +5,7 @@ use candlewick_ops::{self as ops, ColumnShard, Dropout, RowRanges, upload};
 
 /// Rows and columns of a micro-batch that a dropout mask covers.
 #[derive(Clone)]
-pub(crate) struct DropoutScope {
+pub struct DropoutScope {
     key: u64,
     /// Rows of the micro-batch.
     rows: RowRanges,
@@ -33,7 +33,7 @@ impl DropoutScope {
     }
 
     /// Returns the scope restricted to `columns`.
-    pub(crate) fn in_columns(&self, columns: ColumnShard) -> Self {
+    pub fn in_columns(&self, columns: ColumnShard) -> Self {
         Self { columns, ..self.clone() }
     }
 

@@ -6,15 +6,10 @@
 
 pub mod checkpoint;
 
-mod block;
 mod config;
 mod context;
 mod dropout;
 mod error;
-mod expert_adapters_cost;
-mod expert_linear;
-mod experts;
-mod experts_cost;
 mod export;
 mod family;
 mod fp8_scales;
@@ -22,53 +17,62 @@ mod gguf;
 mod io_cause;
 mod layer;
 mod layer_cost;
+mod layer_sizes;
 mod linear;
+mod linear_group;
 mod linear_spec;
 mod lora;
+mod mixer;
+mod mlp;
 mod model;
-mod moe;
-mod moe_spec;
 mod mtp;
 mod norm;
 mod param;
 mod rope;
 mod router;
-mod swiglu;
+mod spec_object;
 mod tiled_mlp;
 mod unit;
 mod upcycle;
 mod weights;
 
-pub use block::Layer;
 pub use config::{Config, ExpertWeighting, MoeConfig, MoeLayerFreq, SharedExpertConfig};
-pub use context::{AttentionCall, ForwardContext, ParallelOps, SingleDevice, TokenExchange};
-pub use dropout::ExpertDropout;
+pub use context::{
+    AttentionCall, ForwardContext, ParallelOps, SequenceMixing, SingleDevice, TokenExchange, TokenParallel,
+};
+pub use dropout::{DropoutScope, ExpertDropout};
 pub use error::ModelError;
-pub use experts::{ExpertCall, ExpertPadding, ExpertTokens, Experts};
-pub use experts_cost::ExpertExchange;
 pub use export::{MergeReport, MergedModel, ParamValues, SafetensorsExport, TensorCallback};
 pub use family::{Family, QkNorm};
 pub use fp8_scales::{FP8_SCALES, fp8_scales_to_json, read_fp8_scales};
 pub use gguf::{GgufExport, GgufFile, GgufType};
 pub use io_cause::io_cause;
-pub use layer::{LayerSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
-pub use layer_cost::{AttentionExchange, LayerCost};
+pub use layer::{Layer, LayerSpec};
+pub use layer_cost::LayerCost;
+pub use layer_sizes::{AttentionExchange, LayerSizes};
 pub use linear::{Adapter, Linear};
-pub use linear_spec::{LinearSpec, SwiGluSpec};
+pub use linear_group::{LinearFusion, LinearGroup};
+pub use linear_spec::LinearSpec;
 pub use lora::{
-    AdapterFolder, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, ExpertAdapterSpec, Lora, LoraConfig, merge_lora,
+    AdapterFolder, AdapterNames, AdapterSpec, BASE_MODEL_RECORD, BaseModelRecord, Lora, LoraConfig, LoraTargets,
+    merge_lora,
+};
+pub use mixer::{AttentionShape, Mixer, MixerCost, MixerSpec, MixerSpecObject, MixerSplit, SelfAttentionSpec};
+pub use mlp::{
+    ExpertAdapterSpec, ExpertCall, ExpertExchange, ExpertMatrixSpec, ExpertPadding, ExpertTokens, Experts, Mlp,
+    MlpCost, MlpSpec, MlpSpecObject, MoeSpec, SharedExpertSpec, SwiGluSpec, swiglu_mlp,
 };
 pub use model::Model;
-pub use moe_spec::{ExpertMatrixSpec, MoeSpec, SharedExpertSpec};
 pub use mtp::MtpLayer;
-pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
+pub use param::{
+    Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec, WeightLookup,
+};
 pub use rope::LengthClass;
 pub use router::{
     ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts,
     ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals,
     RoutingRecord,
 };
-pub use swiglu::swiglu_mlp;
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use upcycle::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
 
-use crate::{LinearSpec, RouterDtype, dropout::DropoutScope, lora::Lora};
+use crate::{LinearSpec, RouterDtype, WeightLookup, dropout::DropoutScope, lora::Lora};
 
 /// A linear layer: y = x W^T + b, plus the adapter's output.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub enum Adapter {
 
 impl Linear {
     /// Builds the layer from the parameters that `get` returns by name.
-    pub(crate) fn build(spec: &LinearSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+    pub fn build(spec: &LinearSpec, get: &mut WeightLookup) -> Result<Self> {
         Ok(Self {
             weight: get(&spec.weight_name())?,
             bias: spec.bias.then(|| get(&spec.bias_name())).transpose()?,
@@ -36,7 +36,7 @@ impl Linear {
     }
 
     /// Computes [.., in_features] -> [.., out_features]. LoRA dropout applies only with a `dropout` scope.
-    pub(crate) fn forward(&self, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
         let base = ops::linear(x, &self.weight, self.bias.as_ref(), OutputDtype::SameAsInput)?;
         match &self.adapter {
             None => Ok(base),

@@ -1,4 +1,4 @@
-//! Specifications of linear layers and of SwiGLU MLPs.
+//! Specifications of linear layers.
 
 use candlewick_ops::WeightStorage;
 
@@ -23,26 +23,7 @@ pub struct LinearSpec {
     pub adapter: Option<AdapterSpec>,
 }
 
-/// The linear layers of a SwiGLU MLP.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SwiGluSpec {
-    /// Gate and up projections, in this order.
-    pub gate_up: [LinearSpec; 2],
-    /// The down projection.
-    pub down: LinearSpec,
-}
-
 impl Config {
-    /// Returns the specification of a SwiGLU MLP by its module name.
-    pub(crate) fn swiglu(&self, module: &str, intermediate_size: usize) -> SwiGluSpec {
-        let ffn = DimSize { dim: Dim::Ffn, len: intermediate_size };
-        let linear = |name: &str, shape| LinearSpec::new(format!("{module}.{name}"), shape, self.typed.mlp_bias);
-        SwiGluSpec {
-            gate_up: ["gate_proj", "up_proj"].map(|name| linear(name, [ffn, self.embed()])),
-            down: linear("down_proj", [self.embed(), ffn]),
-        }
-    }
-
     /// Returns the hidden size as a named dimension.
     pub(crate) fn embed(&self) -> DimSize {
         DimSize { dim: Dim::Embed, len: self.typed.hidden_size }
@@ -50,7 +31,8 @@ impl Config {
 }
 
 impl LinearSpec {
-    pub(crate) fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
+    /// Creates a dense layer without adapter.
+    pub fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
         Self { module, out, input, bias, storage: WeightStorage::Dense, fp8: false, adapter: None }
     }
 
@@ -67,6 +49,11 @@ impl LinearSpec {
     /// Returns the number of elements of W.
     pub fn n_weights(&self) -> usize {
         self.out.len * self.input.len
+    }
+
+    /// Returns true if the layer has neither a bias nor an adapter.
+    pub fn is_plain(&self) -> bool {
+        !self.bias && self.adapter.is_none()
     }
 
     /// Returns weight and bias, without LoRA factors.

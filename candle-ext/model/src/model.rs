@@ -7,7 +7,7 @@ use candlewick_ops::{self as ops, Fp8Module, Weight, WeightStorage};
 
 use crate::{
     AdapterSpec, Config, ExpertMatrixSpec, ForwardContext, FsdpUnit, LayerSpec, LengthClass, LoraConfig, ModelError,
-    ParallelOps, ParamSpec, UnitWeights, rope::Rope, unit,
+    ParamSpec, TokenParallel, UnitWeights, rope::Rope, unit,
 };
 
 /// A decoder-only model with an optional LoRA adapter.
@@ -27,6 +27,13 @@ impl Model {
         let units = unit::units(&config, adapter.as_ref())?;
         let rope = Rope::new(&config);
         Ok(Model { config, lora: adapter, units, rope, has_f32_residual: false })
+    }
+
+    /// Builds a model whose decoder layers have these specifications, those of MTP layers last. The other units are the config's.
+    pub fn with_layers(config: Config, layers: Vec<LayerSpec>) -> Model {
+        let units = unit::units_of(&config, layers);
+        let rope = Rope::new(&config);
+        Model { config, lora: None, units, rope, has_f32_residual: false }
     }
 
     /// Sets the storage (dense or quantized) of all frozen linear weights. Embedding and output layer stay dense.
@@ -180,8 +187,8 @@ impl Model {
     ///
     /// Layers add to what they get in its dtype, and norms return the dtype of their weights. So the embedding alone decides
     /// the dtype of the residual stream.
-    pub fn embed(&self, w: &UnitWeights, ids: &Tensor, parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
-        let x_td = parallel_ops.embedding(ids, &w.embedding()?.table, self.config.pad_id())?;
+    pub fn embed(&self, w: &UnitWeights, ids: &Tensor, tokens: &dyn TokenParallel) -> Result<Tensor> {
+        let x_td = tokens.embedding(ids, &w.embedding()?.table, self.config.pad_id())?;
         match self.residual_dtype(x_td.dtype()) {
             dtype if dtype == x_td.dtype() => Ok(x_td),
             dtype => ops::scale(&x_td, 1.0, dtype),

@@ -6,9 +6,9 @@
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{self as ops, OutputDtype, Weight};
 
-use crate::block::Layer;
+use crate::layer::Layer;
 use crate::norm::Norm;
-use crate::{Config, Dim, DimSize, ForwardContext, Init, LayerSpec, ParamScope, ParamSpec};
+use crate::{Config, Dim, DimSize, ForwardContext, Init, LayerSpec, ParamScope, ParamSpec, WeightLookup};
 
 /// An MTP layer: norm(layer(projection([norm(embedding), norm(hidden)]))).
 ///
@@ -57,7 +57,7 @@ pub(crate) fn params(config: &Config, layer: &LayerSpec) -> Vec<ParamSpec> {
 
 impl MtpLayer {
     /// Builds the layer from the parameters that `get` returns by name.
-    pub(crate) fn build(spec: &LayerSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+    pub(crate) fn build(spec: &LayerSpec, get: &mut WeightLookup) -> Result<Self> {
         let names = Names::of(spec);
         let mut norm = |name: &str| Ok::<_, candle_core::Error>(Norm { weight: get(name)?, eps: spec.norm_eps });
         let (embedding_norm, hidden_norm) = (norm(&names.embedding_norm)?, norm(&names.hidden_norm)?);

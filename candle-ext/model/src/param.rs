@@ -5,9 +5,12 @@
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::WeightStorage;
+use candlewick_ops::{Weight, WeightStorage};
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
+
+/// Function that returns the weight of a parameter by its name.
+pub type WeightLookup<'a> = dyn FnMut(&str) -> Result<Weight> + 'a;
 
 /// Specification of one parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -115,14 +118,14 @@ impl ParamSpec {
     }
 
     /// Returns a trainable matrix with weight decay.
-    pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], scope: ParamScope, init: Init) -> Self {
+    pub fn matrix(name: String, [rows, columns]: [DimSize; 2], scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
         let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
         Self { name, shape, dims, scope, init, decay: true, trainable: true, group, storage, hub: None }
     }
 
     /// Returns a trainable vector without weight decay.
-    pub(crate) fn vector(name: String, width: DimSize, scope: ParamScope, init: Init) -> Self {
+    pub fn vector(name: String, width: DimSize, scope: ParamScope, init: Init) -> Self {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
         let (group, storage) = (ParamGroupKind::Dense, WeightStorage::Dense);
         Self { name, shape, dims, scope, init, decay: false, trainable: true, group, storage, hub: None }
@@ -142,7 +145,7 @@ impl ParamSpec {
     }
 
     /// Returns the weight of an RMS norm.
-    pub(crate) fn norm(name: String, width: DimSize, scope: ParamScope) -> Self {
+    pub fn norm(name: String, width: DimSize, scope: ParamScope) -> Self {
         Self::vector(name, width, scope, Init::Ones)
     }
 }
@@ -187,8 +190,8 @@ pub struct DimSize {
 pub enum ParamScope {
     /// The residual stream: norms, embedding and output layer.
     ResidualStream,
-    /// Attention or MLP, between [`ParallelOps::copy_to_tp`](crate::ParallelOps::copy_to_tp) and
-    /// [`ParallelOps::reduce_from_tp`](crate::ParallelOps::reduce_from_tp).
+    /// Attention or MLP, between [`TokenParallel::copy_to_tp`](crate::TokenParallel::copy_to_tp) and
+    /// [`TokenParallel::reduce_from_tp`](crate::TokenParallel::reduce_from_tp).
     Sublayer,
 }
 

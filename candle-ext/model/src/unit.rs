@@ -3,7 +3,7 @@
 use candlewick_ops::WeightStorage;
 
 use crate::{
-    AdapterSpec, Config, Dim, DimSize, ExpertMatrixSpec, Init, LayerSpec, LinearSpec, LoraConfig, MlpSpec, ModelError,
+    AdapterSpec, Config, Dim, DimSize, ExpertMatrixSpec, Init, LayerSpec, LinearSpec, LoraConfig, ModelError,
     ParamScope, ParamSpec, mtp,
 };
 
@@ -61,11 +61,7 @@ impl FsdpUnit {
 
     /// Returns the matrices of the routed experts of the unit's decoder layer.
     pub(crate) fn expert_matrices_mut(&mut self) -> impl Iterator<Item = &mut ExpertMatrixSpec> {
-        let moe = self.layer_mut().and_then(|layer| match &mut layer.mlp {
-            MlpSpec::Moe(moe) => Some(moe),
-            MlpSpec::SwiGlu(_) => None,
-        });
-        moe.into_iter().flat_map(|moe| moe.expert_matrices_mut())
+        self.layer_mut().into_iter().flat_map(|layer| layer.mlp.expert_matrices_mut())
     }
 
     /// Removes the bias `name`. Under tensor parallelism one rank alone adds the bias of a row-parallel layer.
@@ -79,11 +75,9 @@ impl FsdpUnit {
     /// dense.
     pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
         let (FsdpUnitKind::Layer(layer) | FsdpUnitKind::Mtp(layer)) = &mut self.kind else { return };
-        if let MlpSpec::Moe(moe) = &mut layer.mlp {
-            for matrix in moe.expert_matrices_mut() {
-                for param in self.params.iter_mut().filter(|param| param.name == matrix.name && !param.trainable) {
-                    (param.storage, matrix.storage) = (storage, storage);
-                }
+        for matrix in layer.mlp.expert_matrices_mut() {
+            for param in self.params.iter_mut().filter(|param| param.name == matrix.name && !param.trainable) {
+                (param.storage, matrix.storage) = (storage, storage);
             }
         }
         for linear in layer.linears_mut() {
@@ -137,14 +131,23 @@ pub(crate) fn copies_in_mtp_layers(config: &Config, name: &str) -> Vec<String> {
 
 /// Returns all units. With LoRA the base is frozen and the units hold the factors, too.
 pub(crate) fn units(config: &Config, lora: Option<&LoraConfig>) -> Result<Vec<FsdpUnit>, ModelError> {
-    let mut units = vec![embed(config)];
-    units.extend((0..config.n_layers()).map(|layer_idx| layer(config, layer_idx)));
-    units.extend((1..=config.n_mtp_layers()).map(|depth| mtp_layer(config, depth)));
-    units.push(head(config));
+    let n_layers = config.n_layers() + config.n_mtp_layers();
+    let mut units = units_of(config, (0..n_layers).map(|layer_idx| config.layer(layer_idx)).collect());
     if let Some(lora) = lora {
         attach(config, lora, &mut units)?;
     }
     Ok(units)
+}
+
+/// Returns the units of a model with these decoder layers, those of MTP layers last.
+pub(crate) fn units_of(config: &Config, mut layers: Vec<LayerSpec>) -> Vec<FsdpUnit> {
+    assert_eq!(layers.len(), config.n_layers() + config.n_mtp_layers(), "every layer has a specification");
+    let mtp_layers = layers.split_off(config.n_layers());
+    let mut units = vec![embed(config)];
+    units.extend(layers.into_iter().map(|spec| layer(config, spec)));
+    units.extend((1..).zip(mtp_layers).map(|(depth, spec)| mtp_layer(config, depth, spec)));
+    units.push(head(config));
+    units
 }
 
 /// Freezes the base and adds the factors of the adapters.
@@ -154,7 +157,7 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [FsdpUnit]) -> Result<
     let targets = lora.targets(&names)?;
     for unit in units.iter_mut() {
         let FsdpUnitKind::Layer(layer) = &mut unit.kind else { continue };
-        unit.params.extend(targets.attach(layer)?);
+        unit.params.extend(layer.attach(&targets)?);
     }
     match units.iter().any(|unit| unit.adapters().next().is_some()) {
         true => Ok(()),
@@ -169,8 +172,8 @@ fn embed(config: &Config) -> FsdpUnit {
     FsdpUnit { name: "embed".to_string(), kind: FsdpUnitKind::Embedding, params, tied: Vec::new() }
 }
 
-fn layer(config: &Config, layer_idx: usize) -> FsdpUnit {
-    let layer = config.layer(layer_idx);
+fn layer(config: &Config, layer: LayerSpec) -> FsdpUnit {
+    let layer_idx = layer.layer_idx;
     let params = layer.params(config.typed.initializer_range);
     let kind = FsdpUnitKind::Layer(Box::new(layer));
     FsdpUnit { name: format!("block {layer_idx}"), kind, params, tied: Vec::new() }
@@ -178,8 +181,7 @@ fn layer(config: &Config, layer_idx: usize) -> FsdpUnit {
 
 /// The MTP layer that predicts `depth` tokens further than the model. Its decoder layer has the shape of the model's
 /// last.
-fn mtp_layer(config: &Config, depth: usize) -> FsdpUnit {
-    let layer = config.layer(config.n_layers() + depth - 1);
+fn mtp_layer(config: &Config, depth: usize, layer: LayerSpec) -> FsdpUnit {
     let params = mtp::params(config, &layer);
     FsdpUnit { name: format!("mtp {depth}"), kind: FsdpUnitKind::Mtp(Box::new(layer)), params, tied: Vec::new() }
 }

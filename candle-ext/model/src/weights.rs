@@ -7,7 +7,7 @@ use candlewick_ops::{self as ops, OutputDtype, Weight};
 
 use crate::{
     FsdpUnit,
-    block::Layer,
+    layer::Layer,
     mtp::MtpLayer,
     norm::Norm,
     unit::{EMBEDDING, FINAL_NORM, FsdpUnitKind, LM_HEAD},

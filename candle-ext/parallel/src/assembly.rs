@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Result, bail};
 use candlewick_comm::{Collective, Solo};
-use candlewick_model::{Model, RouterSettings};
+use candlewick_model::{MixerSplit, Model, RouterSettings};
 use candlewick_ops::{Fp8Config, Fp8Layers};
 
 use crate::context_parallel::ContextParallel;
@@ -88,6 +88,7 @@ impl EngineSpec {
         device: Device,
         base: Option<&Engine>,
     ) -> Result<Engine> {
+        check_mixers(&model, groups)?;
         let Self { mode, dtypes, zero_stage, sequence_parallel, layout, schedule, cpu_offload, .. } = self;
         let (checkpointing, router, dispatcher) = (self.checkpointing, self.router, self.token_dispatcher);
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
@@ -115,4 +116,14 @@ impl EngineSpec {
         }
         Ok(engine)
     }
+}
+
+/// Rejects a mesh that splits a mixer as it does not support.
+fn check_mixers(model: &Model, groups: &ParallelGroups) -> Result<()> {
+    let splits =
+        [(MixerSplit::Tensor, &groups.tp), (MixerSplit::Context, &groups.cp), (MixerSplit::Ulysses, &groups.sp)];
+    let refusal = |(split, ranks): &(MixerSplit, &Arc<dyn Collective>)| {
+        model.layers().find_map(|layer| layer.refusal(*split, ranks.size()))
+    };
+    splits.iter().find_map(refusal).map_or(Ok(()), |message| bail!("{message}"))
 }

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
-use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_model::{AttentionCall, SequenceMixing};
 use candlewick_ops::{CuSeqlens, attention};
 
 /// KV cache of one sequence: a buffer of fixed capacity for each layer.
@@ -30,7 +30,7 @@ impl KvCache {
     }
 }
 
-impl ParallelOps for KvCache {
+impl SequenceMixing for KvCache {
     /// Appends the new keys and values, and computes attention of the new queries over all cached tokens.
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { layer_idx: block, q: q_thk, k: k_thk, v: v_thk, spec, .. } = *call;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
-use candlewick_model::{AttentionCall, LengthClass, ParallelOps};
+use candlewick_model::{AttentionCall, LengthClass, SequenceMixing};
 use candlewick_ops::{CuSeqlens, attention, kv_cache_dtype, set_rows};
 
 use crate::engine::PackedTokens;
@@ -130,7 +130,7 @@ impl KvAppend<'_> {
     }
 }
 
-impl ParallelOps for KvAppend<'_> {
+impl SequenceMixing for KvAppend<'_> {
     /// Stores the new keys and values in the pool, and computes attention of the new queries over their sequences.
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;

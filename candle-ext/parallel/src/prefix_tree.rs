@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use candle_core::{Device, Result, Tensor, bail};
-use candlewick_model::{AttentionCall, LengthClass, ParallelOps};
+use candlewick_model::{AttentionCall, LengthClass, SequenceMixing};
 use candlewick_ops::{CuSeqlens, Weight, attention, embedding};
 
 use crate::engine::PackedTokens;
@@ -130,7 +130,7 @@ impl BatchLayout {
     }
 }
 
-impl ParallelOps for PrefixTreeAttention<'_> {
+impl SequenceMixing for PrefixTreeAttention<'_> {
     /// Computes attention of each run over its path.
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { layer_idx: block_idx, q: q_thk, k: k_tgk, v: v_tgk, spec, .. } = *call;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
-use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_model::TokenParallel;
 use candlewick_ops::{self as ops, ColumnShard, PendingExchange, VocabShard, Weight, record, record_exchange};
 
 use crate::placement::SequenceParallel;
@@ -107,14 +107,13 @@ impl TensorParallel {
     }
 }
 
-/// Operations of a tensor parallel rank. Attention is delegated to `inner`.
+/// Operations of a tensor parallel rank.
 pub(crate) struct TensorParallelOps<'a> {
     pub(crate) tensor: &'a TensorParallel,
     pub(crate) n_vocab: usize,
-    pub(crate) attention: &'a dyn ParallelOps,
 }
 
-impl ParallelOps for TensorParallelOps<'_> {
+impl TokenParallel for TensorParallelOps<'_> {
     fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         let first = self.tensor.first_token(self.n_vocab);
         self.reduce_from_tp(&ops::vocab_parallel_embedding(ids, table, first as u32, padding)?)
@@ -145,9 +144,5 @@ impl ParallelOps for TensorParallelOps<'_> {
 
     fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         self.tensor.reduce_from_tp(y)
-    }
-
-    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
-        self.attention.attention(call)
     }
 }

@@ -69,7 +69,15 @@ fn every_package_has_a_place_in_the_table() {
 /// A layer looks up its parameters by name once, when it is built.
 #[test]
 fn the_forward_pass_formats_no_names() {
-    for file in ["block.rs", "linear.rs", "weights.rs", "lora/layer.rs"] {
+    for file in [
+        "linear.rs",
+        "weights.rs",
+        "lora/layer.rs",
+        "mixer/attention/forward.rs",
+        "mlp/swiglu/forward.rs",
+        "mlp/moe/forward.rs",
+        "mlp/moe/experts.rs",
+    ] {
         let code = code_of(&std::path::Path::new("candle-ext/model/src").join(file));
         assert!(!code.contains("format!"), "{file} formats a string");
     }
@@ -178,11 +186,11 @@ const TERMINAL_EXEMPT: &[Exemption] = &[
 
 /// Checks that the exempt files, and no others, have a line that `breaks` the rule.
 #[track_caller]
-fn check_exempt(files: &[PathBuf], breaks: fn(&str) -> bool, exempt: &[Exemption], rule: &str) {
+fn check_exempt(files: &[PathBuf], breaks: impl Fn(&str) -> bool, exempt: &[Exemption], rule: &str) {
     let found: BTreeMap<String, usize> = files
         .iter()
         .filter(|path| path.to_string_lossy().contains("/src/") && !path.ends_with("tests.rs"))
-        .filter_map(|path| Some((path.display().to_string(), code_of(path).lines().position(breaks)? + 1)))
+        .filter_map(|path| Some((path.display().to_string(), code_of(path).lines().position(&breaks)? + 1)))
         .collect();
     let is_exempt = |path: &str| exempt.iter().any(|(file, _)| *file == path);
     let new: Vec<_> = found.iter().filter(|(path, _)| !is_exempt(path)).collect();
@@ -251,9 +259,41 @@ fn crates_above_ops_do_not_read_the_device_of_a_tensor() {
     check_exempt(&files_of(&folders), reads_a_device, DEVICE_EXEMPT, "`ops` has an arm for each device");
 }
 
+/// Returns the type for which a line implements a trait of mixers or MLPs.
+fn kind_of_sublayer(line: &str) -> Option<&str> {
+    let traits = ["MixerSpec", "Mixer", "MlpSpec", "Mlp"];
+    traits.iter().find_map(|name| line.strip_prefix(&format!("impl {name} for "))?.split([' ', '<']).next())
+}
+
+/// Returns the public and private types that implement a mixer or an MLP.
+fn kinds_of_sublayers() -> BTreeSet<String> {
+    let code = files_of(&KINDS_OF_SUBLAYERS).into_iter().map(|path| code_of(&path));
+    code.flat_map(|code| code.lines().filter_map(kind_of_sublayer).map(str::to_owned).collect::<Vec<_>>()).collect()
+}
+
+const KINDS_OF_SUBLAYERS: [&str; 2] = ["candle-ext/model/src/mixer", "candle-ext/model/src/mlp"];
+
+/// Files outside of the kinds' folders that name one.
+const KIND_EXEMPT: &[Exemption] = &[
+    ("candle-ext/model/src/lib.rs", "re-exports"),
+    ("candle-ext/model/src/upcycle/tensors.rs", "it makes the weights of experts from those of a dense MLP"),
+];
+
+/// A new mixer or MLP is a file in its folder. A layer calls it through a trait.
+#[test]
+fn only_its_folder_names_a_kind_of_mixer_or_mlp() {
+    let kinds = kinds_of_sublayers();
+    assert!(["SelfAttentionSpec", "SwiGlu", "MoeSpec"].iter().all(|kind| kinds.contains(*kind)), "{kinds:?}");
+    let names_a_kind =
+        |line: &str| line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| kinds.contains(word));
+    let mut files = files_of(&["candle-ext", "trainer/src", "evaluator/src"]);
+    files.retain(|path| !KINDS_OF_SUBLAYERS.iter().any(|folder| path.starts_with(folder)));
+    check_exempt(&files, names_a_kind, KIND_EXEMPT, "a layer calls mixers and MLPs through a trait");
+}
+
 #[test]
 fn parallel_has_no_unsafe_code_and_no_family_names() {
-    let reason = "the strategies use tensors and `ParallelOps`, neither pointers nor model families";
+    let reason = "the strategies implement `TokenParallel` and `SequenceMixing`, neither pointers nor model families";
     check_absent("candle-ext/parallel/src", &["unsafe ", "Llama", "Mistral", "Qwen"], reason);
 }
 

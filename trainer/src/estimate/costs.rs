@@ -1,6 +1,6 @@
 //! The sizes of a setup on one rank, from which the allocating crates compute their costs.
 
-use candlewick_model::{AttentionExchange, ExpertExchange, LayerCost, LayerSpec, MixerSpec};
+use candlewick_model::{AttentionExchange, ExpertExchange, LayerCost, LayerSizes, LayerSpec};
 use candlewick_ops::{AttentionHeads, CrossEntropyCost, DeviceKind, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
 use candlewick_parallel::{HeadCost, OffloadMemory, StepCost, ring_exchange};
 
@@ -36,8 +36,8 @@ fn mtp_layers(setup: &Setup) -> std::ops::Range<usize> {
 /// Returns the sizes of a layer, or of the decoder layer of an MTP layer.
 pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
     let layer = setup.model.units()[layer_idx + 1].layer().expect("the units between embedding and head are layers");
-    LayerCost {
-        layer,
+    let sizes = LayerSizes {
+        hidden_size: layer.hidden_size,
         n_slices: setup.ranks.tensor,
         n_tokens: setup.n_micro_batch_tokens(),
         n_residual_tokens: setup.n_residual_tokens(),
@@ -54,7 +54,8 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         padded_capacity_factor: setup.padded_capacity_factor,
         router: setup.router,
         fp8_grad_copies: if matches!(setup.fp8_recipe, Some(Fp8RecipePlan::Blockwise(_))) { 2 } else { 1 },
-    }
+    };
+    LayerCost { layer, sizes }
 }
 
 /// Returns the sizes of the head.
@@ -86,16 +87,15 @@ fn expert_exchange(setup: &Setup) -> ExpertExchange {
     }
 }
 
-/// Returns the bytes of ring attention's key and value exchange; zero on one rank.
+/// Returns the bytes of ring attention's key and value exchange; zero on one rank, and without attention.
 fn exchange(setup: &Setup, layer: &LayerSpec) -> AttentionExchange {
-    let (MixerSpec::Attention(attention), tensor) = (&layer.mixer, setup.ranks.tensor);
-    let (n_query, n_kv) = (attention.n_heads / tensor, attention.n_kv_heads / tensor);
-    match setup.ranks.context {
-        1 => AttentionExchange::default(),
-        _ => ring_exchange(
-            setup.n_micro_batch_tokens(),
-            AttentionHeads { n_query, n_kv, dim: attention.head_dim },
-            dtype(setup.compute),
-        ),
+    let tensor = setup.ranks.tensor;
+    match layer.mixer.attention_shape() {
+        Some(shape) if setup.ranks.context > 1 => {
+            let (n_query, n_kv) = (shape.n_heads / tensor, shape.n_kv_heads / tensor);
+            let heads = AttentionHeads { n_query, n_kv, dim: shape.head_dim };
+            ring_exchange(setup.n_micro_batch_tokens(), heads, dtype(setup.compute))
+        }
+        _ => AttentionExchange::default(),
     }
 }

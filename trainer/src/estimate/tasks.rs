@@ -58,8 +58,8 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let block = costs::layer(&wide, 0).in_evaluation();
     let s = setup.compute.n_bytes();
     let converted = if setup.compute_device == DeviceKind::Cpu && s < F32 { F32 } else { 0 };
-    let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + converted);
-    let prefix = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
+    let keys = block.state_bytes(sizes.context + sizes.tokens, s) + block.state_bytes(sizes.keys, s + converted);
+    let prefix = n_blocks_here(setup) * block.state_bytes(sizes.context, s);
     let logits = if setup.has_head() { costs::head(&wide).forward_bytes() + block.activation_bytes() } else { 0 };
     breakdown(&wide, prefix, block.forward_bytes() + keys, logits)
 }
@@ -69,7 +69,7 @@ fn generated(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0).in_evaluation();
     let s = if setup.compute_device == DeviceKind::Cpu { F32 } else { setup.compute.n_bytes() };
-    let pool = n_blocks_here(setup) * block.kv_bytes(sizes.pool_rows + 1, s);
+    let pool = n_blocks_here(setup) * block.state_bytes(sizes.pool_rows + 1, s);
     let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;
     breakdown(&wide, pool, block.forward_bytes(), if setup.has_head() { logits } else { 0 })
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, Model, QkNorm};
+use candlewick_model::{Dim, LayerSpec, LinearFusion, LinearGroup, LinearSpec, Model};
 
 /// Output and input features of a linear layer on a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,41 +69,39 @@ pub(super) fn units(model: &Model, n_slices: usize) -> ModulesByUnit {
 }
 
 fn units_of_layer(layer: &LayerSpec, n_slices: usize) -> Vec<(MeasuredUnit, Vec<&LinearSpec>)> {
+    let groups = layer.mixer.linear_groups().into_iter().chain(layer.mlp.linear_groups());
+    let units = groups.flat_map(|LinearGroup { linears, fusion }| unit_of_group(linears, fusion, n_slices));
+    units.collect()
+}
+
+/// Returns the unit of a group; a unit for each layer if they share no work.
+fn unit_of_group(
+    linears: Vec<&LinearSpec>,
+    fusion: LinearFusion,
+    n_slices: usize,
+) -> Vec<(MeasuredUnit, Vec<&LinearSpec>)> {
     let size = |linear: &LinearSpec| size_on_rank(linear, n_slices);
-    let single = |linear| (MeasuredUnit::Single(size(linear)), vec![linear]);
-    let MixerSpec::Attention(attention) = &layer.mixer;
-    let qkv = MeasuredUnit::SharedInput(SharedInputLinears {
-        layers: attention.qkv.iter().map(size).collect(),
-        join: attention.qk_norm == QkNorm::None && attention.qkv.iter().all(is_plain),
-        quantize_norm: attention.qkv.iter().all(|linear| linear.adapter.is_none()),
-    });
-    let mut all = vec![(qkv, attention.qkv.iter().collect()), single(&attention.o)];
-    let Some(mlp) = layer.mlp.swiglu() else { return all };
-    let linears = || mlp.gate_up.iter().chain([&mlp.down]);
-    if linears().all(|linear| linear.fp8 && is_plain(linear)) {
-        let LinearSize { n_out, n_in, .. } = size(&mlp.gate_up[0]);
-        let unit = MeasuredUnit::Mlp { hidden_size: n_in, intermediate_size: n_out };
-        all.push((unit, linears().collect()));
-    } else {
-        let layers = mlp.gate_up.iter().map(size).collect();
-        let gate_up = SharedInputLinears { layers, join: mlp.gate_up.iter().all(is_plain), quantize_norm: false };
-        all.push((MeasuredUnit::SharedInput(gate_up), mlp.gate_up.iter().collect()));
-        all.push(single(&mlp.down));
-    }
-    all
+    let layers: Vec<LinearSize> = linears.iter().map(|linear| size(linear)).collect();
+    let unit = match fusion {
+        LinearFusion::None => {
+            return linears.into_iter().map(|linear| (MeasuredUnit::Single(size(linear)), vec![linear])).collect();
+        }
+        LinearFusion::GatedMlp => {
+            let LinearSize { n_out, n_in, .. } = layers[0];
+            MeasuredUnit::Mlp { hidden_size: n_in, intermediate_size: n_out }
+        }
+        LinearFusion::SharedInput { joined: join, quantizes_norm: quantize_norm } => {
+            MeasuredUnit::SharedInput(SharedInputLinears { layers, join, quantize_norm })
+        }
+    };
+    vec![(unit, linears)]
 }
 
-/// Returns true if a layer has neither a bias nor an adapter. They are not measured, because they stay in the dtype.
-fn is_plain(linear: &LinearSpec) -> bool {
-    !linear.bias && linear.adapter.is_none()
-}
-
-/// Returns output and input features on a tensor parallel rank: attention's output and the down projection are row-parallel.
+/// Returns output and input features on a tensor parallel rank. A layer whose input is not the residual stream is row-parallel.
 fn size_on_rank(spec: &LinearSpec, n_slices: usize) -> LinearSize {
-    let is_row_parallel = ["o_proj", "down_proj"].iter().any(|name| spec.module.ends_with(name));
-    let [n_out, n_in] = match is_row_parallel {
-        true => [spec.out.len, spec.input.len / n_slices],
-        false => [spec.out.len / n_slices, spec.input.len],
+    let [n_out, n_in] = match spec.input.dim {
+        Dim::Embed => [spec.out.len / n_slices, spec.input.len],
+        _ => [spec.out.len, spec.input.len / n_slices],
     };
     LinearSize { n_out, n_in, fp8: spec.fp8 }
 }

@@ -13,7 +13,7 @@
 //! experts, and K that of a token. g is h with a gate of the shared expert, and 0 without. k is the head dim. L is the number of
 //! layers, V the vocabulary size, and s the length of a packed sequence.
 
-use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, Model};
+use candlewick_model::{LayerSpec, LinearSpec, Model};
 use candlewick_ops::{AttentionCost, LinearCost};
 
 /// The sizes of a model's matmuls and attention.
@@ -33,7 +33,7 @@ pub struct LayerShape {
     pub n_mixer_weights: usize,
     /// Elements of the MLP's weights that a token is multiplied with.
     pub n_mlp_weights: usize,
-    /// k n_heads: the width of all query heads.
+    /// k n_heads: the width of all query heads; 0 without attention.
     pub attention_width: usize,
     /// The sliding window: a query attends to itself and at most `window - 1` keys before it.
     pub window: Option<usize>,
@@ -102,12 +102,12 @@ impl ModelShape {
 
 impl LayerShape {
     fn of(layer: &LayerSpec) -> Self {
-        let MixerSpec::Attention(attention) = &layer.mixer;
+        let attention = layer.mixer.attention_shape();
         Self {
-            n_mixer_weights: layer.mixer.linears().map(LinearSpec::n_weights).sum(),
+            n_mixer_weights: layer.mixer.linears().into_iter().map(LinearSpec::n_weights).sum(),
             n_mlp_weights: layer.mlp.n_active_weights(),
-            attention_width: attention.n_heads * attention.head_dim,
-            window: attention.window,
+            attention_width: attention.map_or(0, |shape| shape.n_heads * shape.head_dim),
+            window: attention.and_then(|shape| shape.window),
         }
     }
 

@@ -227,7 +227,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::{Config, MlpSpec};
+    use crate::Config;
 
     const FAMILIES: [&str; 6] = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe"];
 
@@ -238,7 +238,7 @@ mod tests {
     }
 
     fn layers(config: &Config) -> Vec<bool> {
-        (0..config.n_layers()).map(|layer_idx| matches!(config.layer(layer_idx).mlp, MlpSpec::Moe(_))).collect()
+        (0..config.n_layers()).map(|layer_idx| config.layer(layer_idx).n_experts().is_some()).collect()
     }
 
     /// Patterns of megatron-core, written by `tests/reference/moe_layer_freq.py`. The config that is saved has them, too.

@@ -20,10 +20,10 @@ pub struct LoraConfig {
     /// Full parameter names, or suffixes after a dot.
     pub(super) target_parameters: Vec<String>,
     /// True if factors of 3-D parameters have inputs and outputs exchanged, as PEFT before 0.19.1 saved them.
-    pub(super) has_exchanged_parameters: bool,
+    pub(crate) has_exchanged_parameters: bool,
     /// True if the adapter folder has no tensors of single experts. In transformers 5, names of modules match only those
     /// of shared experts and dense layers.
-    pub(super) skips_expert_modules: bool,
+    pub(crate) skips_expert_modules: bool,
     pub(super) exclude_modules: Option<Names>,
     pub(super) layers_to_transform: Option<Vec<usize>>,
     /// Rank by module name or regular expression; the first match applies (PEFT's `rank_pattern`).

@@ -5,6 +5,7 @@ use candlewick_ops::{self as ops, Weight};
 
 use super::AdapterSpec;
 use crate::{
+    WeightLookup,
     dropout::DropoutScope,
     param::{FNV_START, fnv1a},
 };
@@ -21,7 +22,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    pub(crate) fn build(spec: &AdapterSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+    pub(crate) fn build(spec: &AdapterSpec, get: &mut WeightLookup) -> Result<Self> {
         Ok(Self {
             a: get(&spec.a_name())?,
             b: get(&spec.b_name())?,

@@ -2,8 +2,6 @@
 
 mod base;
 mod config;
-mod expert;
-mod expert_factors;
 mod folder;
 mod layer;
 mod model_names;
@@ -16,9 +14,12 @@ use crate::{Dim, DimSize, Init, ParamScope, ParamSpec};
 
 pub use base::{BASE_MODEL_RECORD, BaseModelRecord};
 pub use config::LoraConfig;
-pub use expert::ExpertAdapterSpec;
 pub use folder::AdapterFolder;
 pub use layer::Lora;
+pub use model_names::AdapterNames;
+pub use target::LoraTargets;
+
+pub(crate) use target::targeted_twice;
 
 /// A LoRA adapter on one linear layer, router or matrix of the experts.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,23 +1,15 @@
-//! Selection of the linear layers, routers and experts that get LoRA, and of their ranks, by PEFT's rules.
-//!
-//! Experts are modules of their own in transformers 4 (`target_modules`), and 3-D parameters in transformers 5
-//! (`target_parameters`). Both names select the same matrices here.
+//! Rules that select modules and parameters for LoRA, and their ranks, as PEFT's. Sublayers apply them to their parts.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashSet};
-use std::ops::Range;
 
-use super::expert::{ExpertAdapterFiles, ExpertAdapterSpec};
 use super::model_names::ModelNames;
 use super::names::{NameMatcher, NamePattern, Names, suffixes};
 use super::{AdapterSpec, LoraConfig, factors};
-use crate::{
-    Config, ExpertMatrixSpec, HubLayout, HubTensor, HubTensors, LayerSpec, LinearSpec, MlpSpec, ModelError, MoeSpec,
-    ParamScope, ParamSpec,
-};
+use crate::{Config, LinearSpec, ModelError, ParamScope, ParamSpec};
 
 /// The compiled rules of a [`LoraConfig`].
-pub(crate) struct LoraTargets<'a> {
+pub struct LoraTargets<'a> {
     config: &'a LoraConfig,
     modules: NameMatcher<'a>,
     excluded: Option<NameMatcher<'a>>,
@@ -25,15 +17,6 @@ pub(crate) struct LoraTargets<'a> {
     alphas: Vec<(NamePattern, f64)>,
     /// Names of modules and parameters that got an adapter.
     adapted: RefCell<BTreeSet<String>>,
-}
-
-/// Output columns of an expert's matrix that one module of transformers 4 holds.
-struct ExpertPart {
-    /// Name of the adapter in memory.
-    module: String,
-    /// Names of the experts' modules.
-    modules: Vec<String>,
-    columns: Range<usize>,
 }
 
 impl<'a> LoraTargets<'a> {
@@ -56,25 +39,30 @@ impl<'a> LoraTargets<'a> {
         Ok(targets)
     }
 
-    /// Adds adapters to the matching linear layers, router and experts of a layer. Returns their factors.
-    pub(crate) fn attach(&self, layer: &mut LayerSpec) -> Result<Vec<ParamSpec>, ModelError> {
-        let mut params = Vec::new();
-        let transforms = self.config.transforms(layer.layer_idx);
-        for linear in layer.linears_mut() {
-            params.extend(self.linear(linear, transforms, ParamScope::Sublayer)?);
-        }
-        if let MlpSpec::Moe(moe) = &mut layer.mlp {
-            if let Some(gate) = moe.shared_expert.as_mut().and_then(|shared| shared.gate.as_mut()) {
-                params.extend(self.linear(gate, transforms, ParamScope::ResidualStream)?);
-            }
-            params.extend(self.router(moe, transforms)?);
-            self.experts(moe, transforms)?;
-            params.extend(moe.expert_matrices().flat_map(ExpertMatrixSpec::factors));
-        }
-        Ok(params)
+    /// Adds adapters to the linear layers of layer `layer_idx` that match. Returns their factors.
+    pub(crate) fn attach_linears<'l>(
+        &self,
+        linears: impl IntoIterator<Item = &'l mut LinearSpec>,
+        layer_idx: usize,
+        scope: ParamScope,
+    ) -> Result<Vec<ParamSpec>, ModelError> {
+        let transforms = self.transforms(layer_idx);
+        let params = linears.into_iter().map(|linear| self.linear(linear, transforms, scope));
+        Ok(params.collect::<Result<Vec<_>, _>>()?.concat())
     }
 
-    /// Rejects a pattern of ranks or alphas that matches only modules without an adapter. Call it after [`Self::attach`].
+    /// Returns true if the rules select modules of layer `layer_idx`.
+    pub(crate) fn transforms(&self, layer_idx: usize) -> bool {
+        self.config.transforms(layer_idx)
+    }
+
+    /// Returns the configuration.
+    pub(crate) fn config(&self) -> &LoraConfig {
+        self.config
+    }
+
+    /// Rejects a pattern of ranks or alphas that matches only modules without an adapter. Call it after the adapters of all
+    /// layers are attached.
     fn refuse_unused_patterns(&self, names: &ModelNames) -> Result<(), ModelError> {
         const SHOWN: usize = 3;
         let adapted = self.adapted.borrow();
@@ -133,89 +121,6 @@ impl<'a> LoraTargets<'a> {
         Ok(params.into())
     }
 
-    /// Adds an adapter to the router: module `mlp.gate` of transformers 4, or parameter `mlp.gate.weight`.
-    fn router(&self, moe: &mut MoeSpec, transforms: bool) -> Result<Vec<ParamSpec>, ModelError> {
-        let (module, weight) = (moe.router_weight.module.clone(), moe.router_weight.weight_name());
-        let on_disk = moe.hub_router_module();
-        let by_module = transforms && self.hits_named(&on_disk)?;
-        let files = match (by_module, self.hits_parameter(&weight)) {
-            (true, true) => return Err(targeted_twice(&weight)),
-            (false, false) => return Ok(Vec::new()),
-            (true, false) => &on_disk,
-            (false, true) => &module,
-        };
-        let adapter = self.adapter(&module, if by_module { &on_disk } else { &weight })?;
-        let router = &mut moe.router_weight;
-        let params = factors(&adapter, [router.out, router.input], ParamScope::ResidualStream);
-        router.adapter = Some(adapter);
-        Ok(params.map(|param| renamed(param, &module, files)).into())
-    }
-
-    /// Adds adapters to the matrices of the experts.
-    fn experts(&self, moe: &mut MoeSpec, transforms: bool) -> Result<(), ModelError> {
-        let by_parameter = [&moe.gate_up, &moe.down].map(|matrix| self.hits_parameter(&matrix.name));
-        let parts = [moe.expert_parts(&moe.hub.linears[..2]), moe.expert_parts(&moe.hub.linears[2..])];
-        let is_nested = by_parameter == [true, true];
-        // PEFT wraps the first parameter in the wrapper of the second one.
-        let files = [if is_nested { "experts.base_layer" } else { "experts" }, "experts"];
-        let prefix = moe.module.clone();
-        for (((matrix, parts), by_parameter), files) in
-            [&mut moe.gate_up, &mut moe.down].into_iter().zip(parts).zip(by_parameter).zip(files)
-        {
-            let parts = parts.into_iter().filter(|_| transforms && !self.config.skips_expert_modules);
-            let adapters = parts.map(|part| self.per_expert(part)).collect::<Result<Vec<_>, _>>()?;
-            matrix.adapters = adapters.into_iter().flatten().collect();
-            if by_parameter {
-                if !matrix.adapters.is_empty() {
-                    return Err(targeted_twice(&matrix.name));
-                }
-                matrix.adapters = vec![self.parameter(matrix, format!("{prefix}.{files}"))?];
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the adapter of the experts' modules, if the rules select them all.
-    fn per_expert(&self, part: ExpertPart) -> Result<Option<ExpertAdapterSpec>, ModelError> {
-        let ExpertPart { module, modules, columns } = part;
-        let hits = modules.iter().map(|module| self.hits_named(module)).collect::<Result<Vec<_>, _>>()?;
-        let n_hits = hits.iter().filter(|hit| **hit).count();
-        if n_hits == 0 {
-            return Ok(None);
-        }
-        if let Some(i) = hits.iter().position(|hit| !hit) {
-            let problem = format!(
-                "{n_hits} of the {} experts of a layer match, but `{}` does not; an adapter covers all experts of a \
-                 layer: use the name without its number",
-                modules.len(),
-                modules[i]
-            );
-            return Err(ModelError::lora("target_modules", problem));
-        }
-        let adapter = self.adapter(&module, &modules[0])?;
-        for other in &modules {
-            if self.adapter(&module, other)? != adapter {
-                let problem = format!("`{other}` and `{}` differ; all experts of a layer have one rank", modules[0]);
-                return Err(ModelError::lora("rank_pattern", problem));
-            }
-        }
-        Ok(Some(ExpertAdapterSpec { adapter, columns, files: ExpertAdapterFiles::PerExpert(modules) }))
-    }
-
-    /// Returns the adapter of a 3-D parameter.
-    fn parameter(&self, matrix: &ExpertMatrixSpec, files: String) -> Result<ExpertAdapterSpec, ModelError> {
-        if self.config.has_exchanged_parameters && matrix.out == matrix.input.len {
-            let problem = format!(
-                "PEFT before 0.19.1 exchanged inputs and outputs of `{}`, and as both are {} the shapes of `{files}.lora_A` \
-                 and `{files}.lora_B` do not show it; merge the adapter with that PEFT",
-                matrix.name, matrix.out
-            );
-            return Err(ModelError::lora("peft_version", problem));
-        }
-        let adapter = self.adapter(&matrix.name, &matrix.name)?;
-        Ok(ExpertAdapterSpec { adapter, columns: 0..matrix.out, files: ExpertAdapterFiles::Parameter(files) })
-    }
-
     /// Returns true if a linear layer matches.
     fn hits(&self, module: &str) -> Result<bool, ModelError> {
         match &self.excluded {
@@ -225,17 +130,18 @@ impl<'a> LoraTargets<'a> {
     }
 
     /// Returns true if a router or expert matches by its name. `all-linear` does not include them.
-    fn hits_named(&self, module: &str) -> Result<bool, ModelError> {
+    pub(crate) fn hits_named(&self, module: &str) -> Result<bool, ModelError> {
         Ok(!matches!(self.modules, NameMatcher::AllLinear) && self.hits(module)?)
     }
 
-    fn hits_parameter(&self, name: &str) -> bool {
+    /// Returns true if a parameter matches by its name.
+    pub(crate) fn hits_parameter(&self, name: &str) -> bool {
         let targets = &self.config.target_parameters;
         !targets.is_empty() && suffixes(name).any(|suffix| targets.iter().any(|target| target == suffix))
     }
 
     /// Returns the adapter `module`, whose rank and alpha are those of the patterns that match `name`.
-    fn adapter(&self, module: &str, name: &str) -> Result<AdapterSpec, ModelError> {
+    pub(crate) fn adapter(&self, module: &str, name: &str) -> Result<AdapterSpec, ModelError> {
         self.adapted.borrow_mut().insert(name.to_owned());
         let r = first_match(&self.ranks, name)?.unwrap_or(self.config.r);
         let alpha = first_match(&self.alphas, name)?.unwrap_or(self.config.lora_alpha);
@@ -300,7 +206,7 @@ impl LoraConfig {
         let names = self.names(config);
         let targets = self.targets(&names)?;
         for layer_idx in 0..config.n_layers() {
-            targets.attach(&mut config.layer(layer_idx))?;
+            config.layer(layer_idx).attach(&targets)?;
         }
         targets.refuse_unused_patterns(&names)
     }
@@ -343,38 +249,8 @@ impl LoraConfig {
     }
 }
 
-impl MoeSpec {
-    /// Returns the modules of an expert's matrix that stacks `linears`.
-    fn expert_parts(&self, linears: &[&'static str]) -> Vec<ExpertPart> {
-        let height = if linears.len() > 1 { self.expert_size } else { self.down.out };
-        let names: &[&str] = if linears.len() > 1 { &["gate_proj", "up_proj"] } else { &["down_proj"] };
-        let part = |(i, (name, linear)): (usize, (&&str, &&'static str))| ExpertPart {
-            module: format!("{}.experts.{name}", self.module),
-            modules: self.expert_modules(linear).collect(),
-            columns: i * height..(i + 1) * height,
-        };
-        names.iter().zip(linears).enumerate().map(part).collect()
-    }
-}
-
-impl ExpertMatrixSpec {
-    /// Returns the factors of all adapters.
-    fn factors(&self) -> impl Iterator<Item = ParamSpec> {
-        self.adapters.iter().flat_map(|adapter| adapter.params(self))
-    }
-}
-
-/// Sets the name of a router's factor in an adapter folder, if it differs.
-fn renamed(param: ParamSpec, module: &str, on_disk: &str) -> ParamSpec {
-    if module == on_disk {
-        return param;
-    }
-    let tensors = vec![HubTensor { name: param.name.replacen(module, on_disk, 1), rows: 0..param.shape[0] }];
-    let hub = HubTensors { fused_shape: param.shape.clone(), tensors, layout: HubLayout::Rows };
-    ParamSpec { hub: Some(Box::new(hub)), ..param }
-}
-
-fn targeted_twice(parameter: &str) -> ModelError {
+/// Returns the error of a parameter that two rules select.
+pub(crate) fn targeted_twice(parameter: &str) -> ModelError {
     let problem = format!("`{parameter}` is also selected by target_modules; keep one of them");
     ModelError::lora("target_parameters", problem)
 }

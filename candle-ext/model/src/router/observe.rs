@@ -9,7 +9,7 @@ use candlewick_ops::{
 };
 
 use super::{RouterContext, RouterLoss, RouterRows};
-use crate::ParallelOps;
+use crate::TokenParallel;
 
 /// A layer whose router has selected experts.
 pub(crate) struct RoutedLayer<'a> {
@@ -27,7 +27,7 @@ pub(crate) struct RoutedLayer<'a> {
 
 impl RoutedLayer<'_> {
     /// Adds the layer to the totals and its losses to the tape.
-    pub(crate) fn observe(&self, context: &RouterContext, parallel_ops: &dyn ParallelOps) -> Result<()> {
+    pub(crate) fn observe(&self, context: &RouterContext, tokens: &dyn TokenParallel) -> Result<()> {
         if let Some(totals) = context.totals {
             totals.add(self.layer_idx, self.statistics.totals()?, self.n_kept()?)?;
         }
@@ -36,8 +36,7 @@ impl RoutedLayer<'_> {
             return Ok(());
         }
         let logits_ne = self.rows.select(self.logits)?;
-        let add =
-            |loss: &RouterLoss| ops::auxiliary_loss(loss.name(), &self.loss(*loss, &logits_ne, context, parallel_ops)?);
+        let add = |loss: &RouterLoss| ops::auxiliary_loss(loss.name(), &self.loss(*loss, &logits_ne, context, tokens)?);
         losses.iter().try_for_each(add)
     }
 
@@ -54,28 +53,28 @@ impl RoutedLayer<'_> {
         loss: RouterLoss,
         logits_ne: &Tensor,
         context: &RouterContext,
-        parallel_ops: &dyn ParallelOps,
+        tokens: &dyn TokenParallel,
     ) -> Result<Tensor> {
         let statistics = self.statistics;
         let counts_1e = || statistics.tokens_per_expert()?.unsqueeze(0);
         let balance =
             |counts_1e: &Tensor| load_balancing_loss(logits_ne, statistics, &balance_factors(counts_1e)?.squeeze(0)?);
         match loss {
-            RouterLoss::LoadBalancing => balance(&parallel_ops.sum_over_micro_batch(&counts_1e()?)?),
+            RouterLoss::LoadBalancing => balance(&tokens.sum_over_micro_batch(&counts_1e()?)?),
             RouterLoss::SequenceLoadBalancing => {
                 let (sequences, best_nk) =
                     (self.rows.token_sequences()?, self.rows.select(statistics.counted_experts())?);
                 let counts_se = expert_counts(&best_nk, Some(sequences), logits_ne.dim(1)?)?;
-                let counts_se = parallel_ops.sum_over_micro_batch(&counts_se)?;
+                let counts_se = tokens.sum_over_micro_batch(&counts_se)?;
                 sequence_load_balancing_loss(logits_ne, &balance_factors(&counts_se)?, sequences, self.spec.score)
             }
             RouterLoss::GlobalLoadBalancing => {
-                let counts_1e = || parallel_ops.sum_over_data_parallel(&counts_1e()?);
+                let counts_1e = || tokens.sum_over_data_parallel(&counts_1e()?);
                 let sums = context.global_counts.expect("a step with this loss has global counts");
                 balance(&sums.up_to(context.micro_idx, self.layer_idx, counts_1e)?)
             }
             RouterLoss::TransformersLoadBalancing => {
-                let counts_e = || parallel_ops.sum_over_micro_batch(&statistics.tokens_per_expert()?);
+                let counts_e = || tokens.sum_over_micro_batch(&statistics.tokens_per_expert()?);
                 let summed = context
                     .expert_counts_summed_over_layers
                     .expect("a step with this loss has counts summed over layers");

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, CountedExperts, ExpertChoice, RouterSpec, RouterStatisticsSpec, Routing};
 
 use super::{ExpertCapacity, ExpertSelection, RoutedLayer, RouterContext, RouterLoss};
-use crate::{ExpertPadding, ParallelOps};
+use crate::{ExpertPadding, TokenParallel};
 
 /// Logits of a router.
 pub(crate) struct RouterLogits<'a> {
@@ -18,11 +18,7 @@ pub(crate) struct RouterLogits<'a> {
 
 /// Selects the experts of each token within the capacity, or takes replayed ones. Adds the layer's losses and totals, and its
 /// experts to a record.
-pub(crate) fn select(
-    router: &RouterLogits,
-    context: &RouterContext,
-    parallel_ops: &dyn ParallelOps,
-) -> Result<Routing> {
+pub(crate) fn select(router: &RouterLogits, context: &RouterContext, tokens: &dyn TokenParallel) -> Result<Routing> {
     let RouterLogits { layer_idx, logits, bias, spec } = *router;
     let logits = &context.forced(logits, layer_idx)?;
     let balanced = match (context.replayed, context.settings.selection) {
@@ -52,8 +48,7 @@ pub(crate) fn select(
         None => None,
     };
     if let (Some(statistics), Some(rows)) = (&statistics, context.rows) {
-        RoutedLayer { layer_idx, logits, rows, kept: kept.as_ref(), statistics, spec }
-            .observe(context, parallel_ops)?;
+        RoutedLayer { layer_idx, logits, rows, kept: kept.as_ref(), statistics, spec }.observe(context, tokens)?;
     }
     Ok(kept.unwrap_or(routing))
 }

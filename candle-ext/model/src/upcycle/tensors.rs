@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::config::UpcycledExperts;
 use crate::checkpoint::Checkpoint;
-use crate::{LayerSpec, LinearSpec, MlpSpec, Model, ModelError, MoeSpec, ParamSpec, SwiGluSpec};
+use crate::{Config, LayerSpec, LinearSpec, Model, ModelError, MoeSpec, ParamSpec, SwiGluSpec};
 
 /// A tensor of the upcycled checkpoint.
 pub(super) struct UpcycledTensor {
@@ -68,11 +68,10 @@ impl ExpertFactors {
 
 /// Returns the tensors of the upcycled checkpoint in the order of its parameters.
 pub(super) fn tensors(dense: &Model, moe: &Model, experts: &UpcycledExperts) -> Vec<UpcycledTensor> {
-    let mut dense_layers = dense.layers();
     let mut tensors = Vec::new();
     for unit in moe.units() {
-        let pair = unit.layer().and_then(|layer| Some((dense_layers.next()?, layer)));
-        match pair.and_then(|(dense, layer)| LayerPair::new(dense, layer, experts)) {
+        let pair = |layer: &LayerSpec| LayerPair::new([dense.config(), moe.config()], layer.layer_idx, experts);
+        match unit.layer().and_then(pair) {
             Some(pair) => unit.params.iter().for_each(|param| tensors.extend(pair.tensors(param))),
             None => tensors.extend(unit.params.iter().map(copy)),
         }
@@ -85,18 +84,20 @@ fn copy(param: &ParamSpec) -> UpcycledTensor {
 }
 
 /// MLPs of a layer before and after.
-struct LayerPair<'a> {
-    dense: &'a SwiGluSpec,
-    moe: &'a MoeSpec,
+struct LayerPair {
+    dense: SwiGluSpec,
+    moe: MoeSpec,
     factors: ExpertFactors,
     granularity: usize,
 }
 
-impl<'a> LayerPair<'a> {
-    fn new(dense: &'a LayerSpec, layer: &'a LayerSpec, experts: &UpcycledExperts) -> Option<Self> {
-        let (MlpSpec::SwiGlu(dense), MlpSpec::Moe(moe)) = (&dense.mlp, &layer.mlp) else { return None };
-        let granularity = experts.granularity;
-        Some(Self { dense, moe, factors: ExpertFactors::of(moe, granularity), granularity })
+impl LayerPair {
+    /// Returns the MLPs of a layer by both configs; `None` if the layer has no experts.
+    fn new([dense, config]: [&Config; 2], layer_idx: usize, experts: &UpcycledExperts) -> Option<Self> {
+        let like = layer_idx.min(config.n_layers().saturating_sub(1));
+        let moe = config.moe_spec(config.moe_of_layer(like)?, layer_idx);
+        let (dense, granularity) = (dense.dense_mlp(layer_idx), experts.granularity);
+        Some(Self { dense, factors: ExpertFactors::of(&moe, granularity), moe, granularity })
     }
 
     /// Returns the tensors on disk of a parameter of the upcycled layer.
@@ -113,7 +114,7 @@ impl<'a> LayerPair<'a> {
         if name == self.moe.down.name {
             return self.slices(param, &[&self.dense.down], &[self.factors.down]);
         }
-        if name == self.moe.expert_bias_name() {
+        if Some(name) == self.moe.bias_name().as_deref() {
             return of(TensorSource::Zeros);
         }
         if shared.and_then(|shared| shared.gate.as_ref()).is_some_and(|gate| gate.weight_name() == name) {
@@ -126,10 +127,9 @@ impl<'a> LayerPair<'a> {
     }
 
     /// Returns the dense model's linear layer at the position of the shared expert's.
-    fn dense_linear_of(&self, shared: &SwiGluSpec, name: &str) -> Option<&'a LinearSpec> {
-        let linears = |mlp: &'a SwiGluSpec| mlp.gate_up.iter().chain([&mlp.down]);
+    fn dense_linear_of(&self, shared: &SwiGluSpec, name: &str) -> Option<&LinearSpec> {
         let position = shared.gate_up.iter().chain([&shared.down]).position(|linear| linear.weight_name() == name)?;
-        linears(self.dense).nth(position)
+        self.dense.gate_up.iter().chain([&self.dense.down]).nth(position)
     }
 
     /// Returns one tensor for each expert and each of the dense `linears`.
@@ -192,7 +192,7 @@ mod tests {
     fn factors_multiply_to_the_scale_and_down_is_a_power_of_two() {
         for (family, fraction) in [("qwen3_moe", 1.0), ("qwen2_moe", 0.5)] {
             let config = Config::from_json(serde_json::json!({"model_type": family})).unwrap();
-            let MlpSpec::Moe(moe) = config.layer(0).mlp else { panic!("{family} has experts") };
+            let moe = config.moe_spec(config.moe().unwrap(), 0);
             for granularity in [1, 2, 3, 4, 6, 8] {
                 let ExpertFactors { up, down } = ExpertFactors::of(&moe, granularity);
                 assert_eq!(up * down, granularity as f64 * fraction);

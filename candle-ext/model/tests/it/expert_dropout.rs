@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candlewick_model::{
-    Config, ExpertCall, LayerSpec, LoraConfig, MlpSpec, Model, ParallelOps, SingleDevice, TokenExchange,
+    Config, ExpertCall, LayerSpec, LoraConfig, Model, SingleDevice, TokenExchange, TokenParallel,
     checkpoint::Checkpoint,
 };
 use candlewick_ops::{Dropout, Tape, derive_key, dropout, route};
@@ -80,7 +80,7 @@ impl<'a> Matrix<'a> {
 impl ChecksExperts<'_> {
     /// Compares experts and weights with those of a router whose adapter's input has a mask.
     fn check_router(&self, layer: &LayerSpec, call: &ExpertCall) -> Result<()> {
-        let (MlpSpec::Moe(moe), Some(router)) = (&layer.mlp, layer.router()) else { return Ok(()) };
+        let (Some(moe), Some(router)) = (self.tiny.model.config().moe(), layer.router()) else { return Ok(()) };
         let Some(adapter) = &router.adapter else { return Ok(()) };
         let [weight, a, b] =
             [router.weight_name(), adapter.a_name(), adapter.b_name()].map(|name| self.tiny.value(&name).unwrap());
@@ -97,7 +97,7 @@ impl ChecksExperts<'_> {
     }
 }
 
-impl ParallelOps for ChecksExperts<'_> {
+impl TokenParallel for ChecksExperts<'_> {
     fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
         meanwhile(TokenExchange::Dispatch)?;
         meanwhile(TokenExchange::Combine)?;

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candlewick_model::{Config, ExpertCall, Model, ParallelOps, TokenExchange, checkpoint::Checkpoint};
+use candlewick_model::{Config, ExpertCall, Model, TokenExchange, TokenParallel, checkpoint::Checkpoint};
 use candlewick_ops::Tape;
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ struct ChecksExperts<'a> {
     next_layer: Cell<usize>,
 }
 
-impl ParallelOps for ChecksExperts<'_> {
+impl TokenParallel for ChecksExperts<'_> {
     fn experts(&self, call: &ExpertCall, meanwhile: &mut dyn FnMut(TokenExchange) -> Result<()>) -> Result<Tensor> {
         meanwhile(TokenExchange::Dispatch)?;
         meanwhile(TokenExchange::Combine)?;

@@ -8,7 +8,7 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     AdapterFolder, Config, ForwardContext, FsdpUnit, LoraConfig, Model, ParallelOps, ParamSpec, RouterContext,
-    RouterDtype, RouterSettings, SingleDevice, UnitWeights, checkpoint::Checkpoint,
+    RouterDtype, RouterSettings, SingleDevice, TokenParallel, UnitWeights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{CrossEntropy, CuSeqlens, GradSink, LossGrad, Reduction, Tape, Weight, linear_cross_entropy};
 
@@ -105,12 +105,7 @@ impl Tiny {
     }
 
     /// Returns [`Tiny::normed`] with these collectives.
-    pub(crate) fn normed_with(
-        &self,
-        ids: &Tensor,
-        lengths: &[usize],
-        parallel_ops: &dyn ParallelOps,
-    ) -> Result<Tensor> {
+    pub(crate) fn normed_with(&self, ids: &Tensor, lengths: &[usize], tokens: &dyn TokenParallel) -> Result<Tensor> {
         let mut cu = vec![0];
         lengths.iter().for_each(|n| cu.push(cu[cu.len() - 1] + n));
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
@@ -119,7 +114,7 @@ impl Tiny {
         let context = ForwardContext {
             dropout_key: self.dropout_key,
             router: RouterContext { settings: &self.router, ..RouterContext::default() },
-            parallel_ops,
+            parallel_ops: ParallelOps { tokens, ..ParallelOps::SINGLE_DEVICE },
             ..ForwardContext::on_single_device([&cos, &sin], &seqs)
         };
         let mut x = self.model.embed(&self.weights[0], ids, &SingleDevice)?;

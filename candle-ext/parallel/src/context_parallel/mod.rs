@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_model::{AttentionCall, SequenceMixing};
 use candlewick_ops::RowRanges;
 
 use crate::engine::Micro;
@@ -86,7 +86,7 @@ impl ContextParallel {
     }
 }
 
-impl ParallelOps for ContextParallel {
+impl SequenceMixing for ContextParallel {
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         let ring = Ring::new(Arc::clone(&self.context));

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::AttentionCall;
-use candlewick_model::ParallelOps;
+use candlewick_model::SequenceMixing;
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CuSeqlens, OutputsToSave, SavedOutputs, Tape, attention, save_outputs,
 };

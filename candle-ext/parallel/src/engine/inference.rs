@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size, n queried rows
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_model::{LengthClass, ParallelOps};
+use candlewick_model::{LengthClass, ParallelOps, SequenceMixing, SingleDevice, TokenParallel};
 use candlewick_ops::{
     CuSeqlens, LossGrad, Reduction, RowRanges, TokenScores, span, spin_workers, to_host, token_scores,
 };
@@ -78,14 +78,14 @@ impl Engine {
             let Some(x_td) = x_td else { return Ok(None) };
             let weights = self.store.fetch(self.head())?;
             let lm_head = self.model.lm_head(weights)?;
-            let normed = parallel_ops.copy_to_tp(&self.model.final_norm(weights, &x_td)?)?;
+            let normed = parallel_ops.tokens.copy_to_tp(&self.model.final_norm(weights, &x_td)?)?;
             let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, LossGrad::NoGrad)?.loss;
             self.store.release(self.head());
             Ok(Some(loss))
         })
     }
 
-    /// Returns the f32 logits `[v]` after the last token of a sequence, whose earlier tokens `parallel_ops` caches.
+    /// Returns the f32 logits `[v]` after the last token of a sequence, whose earlier tokens `sequence` caches.
     /// Collective: all ranks of the model replica must call it, and all get the result.
     ///
     /// `class` is that of the length that the sequence may reach, in all calls with one cache.
@@ -94,24 +94,24 @@ impl Engine {
         ids: &[u32],
         first_position: usize,
         class: LengthClass,
-        parallel_ops: &dyn ParallelOps,
+        sequence: &dyn SequenceMixing,
     ) -> Result<Tensor> {
         let mut tokens = PackedTokens::default();
         tokens.extend(ids, first_position, class);
-        self.logits_of(&tokens, &[ids.len() as u32 - 1], parallel_ops)?.squeeze(0)
+        self.logits_of(&tokens, &[ids.len() as u32 - 1], sequence)?.squeeze(0)
     }
 
     /// Returns the f32 logits `[n, v]` after the tokens in `rows`. Collective: all ranks of the model replica must call
     /// it.
     ///
     /// On the CPU a row's bits do not depend on the other tokens of the forward, except in a forward of a single token.
-    pub fn logits(&self, tokens: &PackedTokens, rows: &[u32], parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
-        self.logits_of(tokens, &pad_to_two_rows(rows), parallel_ops)?.narrow(0, 0, rows.len())
+    pub fn logits(&self, tokens: &PackedTokens, rows: &[u32], sequence: &dyn SequenceMixing) -> Result<Tensor> {
+        self.logits_of(tokens, &pad_to_two_rows(rows), sequence)?.narrow(0, 0, rows.len())
     }
 
-    fn logits_of(&self, tokens: &PackedTokens, rows: &[u32], parallel_ops: &dyn ParallelOps) -> Result<Tensor> {
+    fn logits_of(&self, tokens: &PackedTokens, rows: &[u32], sequence: &dyn SequenceMixing) -> Result<Tensor> {
         let _spinning = spin_workers(&self.device);
-        let logits = match self.last_hidden_rows(tokens, rows, parallel_ops)? {
+        let logits = match self.last_hidden_rows(tokens, rows, sequence)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
                 let logits = self.logits_of_rows(&self.model.final_norm(weights, &x_td)?, weights)?;
@@ -131,12 +131,12 @@ impl Engine {
         &self,
         tokens: &PackedTokens,
         queries: &[ScoreQuery],
-        parallel_ops: &dyn ParallelOps,
+        sequence: &dyn SequenceMixing,
     ) -> Result<TokenScores> {
         let _spinning = spin_workers(&self.device);
         let (rows, ids): (Vec<u32>, Vec<u32>) = queries.iter().map(|queries| (queries.row, queries.id)).unzip();
         let (rows, ids) = (pad_to_two_rows(&rows), pad_to_two_rows(&ids));
-        let scores = match self.last_hidden_rows(tokens, &rows, parallel_ops)? {
+        let scores = match self.last_hidden_rows(tokens, &rows, sequence)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
                 let lm_head = self.model.lm_head(weights)?;
@@ -207,12 +207,12 @@ impl Engine {
     /// Returns rows of the last layer's output, on the last pipeline stage.
     fn last_hidden_rows(
         &self,
-        tokens: &PackedTokens,
+        packed: &PackedTokens,
         rows: &[u32],
-        parallel_ops: &dyn ParallelOps,
+        sequence: &dyn SequenceMixing,
     ) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
-        let PackedTokens { ids, positions, classes } = tokens;
+        let PackedTokens { ids, positions, classes } = packed;
         let seqs = CuSeqlens::packed(vec![0, ids.len()])?;
         // A few rows cannot be split over the sequence parallel ranks.
         let tensor = self
@@ -220,11 +220,12 @@ impl Engine {
             .as_ref()
             .map(|tensor| TensorParallel { sequence_parallel: SequenceParallel::Off, ..tensor.clone() });
         let n_vocab = self.n_vocab();
-        let shared = tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab, attention: parallel_ops });
-        let inner = shared.as_ref().map_or(parallel_ops, |shared| shared);
+        let shared = tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab });
+        let inner: &dyn TokenParallel = shared.as_ref().map_or(&SingleDevice, |shared| shared);
         let routed = self.experts.as_ref().filter(|experts| experts.exchanges_tokens());
         let routed = routed.map(|experts| ExpertParallelOps { experts, inner });
-        let parallel_ops = routed.as_ref().map_or(inner, |routed| routed);
+        let tokens = routed.as_ref().map_or(inner, |routed| routed);
+        let parallel_ops = ParallelOps { tokens, sequence };
         let rope = self.model.rope(positions, classes, &self.device)?;
         let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, &rope, &seqs, parallel_ops)?;
         x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
@@ -236,7 +237,7 @@ impl Engine {
         ids: &Tensor,
         (cos, sin): &(Tensor, Tensor),
         seqs: &CuSeqlens,
-        parallel_ops: &dyn ParallelOps,
+        parallel_ops: ParallelOps,
     ) -> Result<Option<Tensor>> {
         let _fp8 = self.enable_fixed_fp8()?;
         let rows = RowRanges::all();
@@ -244,7 +245,7 @@ impl Engine {
         let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
         for chunk in 0..layout.n_chunks() {
             let mut x = match layout.is_first(stage, chunk) {
-                true => self.model.embed(self.store.fetch(0)?, ids, parallel_ops)?,
+                true => self.model.embed(self.store.fetch(0)?, ids, parallel_ops.tokens)?,
                 false => self.pipeline.receive_activation(self.hidden_states(ids.dim(0)?, parallel_ops))?,
             };
             self.store.release(0);

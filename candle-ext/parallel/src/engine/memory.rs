@@ -199,7 +199,7 @@ impl StepCost<'_> {
         if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
             // The input is in memory while the layer computes.
             let moments = vec![moment(*saved, input + cost.forward_bytes().max(replay))];
-            *saved += cost.routing_bytes() + if self.offload_memory == OffloadMemory::Device { input } else { 0 };
+            *saved += cost.always_saved_bytes() + if self.offload_memory == OffloadMemory::Device { input } else { 0 };
             return moments;
         }
         *saved += unsaved_input;
@@ -211,8 +211,8 @@ impl StepCost<'_> {
                 *saved += cost.saved_bytes();
                 return moments;
             }
-            ActivationCheckpointing::Selective => *saved += cost.attention_output_bytes() + cost.routing_bytes(),
-            ActivationCheckpointing::Full | ActivationCheckpointing::Offload => *saved += cost.routing_bytes(),
+            ActivationCheckpointing::Selective => *saved += cost.selective_bytes() + cost.always_saved_bytes(),
+            ActivationCheckpointing::Full | ActivationCheckpointing::Offload => *saved += cost.always_saved_bytes(),
         }
         vec![backward, moment(*saved, cost.forward_bytes())]
     }

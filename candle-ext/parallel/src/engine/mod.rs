@@ -21,7 +21,8 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{
-    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SingleDevice, TiledMlp, UnitWeights,
+    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SequenceMixing, SingleDevice, TiledMlp,
+    TokenParallel, UnitWeights,
 };
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, RowRanges, Weight,
@@ -72,7 +73,7 @@ pub struct Engine {
     logits_bytes: usize,
     /// Label smoothing of the training loss.
     label_smoothing: f32,
-    attention_hook: Option<Arc<dyn ParallelOps + Send + Sync>>,
+    attention_hook: Option<Arc<dyn SequenceMixing + Send + Sync>>,
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
     experts: Option<ExpertParallel>,
@@ -133,7 +134,7 @@ impl Engine {
 
     /// Sets a hook that computes attention of every layer and may add auxiliary losses. It replaces the attention of
     /// context parallelism.
-    pub fn with_attention_hook(self, hook: Arc<dyn ParallelOps + Send + Sync>) -> Self {
+    pub fn with_attention_hook(self, hook: Arc<dyn SequenceMixing + Send + Sync>) -> Self {
         Self { attention_hook: Some(hook), ..self }
     }
 
@@ -272,26 +273,26 @@ impl Engine {
         parts * self.sequence.as_ref().map_or(1, ContextParallel::n_parts)
     }
 
-    /// Calls `f` with the operations of this rank. `attention` overrides the engine's attention.
-    fn with_parallel_ops<T>(&self, attention: Option<&dyn ParallelOps>, f: impl FnOnce(&dyn ParallelOps) -> T) -> T {
-        let own: &dyn ParallelOps = match (&self.attention_hook, &self.sequence) {
+    /// Calls `f` with the operations of this rank. `sequence` overrides the engine's attention.
+    fn with_parallel_ops<T>(&self, sequence: Option<&dyn SequenceMixing>, f: impl FnOnce(ParallelOps) -> T) -> T {
+        let own: &dyn SequenceMixing = match (&self.attention_hook, &self.sequence) {
             (Some(hook), _) => &**hook,
             (None, Some(sequence)) => sequence,
             (None, None) => &SingleDevice,
         };
-        let attention = attention.unwrap_or(own);
+        let sequence = sequence.unwrap_or(own);
         let n_vocab = self.model.config().vocab_size();
-        let tensor = self.tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab, attention });
-        let inner = tensor.as_ref().map_or(attention, |tensor| tensor);
+        let tensor = self.tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab });
+        let inner: &dyn TokenParallel = tensor.as_ref().map_or(&SingleDevice, |tensor| tensor);
         match &self.experts {
-            None => f(inner),
-            Some(experts) => f(&ExpertParallelOps { experts, inner }),
+            None => f(ParallelOps { tokens: inner, sequence }),
+            Some(experts) => f(ParallelOps { tokens: &ExpertParallelOps { experts, inner }, sequence }),
         }
     }
 
     /// Describes the hidden states of `n_tokens` tokens of this rank between blocks: [t/n, d].
-    fn hidden_states(&self, n_tokens: usize, parallel_ops: &dyn ParallelOps) -> HiddenStates {
-        let shape = vec![n_tokens / parallel_ops.sequence_parallel_size(), self.model.config().hidden_size()];
+    fn hidden_states(&self, n_tokens: usize, parallel_ops: ParallelOps) -> HiddenStates {
+        let shape = vec![n_tokens / parallel_ops.tokens.sequence_parallel_size(), self.model.config().hidden_size()];
         HiddenStates { dtype: self.model.residual_dtype(self.store.compute_dtype()), shape }
     }
 
@@ -301,7 +302,7 @@ impl Engine {
         [cos, sin]: [&'a Tensor; 2],
         seqs: &'a CuSeqlens,
         rows: &'a RowRanges,
-        parallel_ops: &'a dyn ParallelOps,
+        parallel_ops: ParallelOps<'a>,
     ) -> ForwardContext<'a> {
         let (attention, tiled_mlp) = (self.attention, self.tiled_mlp);
         ForwardContext {

@@ -90,12 +90,12 @@ impl Engine {
         // The head, which ties the embedding, releases it.
         let (embedding, weights) = (self.store.fetch(0)?, self.store.fetch(layer_idx + 1)?);
         let tape = Tape::record(&[input], || {
-            let embedded = self.model.embed(embedding, &own.ids, context.parallel_ops)?;
+            let embedded = self.model.embed(embedding, &own.ids, context.parallel_ops.tokens)?;
             self.model.mtp_layer(weights, input, &embedded, context)
         })?;
         let (lm_head, name) = (self.model.lm_head(head)?, mtp_loss_name(depth));
         let dy = self.hidden_states_grad(tape.output(), context.parallel_ops, |normed| {
-            auxiliary.add_loss(layer_idx, &name, context.parallel_ops.sequence_parallel_size(), |upstream| {
+            auxiliary.add_loss(layer_idx, &name, context.parallel_ops.tokens.sequence_parallel_size(), |upstream| {
                 self.cross_entropy(normed, &lm_head, &own.targets, Reduction::Sum, upstream)
             })
         })?;

@@ -247,7 +247,7 @@ impl Engine {
         pass: &Pass<'_>,
         state: &MicroBatchState,
         loss: &StepLoss,
-        parallel_ops: &dyn ParallelOps,
+        parallel_ops: ParallelOps,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<(Option<Tensor>, ChunkActivations)> {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
@@ -258,7 +258,8 @@ impl Engine {
         context.router.record = pass.routers.record.as_ref();
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
-                let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops))?;
+                let tape =
+                    Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, parallel_ops.tokens))?;
                 self.store.release(0);
                 let x = tape.output().clone();
                 (Some(tape), x)
@@ -302,7 +303,7 @@ impl Engine {
         pass: &Pass<'_>,
         state: &MicroBatchState,
         activations: ChunkActivations,
-        parallel_ops: &dyn ParallelOps,
+        parallel_ops: ParallelOps,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<()> {
         let ChunkActivations { embedded, blocks, dy } = activations;
@@ -340,7 +341,7 @@ impl Engine {
         &'a self,
         pass: &Pass<'a>,
         state: &'a MicroBatchState,
-        parallel_ops: &'a dyn ParallelOps,
+        parallel_ops: ParallelOps<'a>,
     ) -> ForwardContext<'a> {
         let MicroBatchState { part, cos, sin, dropout_key, router_rows, replayed, .. } = state;
         ForwardContext {
@@ -465,10 +466,10 @@ impl Engine {
     pub(super) fn hidden_states_grad(
         &self,
         normed: &Tensor,
-        parallel_ops: &dyn ParallelOps,
+        parallel_ops: ParallelOps,
         loss_grad: impl FnOnce(&Tensor) -> Result<Option<Tensor>>,
     ) -> Result<Tensor> {
-        let tape = Tape::record(&[normed], || parallel_ops.copy_to_tp(normed))?;
+        let tape = Tape::record(&[normed], || parallel_ops.tokens.copy_to_tp(normed))?;
         let dx = loss_grad(tape.output())?.expect("an upstream gradient was given");
         input_grad(tape, normed, &dx, &[])
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
-use candlewick_model::{AttentionCall, ExpertCall, ExpertDropout, ParallelOps, TokenExchange};
+use candlewick_model::{ExpertCall, ExpertDropout, TokenExchange, TokenParallel};
 use candlewick_ops::{ColumnShard, Weight};
 
 /// Exchange of tokens between expert parallel ranks, with Megatron-LM's names.
@@ -78,10 +78,10 @@ impl ExpertParallel {
 /// Operations of an expert parallel rank. All but the experts are delegated to `inner`.
 pub(crate) struct ExpertParallelOps<'a> {
     pub(crate) experts: &'a ExpertParallel,
-    pub(crate) inner: &'a dyn ParallelOps,
+    pub(crate) inner: &'a dyn TokenParallel,
 }
 
-impl ParallelOps for ExpertParallelOps<'_> {
+impl TokenParallel for ExpertParallelOps<'_> {
     fn embedding(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
         self.inner.embedding(ids, table, padding)
     }
@@ -108,10 +108,6 @@ impl ParallelOps for ExpertParallelOps<'_> {
 
     fn reduce_from_tp(&self, y: &Tensor) -> Result<Tensor> {
         self.inner.reduce_from_tp(y)
-    }
-
-    fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
-        self.inner.attention(call)
     }
 
     fn experts(&self, call: &ExpertCall, meanwhile: Meanwhile) -> Result<Tensor> {

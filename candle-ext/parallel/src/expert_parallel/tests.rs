@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Pending, Recv, Result as CommResult, threads};
 use candlewick_model::{
-    Config, ForwardContext, Model, ParamGroupKind, ParamSpec, RouterContext, RouterSettings, UnitWeights,
+    Config, ForwardContext, Model, ParallelOps, ParamGroupKind, ParamSpec, RouterContext, RouterSettings, UnitWeights,
 };
 use candlewick_ops::{self as ops, CuSeqlens, Tape, record};
 use serde_json::json;
@@ -218,7 +218,7 @@ impl NotesSublayers {
     }
 }
 
-impl ParallelOps for NotesSublayers {
+impl TokenParallel for NotesSublayers {
     fn copy_to_tp(&self, x: &Tensor) -> Result<Tensor> {
         self.noted(x, ["in", "in backward"])
     }
@@ -273,7 +273,10 @@ fn timelines_of_layer(
     let seqs = CuSeqlens::packed(vec![0, 6])?;
     let context = ForwardContext {
         router: RouterContext { settings: &RouterSettings::default(), ..RouterContext::default() },
-        parallel_ops: &ExpertParallelOps { experts: &experts, inner: &inner },
+        parallel_ops: ParallelOps {
+            tokens: &ExpertParallelOps { experts: &experts, inner: &inner },
+            ..ParallelOps::SINGLE_DEVICE
+        },
         ..ForwardContext::on_single_device([&cos, &sin], &seqs)
     };
     let x = Tensor::arange(0f32, 48.0, &Device::Cpu)?.affine(0.1, rank as f64)?.sin()?.reshape((6, 8))?;

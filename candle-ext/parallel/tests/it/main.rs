@@ -7,6 +7,7 @@ mod experts;
 mod fp8_fused;
 mod inference;
 mod memory;
+mod mixer;
 mod modes;
 mod mtp;
 mod optimizer_groups;

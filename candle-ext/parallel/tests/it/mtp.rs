@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
 use candlewick_comm::{Options, Solo, World, threads};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AttentionCall, Config, Model, ParallelOps, SingleDevice};
+use candlewick_model::{AttentionCall, Config, Model, SequenceMixing, SingleDevice};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
     ActivationCheckpointing, AuxiliaryLoss, CausalLm, Engine, LossScale, Micro, ParallelGroups, ParamDtypes,
@@ -129,7 +129,7 @@ thread_local! {
 /// Attention that notes the bytes of the engine's store in MTP layers.
 struct NotesBytes;
 
-impl ParallelOps for NotesBytes {
+impl SequenceMixing for NotesBytes {
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let engine = ENGINE.with_borrow(Option::clone);
         let engine = engine.filter(|engine| call.layer_idx >= engine.model().n_blocks());

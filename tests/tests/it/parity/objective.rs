@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
-use candlewick_model::{AttentionCall, ParallelOps};
+use candlewick_model::{AttentionCall, SequenceMixing};
 use candlewick_ops::{self as ops, GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, CausalLm, Engine, LossScale, MasterRounding, MicroLoss, Objective, OptimizerStep,
@@ -34,7 +34,7 @@ impl Objective for Squared {
 /// Attention that adds the sum of squared queries as an auxiliary loss.
 struct QueryEnergy;
 
-impl ParallelOps for QueryEnergy {
+impl SequenceMixing for QueryEnergy {
     fn attention(&self, call: &AttentionCall) -> Result<Tensor> {
         let AttentionCall { q, k, v, seqs, spec, .. } = *call;
         let twice_q = (q * 2.0)?;

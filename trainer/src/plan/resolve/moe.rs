@@ -1,6 +1,6 @@
 //! Resolution of the keys of mixture-of-experts models.
 
-use candlewick_model::{Model, QkNorm};
+use candlewick_model::Model;
 use candlewick_ops::{FP8_BLOCK, GroupedGemmImpl};
 use candlewick_text::quantity::counted;
 
@@ -18,10 +18,6 @@ const DISPATCHER: &str = "moe.token_dispatcher_type";
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, ranks: &RanksPlan) -> Option<RouterPlan> {
     note_keys_without_effect(resolver);
     let config = model.config.as_ref()?;
-    if ranks.tensor > 1 && config.qk_norm() == QkNorm::AllHeads {
-        let message = "tensor_parallel_size: the QK norm of this model covers all heads, which ranks cannot split";
-        resolver.report_with_advice(&["tensor_parallel_size"], message, "use 1");
-    }
     config.transformers_warning().into_iter().for_each(|warning| resolver.note(warning));
     let Some(moe) = config.moe() else {
         report_keys_of_experts(resolver, "this model has no experts");

@@ -1,6 +1,6 @@
 //! The degrees of parallelism of a run.
 
-use candlewick_model::Config;
+use candlewick_model::{Config, LayerSpec, MixerSplit};
 use candlewick_ops::{AttentionHeads, AttentionImpl};
 use candlewick_text::quantity::counted;
 
@@ -10,6 +10,8 @@ use super::{backend, deepspeed, moe};
 use crate::plan::{ModelPlan, RanksPlan};
 use crate::recipe::TokenDispatcherType;
 
+const TENSOR: &str = "tensor_parallel_size";
+const CONTEXT: &str = "context_parallel_size";
 const ULYSSES: &str = "sequence_parallel_size";
 const SEQUENCE_PARALLEL: &str = "sequence_parallel";
 
@@ -55,6 +57,10 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
             "ZeRO stage {zero_stage} {what} for every micro-batch of the pipeline; stage 1 does so once a step"
         ));
     }
+    if let Some(config) = &model.config {
+        let layers = (0..config.n_layers()).map(|layer_idx| config.layer(layer_idx)).collect::<Vec<_>>();
+        report_refused_splits(resolver, &layers, [tensor, context, sequence]);
+    }
     let experts = moe::expert_ranks(resolver, model, n_in_stage);
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
     let backend = backend::resolve(resolver);
@@ -78,7 +84,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
 
 /// Returns the tensor-parallel degree. It must divide the attention heads, the KV heads and the MLP's width.
 fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> usize {
-    const KEY: &str = "tensor_parallel_size";
+    const KEY: &str = TENSOR;
     let given = resolver.recipe().tensor_parallel_size;
     let size = resolver.positive(KEY, given, 1).max(1);
     let divides = |n: &usize| n_ranks.is_multiple_of(*n);
@@ -127,7 +133,7 @@ fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, te
 
 /// Returns the context-parallel degree: the size of a ring among `n_groups` groups of `sequence` ranks.
 fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention: AttentionImpl) -> usize {
-    const KEY: &str = "context_parallel_size";
+    const KEY: &str = CONTEXT;
     let given = resolver.recipe().context_parallel_size;
     let size = resolver.positive(KEY, given, 1).max(1);
     if !n_groups.is_multiple_of(size) {
@@ -140,6 +146,20 @@ fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention:
         resolver.report_with_advice(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
     }
     size
+}
+
+/// Reports the ways of splitting that the mixer of a layer does not support, given the tensor, context and Ulysses degrees.
+fn report_refused_splits(resolver: &mut Resolver, layers: &[LayerSpec], [tensor, context, ulysses]: [usize; 3]) {
+    let splits = [
+        (TENSOR, MixerSplit::Tensor, tensor),
+        (CONTEXT, MixerSplit::Context, context),
+        (ULYSSES, MixerSplit::Ulysses, ulysses),
+    ];
+    for (key, split, n_ranks) in splits {
+        if let Some(message) = layers.iter().find_map(|layer| layer.refusal(split, n_ranks)) {
+            resolver.report_with_advice(&[key], format!("{key}: {message}"), "use 1");
+        }
+    }
 }
 
 /// Reports that `n` of `unit` (a noun with an optional attribute) cannot be divided into `into`.

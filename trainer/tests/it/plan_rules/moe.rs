@@ -115,7 +115,12 @@ fn a_norm_over_all_heads_refuses_tensor_parallelism() {
         "tie_word_embeddings": false, "initializer_range": 0.02, "num_experts": 4, "num_experts_per_tok": 2
     });
     let message = resolve(config, 2, &["tensor_parallel_size=2"]).unwrap_err();
-    assert!(message.contains("the QK norm of this model covers all heads"), "{message}");
+    assert!(
+        message.contains(
+            "tensor_parallel_size: the attention of layer 0 cannot be split over 2 tensor parallel ranks: the QK norm"
+        ),
+        "{message}"
+    );
 }
 
 #[test]

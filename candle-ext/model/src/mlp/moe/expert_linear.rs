@@ -7,9 +7,10 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, Dropout, GroupedCall, TokensPerCall, Weight};
 
-use crate::lora::ExpertAdapterSpec;
+use super::adapter::ExpertAdapterSpec;
+use super::spec::ExpertMatrixSpec;
 use crate::param::{FNV_START, fnv1a};
-use crate::{AdapterSpec, ExpertDropout, ExpertMatrixSpec};
+use crate::{AdapterSpec, ExpertDropout, WeightLookup};
 
 /// A linear layer per expert: y = x W_i^T for the rows of expert i, plus the adapters' outputs.
 #[derive(Clone, Debug)]
@@ -44,7 +45,7 @@ enum ExpertColumns {
 
 impl ExpertLinear {
     /// Builds the layer from the parameters that `get` returns by name.
-    pub(crate) fn build(spec: &ExpertMatrixSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+    pub(crate) fn build(spec: &ExpertMatrixSpec, get: &mut WeightLookup) -> Result<Self> {
         let weight = get(&spec.name)?;
         let adapters =
             spec.adapters.iter().map(|adapter| ExpertLora::build(adapter, spec.out, get)).collect::<Result<_>>()?;
@@ -82,7 +83,7 @@ impl ExpertLinear {
 
 impl ExpertLora {
     /// Builds the adapter of a matrix with `n_columns` output columns.
-    fn build(spec: &ExpertAdapterSpec, n_columns: usize, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+    fn build(spec: &ExpertAdapterSpec, n_columns: usize, get: &mut WeightLookup) -> Result<Self> {
         let AdapterSpec { scaling, dropout: p, ref module, .. } = spec.adapter;
         let (a, b) = (get(&spec.adapter.a_name())?, get(&spec.adapter.b_name())?);
         let dropout = Dropout { p, key: fnv1a(FNV_START, module) };

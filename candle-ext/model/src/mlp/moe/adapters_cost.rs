@@ -3,8 +3,9 @@
 //!
 //! Dimensions: n rows, d hidden size, f intermediate size of an expert
 
-use crate::experts_cost::ExpertsCost;
-use crate::{ExpertMatrixSpec, MoeSpec};
+use super::experts_cost::ExpertsCost;
+use super::spec::{ExpertMatrixSpec, MoeSpec};
+use crate::mlp::MlpSpec;
 
 /// Sizes of these adapters of a layer, in elements.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +34,7 @@ impl ExpertAdaptersCost {
         let widest = |matrix: &ExpertMatrixSpec| {
             matrix.adapters.iter().map(|adapter| adapter.columns.len() as u64).max().unwrap_or(0)
         };
-        let adapters = || moe.expert_matrices().flat_map(|matrix| &matrix.adapters);
+        let adapters = || moe.expert_matrices().into_iter().flat_map(|matrix| &matrix.adapters);
         let on_tokens = moe.shared_expert_gate().into_iter().chain([&moe.router_weight]);
         Self {
             n_tokens: experts.n_tokens,

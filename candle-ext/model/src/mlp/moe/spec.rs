@@ -2,10 +2,12 @@
 
 use candlewick_ops::{RouterSpec, WeightStorage};
 
+use super::adapter::ExpertAdapterSpec;
 use crate::linear_spec::layer_name;
+use crate::mlp::SwiGluSpec;
 use crate::{
-    Config, Dim, DimSize, ExpertAdapterSpec, ExpertWeighting, HubLayout, HubTensor, HubTensors, Init, LinearSpec,
-    MoeConfig, ParamGroupKind, ParamScope, ParamSpec, SwiGluSpec,
+    Config, Dim, DimSize, ExpertWeighting, HubLayout, HubTensor, HubTensors, Init, LinearSpec, MoeConfig,
+    ParamGroupKind, ParamScope, ParamSpec,
 };
 
 /// Name of a router's expert bias.
@@ -125,16 +127,14 @@ impl Config {
 }
 
 impl MoeSpec {
-    /// Returns the name of the router's expert bias [experts].
-    pub fn expert_bias_name(&self) -> String {
-        format!("{}.{EXPERT_BIAS}", self.router_weight.module)
+    /// Returns the name of the router's expert bias [experts]; `None` without one.
+    pub(crate) fn bias_name(&self) -> Option<String> {
+        self.expert_bias.then(|| format!("{}.{EXPERT_BIAS}", self.router_weight.module))
     }
 
-    /// Returns the weight elements of the router, of the selected experts and of the shared expert's gate.
-    pub(crate) fn n_active_routed_weights(&self) -> usize {
-        let of_expert = |matrix: &ExpertMatrixSpec| matrix.out * matrix.input.len;
-        let selected = self.router.top_k * (of_expert(&self.gate_up) + of_expert(&self.down));
-        selected + self.router_weight.n_weights() + self.shared_expert_gate().map_or(0, LinearSpec::n_weights)
+    /// Returns the MLP of the shared expert; `None` without one.
+    pub(super) fn shared_mlp(&self) -> Option<&SwiGluSpec> {
+        self.shared_expert.as_ref().map(|shared| &shared.mlp)
     }
 
     /// Returns the gate of the shared expert; `None` without one.
@@ -143,16 +143,15 @@ impl MoeSpec {
     }
 
     /// Returns the parameters except those of the shared expert's MLP.
-    pub(crate) fn params(&self, std: f64) -> Vec<ParamSpec> {
+    pub(super) fn params(&self, std: f64) -> Vec<ParamSpec> {
         let init = Init::Normal { std, zero_row: None };
         let linear = |linear: &LinearSpec| {
             ParamSpec::matrix(linear.weight_name(), [linear.out, linear.input], ParamScope::ResidualStream, init)
         };
         let router = ParamSpec { hub: self.hub_router(), ..linear(&self.router_weight) };
         let mut params = vec![router];
-        if self.expert_bias {
-            let scope = ParamScope::ResidualStream;
-            let bias = ParamSpec::vector(self.expert_bias_name(), self.router_weight.out, scope, Init::Zeros);
+        if let Some(name) = self.bias_name() {
+            let bias = ParamSpec::vector(name, self.router_weight.out, ParamScope::ResidualStream, Init::Zeros);
             let hub = self.hub_expert_bias();
             params.push(ParamSpec { trainable: false, storage: WeightStorage::F32, hub, ..bias });
         }
@@ -160,16 +159,6 @@ impl MoeSpec {
         params.push(self.down.param(self.hub_experts(&self.down, &self.hub.linears[2..]), std));
         params.extend(self.shared_expert_gate().map(linear));
         params
-    }
-
-    /// Returns the matrices of the experts in forward order.
-    pub fn expert_matrices(&self) -> impl Iterator<Item = &ExpertMatrixSpec> {
-        [&self.gate_up, &self.down].into_iter()
-    }
-
-    /// Returns the matrices of the experts in forward order.
-    pub(crate) fn expert_matrices_mut(&mut self) -> impl Iterator<Item = &mut ExpertMatrixSpec> {
-        [&mut self.gate_up, &mut self.down].into_iter()
     }
 
     /// Returns the module names of one linear layer of all experts, as in Hub checkpoints.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::AdapterSpec;
+use crate::AdapterSpec;
 
 /// A LoRA adapter on one matrix of every routed expert of a layer.
 #[derive(Clone, Debug, PartialEq)]

@@ -7,7 +7,7 @@ use candlewick_ops::{
     self as ops, ColumnShard, ExpertAssignment, GroupedCall, GroupedGemmImpl, Routing, TokensPerCall,
 };
 
-use crate::expert_linear::ExpertLinear;
+use super::expert_linear::ExpertLinear;
 use crate::{ExpertDropout, ExpertWeighting, TiledMlp};
 
 /// Matrices of the routed experts of this rank.

@@ -6,10 +6,9 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::expert::{ExpertAdapterFiles, ExpertAdapterSpec};
-use crate::{
-    Dim, DimSize, ExpertMatrixSpec, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec,
-};
+use super::adapter::{ExpertAdapterFiles, ExpertAdapterSpec};
+use super::spec::ExpertMatrixSpec;
+use crate::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 
 impl ExpertAdapterSpec {
     /// Returns the factors A [e * r, input] and B [e * w, r] on a matrix of the experts, sorted by expert.

@@ -5,7 +5,9 @@
 use candle_core::{Result, Tensor};
 use candlewick_ops::{self as ops, ColumnShard, NormCall, OutputDtype, Weight};
 
-use crate::{ForwardContext, Linear, SwiGluSpec, TiledMlp, dropout::DropoutScope};
+use super::spec::SwiGluSpec;
+use crate::mlp::Mlp;
+use crate::{ForwardContext, Linear, TiledMlp, WeightLookup, dropout::DropoutScope};
 
 /// Linear layers of a SwiGLU MLP.
 #[derive(Clone)]
@@ -29,37 +31,37 @@ pub(crate) enum StartedSwiGlu {
     Projected(Tensor),
 }
 
-impl SwiGlu {
-    pub(crate) fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
-        let [gate, up] = &spec.gate_up;
-        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
-        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
-    }
-
+impl Mlp for SwiGlu {
     /// Computes [t, d] -> [t, d] between the collectives of a sublayer, in tiles as the context sets.
-    pub(crate) fn forward_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        self.finish_sublayer(self.start_sublayer(x_td, context)?, context)
+    fn forward(&self, normed_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        self.finish_sublayer(self.start_sublayer(normed_td, context)?, context)
     }
 
-    /// Computes the sublayer of a norm that it quantizes as it computes it: norm input [t, d] -> the stream that the MLP is added to, and
-    /// [t, d]. Returns `None` if the norm must be computed first.
-    pub(crate) fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 2]>> {
+    fn forward_of_norm(&self, norm: NormCall<'_>, context: &ForwardContext) -> Result<Option<[Tensor; 2]>> {
         let [gate, up] = &self.gate_up;
-        let reads_norm = context.tiled_mlp == TiledMlp::Off && !context.parallel_ops.exchanges_inputs();
+        let reads_norm = context.tiled_mlp == TiledMlp::Off && !context.parallel_ops.tokens.exchanges_inputs();
         match Linear::plain_weights([gate, up, &self.down]).filter(|_| reads_norm) {
             Some(weights) => ops::fp8_normed_swiglu_mlp(norm, weights),
             None => Ok(None),
         }
     }
+}
 
-    /// Computes the first part of [`forward_sublayer`](Self::forward_sublayer): the gated activation, if not in tiles.
+impl SwiGlu {
+    pub(crate) fn build(spec: &SwiGluSpec, get: &mut WeightLookup) -> Result<Self> {
+        let [gate, up] = &spec.gate_up;
+        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
+        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
+    }
+
+    /// Computes the first part of [`Mlp::forward`]: the gated activation, if not in tiles.
     pub(crate) fn start_sublayer(&self, x_td: &Tensor, context: &ForwardContext) -> Result<StartedSwiGlu> {
         let dropout = context.dropout();
-        let x_td = &context.parallel_ops.copy_to_tp(x_td)?;
+        let x_td = &context.parallel_ops.tokens.copy_to_tp(x_td)?;
         match context.tiled_mlp {
             TiledMlp::Off => self.start(x_td, dropout.as_ref()),
             TiledMlp::On => {
-                let (mlp, columns) = (self.clone(), context.parallel_ops.input_shard());
+                let (mlp, columns) = (self.clone(), context.parallel_ops.tokens.input_shard());
                 let y_td = ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
                     let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
                     let started = mlp.start(x_td, dropout.as_ref())?;
@@ -70,10 +72,10 @@ impl SwiGlu {
         }
     }
 
-    /// Computes the rest of [`forward_sublayer`](Self::forward_sublayer): the down projection and the sublayer's collective.
+    /// Computes the rest of [`Mlp::forward`]: the down projection and the sublayer's collective.
     pub(crate) fn finish_sublayer(&self, started: StartedSwiGlu, context: &ForwardContext) -> Result<Tensor> {
-        let columns = context.parallel_ops.input_shard();
-        context.parallel_ops.reduce_from_tp(&self.project(started, context.dropout().as_ref(), columns)?)
+        let columns = context.parallel_ops.tokens.input_shard();
+        context.parallel_ops.tokens.reduce_from_tp(&self.project(started, context.dropout().as_ref(), columns)?)
     }
 
     /// Computes the gated activation [t, d] -> [t, f], or the output if one kernel computes both.
