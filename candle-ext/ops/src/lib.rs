@@ -137,7 +137,7 @@ pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;
 pub use rms_norm::{NormCall, add_rms_norm, rms_norm, rms_norm_cost};
-pub use rope::{QkvHeads, rope, rope_cost, split_qkv};
+pub use rope::{QkNorms, QkvHeads, rms_norm_rope, rope, rope_cost, split_qkv};
 pub use saved::{OutputsToSave, ReplayedOutput, SavedOutputs};
 pub use scale::scale;
 pub use scale_rows::scale_rows;

@@ -165,9 +165,18 @@ impl LayerCost<'_> {
         // The gradients of the sum, of attention's output, of q, k and v.
         let grads = t * s * (d + 2 * q + 2 * kv) + self.activation_bytes() - self.output_bytes();
         let scratch = self.attention_cost().backward().scratch_bytes + self.exchange.backward_bytes;
-        let attention = self.saved_until_attention() + grads + scratch;
+        let attention = self.saved_until_attention() + grads + scratch + self.recomputed_values();
         let worst = mlp.max(self.router_backward()).max(attention).max(self.projections_backward());
         worst + self.sublayer_bytes()
+    }
+
+    /// Returns the bytes of the values that attention's backward copies from the joined rows of q, k and v. Norms of heads save
+    /// these rows, so the values are not saved apart.
+    fn recomputed_values(&self) -> u64 {
+        match self.attention_spec().qk_norm {
+            QkNorm::PerHead => self.n_tokens * self.widths().kv * self.n_bytes(),
+            QkNorm::None | QkNorm::AllHeads => 0,
+        }
     }
 
     /// Returns the peak bytes of the backward of the projections to q, k and v, after that of attention: the layer's output,
