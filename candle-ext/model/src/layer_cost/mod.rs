@@ -316,8 +316,10 @@ impl LayerCost<'_> {
         let Some(mlp) = self.layer.mlp.swiglu() else { return 0 };
         let elements = |n: u64| rows * self.n_bytes() * n;
         let down = self.linears_backward(rows, [f, d], std::slice::from_ref(&mlp.down)) + elements(f) + output_grad;
+        // The gradient of the down projection's weight follows that of its input, whose memory the gated activation takes.
+        let weight = self.linear(rows, [f, d], (&mlp.down, LinearInput::Unused)).backward().scratch_bytes;
         // In FP8 the codes of the last input exist until another is quantized.
-        let gated = elements(3 * f) + if mlp.down.fp8 { rows * f } else { 0 };
+        let gated = elements(3 * f) + if mlp.down.fp8 { rows * f } else { weight + output_grad };
         let gate_up = elements(d) + self.linears_backward(rows, [d, f], &mlp.gate_up);
         self.mlp_saved(rows) + down.max(gated).max(gate_up)
     }
