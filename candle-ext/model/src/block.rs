@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size, f MLP intermediate size
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionSpec, OutputDtype, QkNorms, QkvHeads, Weight};
+use candlewick_ops::{self as ops, AttentionSpec, QkNorms, QkvHeads, Weight};
 
 use crate::moe::Moe;
 use crate::swiglu::SwiGlu;
@@ -120,14 +120,17 @@ impl SelfAttention {
 
     /// Returns queries and keys with their norms and RoPE applied, and values. Adjacent weights need a single matmul.
     fn qkv(&self, x_td: &Tensor, context: &ForwardContext) -> Result<[Tensor; 3]> {
-        let joins = self.qk_norm != QkNorm::AllHeads;
-        let Some(joined) = joins.then(|| Linear::joined(&self.qkv, x_td)).flatten() else {
-            let dropout = context.dropout();
+        let dropout = context.dropout();
+        let joined = match self.qk_norm {
+            // Its rows are the heads of one projection.
+            QkNorm::AllHeads => None,
+            QkNorm::None | QkNorm::PerHead => Linear::forward_joined(&self.qkv, x_td, dropout.as_ref())?,
+        };
+        let Some(qkv) = joined else {
             return self.heads(self.qkv.each_ref(), |layer| layer.forward(x_td, dropout.as_ref()), context);
         };
         let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
         let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
-        let qkv = ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?;
         let norms = self.qk_norms.as_ref().map(|[q, k]| QkNorms { weights: [&q.weight, &k.weight], eps: q.eps });
         ops::split_qkv(&qkv, heads, norms, context.cos, context.sin)
     }

@@ -21,7 +21,7 @@ use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::Weight;
 use crate::weight_matmul::Dims;
-pub use adapter::{linear_plus, linear_scaled};
+pub use adapter::{joins_adapters, linear_plus, linear_plus_columns, linear_scaled};
 use bias::add_grad_bias;
 pub use cost::LinearCost;
 
