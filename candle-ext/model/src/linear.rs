@@ -76,13 +76,29 @@ impl Linear {
         has_none.then(|| layers.map(|layer| (&layer.weight, layer.bias.as_ref())))
     }
 
-    /// Returns the fused weight of several layers, for one matmul instead of several.
+    /// Computes the outputs of several layers, side by side, with one matmul for their weights: [.., in] -> [.., sum of out].
     ///
-    /// Returns `None` if the layers have a bias or an adapter, or if fusing does not pay for this `x`.
-    pub(crate) fn joined(layers: &[Self], x: &Tensor) -> Option<Weight> {
-        let is_plain = |layer: &&Self| layer.bias.is_none() && layer.adapter.is_none();
-        let weights = layers.iter().map(|layer| Some(layer).filter(is_plain).map(|layer| &layer.weight));
-        Weight::joined(&weights.collect::<Option<Vec<_>>>()?, x)
+    /// Returns `None` if the layers have a bias, or if one matmul does not pay for this `x`. On a GPU they may have adapters.
+    pub(crate) fn forward_joined(
+        layers: &[Self],
+        x: &Tensor,
+        dropout: Option<&DropoutScope>,
+    ) -> Result<Option<Tensor>> {
+        let has = |is: fn(&Self) -> bool| layers.iter().any(is);
+        if has(|layer| layer.bias.is_some()) || (has(|layer| layer.adapter.is_some()) && !ops::joins_adapters(x)?) {
+            return Ok(None);
+        }
+        let weights: Vec<&Weight> = layers.iter().map(|layer| &layer.weight).collect();
+        let Some(weight) = Weight::joined(&weights, x) else { return Ok(None) };
+        let mut y = ops::linear(x, &weight, None, OutputDtype::SameAsInput)?;
+        let mut first = 0;
+        for layer in layers {
+            if let Some(Adapter::Lora(lora)) = &layer.adapter {
+                y = lora.add_to_columns((&y, first), x, dropout)?;
+            }
+            first += layer.n_outputs();
+        }
+        Ok(Some(y))
     }
 }
 

@@ -104,7 +104,7 @@ pub use gemm_plans::forget_gemms;
 pub use grad_scaler::{GradPolicy, GradScaler, LossLimit, LossScaling, ScalerState, StepDecision, UpdateOutcome};
 pub use grouped_tile::{GroupedTile, TileUse, force_grouped_tile, grouped_tiles, load_cutlass_from};
 pub use in_place::{copy_into, count_zeros, sum_of_squares, zero_};
-pub use linear::{LinearCost, OutputDtype, linear, linear_plus, linear_scaled};
+pub use linear::{LinearCost, OutputDtype, joins_adapters, linear, linear_plus, linear_plus_columns, linear_scaled};
 pub use linear_cross_entropy::{
     CrossEntropy, CrossEntropyCost, LOGITS_BYTES_ON_CPU, LossAndGrad, LossGrad, Reduction, TokenScores, VocabShard,
     linear_cross_entropy, logits_bytes, logits_bytes_on_gpu, max_logit_rows, token_scores,
@@ -137,7 +137,7 @@ pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;
 pub use rms_norm::{NormCall, add_rms_norm, rms_norm, rms_norm_cost};
-pub use rope::{QkvHeads, rope, rope_cost, split_qkv};
+pub use rope::{QkNorms, QkvHeads, rms_norm_rope, rope, rope_cost, split_qkv};
 pub use saved::{OutputsToSave, ReplayedOutput, SavedOutputs};
 pub use scale::scale;
 pub use scale_rows::scale_rows;

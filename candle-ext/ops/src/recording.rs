@@ -172,8 +172,27 @@ pub(crate) fn recompute_norm_with(x: &Tensor, norm: NormInputs, compute: impl Fn
 
 /// Calls [`recompute_with`] for the output of a gated activation, unless the tape saves those.
 pub(crate) fn recompute_gated_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
-    match with_recording(|recording| recording.gated) {
-        Some(GatedOutputs::Saved) => saved_by_readers_only(x),
-        _ => recompute_with(x, compute),
+    recompute_gated(x, || Recomputable::new(x.id(), compute));
+}
+
+/// Calls [`recompute_gated_with`] for an op whose backward runs the readers that wait for the returned activation.
+pub(crate) fn recompute_gated_in_backward(
+    x: &Tensor,
+    compute: impl Fn() -> Result<Tensor> + 'static,
+) -> Option<Rc<Recomputable>> {
+    recompute_gated(x, || Recomputable::in_backward(x.id(), compute))
+}
+
+fn recompute_gated(x: &Tensor, recomputable: impl FnOnce() -> Recomputable) -> Option<Rc<Recomputable>> {
+    match with_recording(|recording| recording.gated)? {
+        GatedOutputs::Saved => {
+            saved_by_readers_only(x);
+            None
+        }
+        GatedOutputs::Recomputed => {
+            let recomputable = Rc::new(recomputable());
+            with_recording(|recording| recording.recomputable.insert(x.id(), recomputable.clone()));
+            Some(recomputable)
+        }
     }
 }

@@ -32,8 +32,17 @@ pub(crate) struct Recomputable {
     id: TensorId,
     compute: Box<dyn Fn() -> Result<Tensor>>,
     cached: RefCell<Option<Tensor>>,
+    /// Readers that wait for the backward of the op that computed the activation; `None` if that backward does not compute it.
+    waiting: Option<RefCell<Vec<WaitingReader>>>,
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     norm: Option<NormInputs>,
+}
+
+/// Part of a reader's backward that reads an activation.
+pub(crate) struct WaitingReader {
+    /// Gradient of the activation after the reader's own was added. The reader allocated it and does not hold it.
+    grad: TensorId,
+    work: Box<dyn FnOnce() -> Result<()>>,
 }
 
 /// Inputs of a norm on a GPU, from which kernels compute its output where they quantize it.
@@ -107,6 +116,18 @@ impl Saved {
         }
     }
 
+    /// Returns the activation if the backward of the op that computed it computes it again, and nothing has yet.
+    pub(crate) fn awaited(&self) -> Option<Rc<Recomputable>> {
+        match self {
+            Self::Recomputable(recomputable)
+                if recomputable.waiting.is_some() && recomputable.cached.borrow().is_none() =>
+            {
+                Some(recomputable.clone())
+            }
+            Self::Tensor(_) | Self::Recomputable(_) => None,
+        }
+    }
+
     /// Returns the id that the activation had in forward.
     pub(crate) fn id(&self) -> TensorId {
         match self {
@@ -125,6 +146,13 @@ impl Saved {
     }
 }
 
+impl WaitingReader {
+    /// Returns true if only backward holds the activation's gradient `dy`, because the reader allocated it.
+    pub(crate) fn allocated(&self, dy: &Tensor) -> bool {
+        self.grad == dy.id()
+    }
+}
+
 impl Recomputable {
     /// Creates the activation that had this id in forward.
     pub(crate) fn new(id: TensorId, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
@@ -132,6 +160,7 @@ impl Recomputable {
             id,
             compute: Box::new(compute),
             cached: RefCell::new(None),
+            waiting: None,
             #[cfg(any(feature = "cuda", feature = "emulate"))]
             norm: None,
         }
@@ -140,6 +169,32 @@ impl Recomputable {
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     pub(crate) fn of_norm(id: TensorId, norm: NormInputs, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
         Self { norm: Some(norm), ..Self::new(id, compute) }
+    }
+
+    /// Creates an activation that the backward of its op computes with its gradients. That backward calls
+    /// [`take_waiting`](Self::take_waiting).
+    pub(crate) fn in_backward(id: TensorId, compute: impl Fn() -> Result<Tensor> + 'static) -> Self {
+        Self { waiting: Some(RefCell::default()), ..Self::new(id, compute) }
+    }
+
+    /// Leaves the part of a reader's backward that reads the activation until the backward of its op has computed it.
+    pub(crate) fn wait(&self, grad: TensorId, work: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
+        let Some(waiting) = &self.waiting else { return work() };
+        waiting.borrow_mut().push(WaitingReader { grad, work: Box::new(work) });
+        Ok(())
+    }
+
+    /// Takes the readers that wait.
+    pub(crate) fn take_waiting(&self) -> Vec<WaitingReader> {
+        self.waiting.as_ref().map(RefCell::take).unwrap_or_default()
+    }
+
+    /// Runs the work of readers that waited for `activation`, and frees it.
+    pub(crate) fn run(&self, readers: Vec<WaitingReader>, activation: Tensor) -> Result<()> {
+        self.cached.replace(Some(activation));
+        readers.into_iter().try_for_each(|reader| (reader.work)())?;
+        self.cached.take();
+        Ok(())
     }
 
     fn get(&self) -> Result<Tensor> {

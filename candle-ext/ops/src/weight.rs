@@ -389,10 +389,9 @@ impl Weight {
     pub(crate) fn fp8_copy(
         &self,
         complete: impl FnOnce(&Fp8Operands) -> Result<Option<Fp8Operands>>,
-        quantize: impl FnOnce(&Tensor) -> Result<Fp8Operands>,
+        quantize: impl FnOnce(StoredWeight) -> Result<Fp8Operands>,
     ) -> Result<Fp8Operands> {
-        // FP8 storage is exact in bf16.
-        let copy_of = || quantize(&self.stored()?.dense(DType::BF16)?);
+        let copy_of = || quantize(self.stored()?);
         let TensorOrView::View(BufferView { buffer, start, .. }) = &self.value else { return copy_of() };
         let known = match buffer.lock_fp8_copies().get(start) {
             Some(Fp8Copy::Linear(copy)) => Some(copy.clone()),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candlewick_model::{FsdpUnit, LinearSpec, ParamGroupKind, ParamSpec};
-use candlewick_ops::{DeviceKind, Fp8Operand};
+use candlewick_ops::{DeviceKind, FP8_WEIGHT_FORMAT, Fp8Operand, WeightStorage};
 use candlewick_parallel::{OptimizerKind, SlotDtype, UpdateNeed, whole_matrix_shard_len};
 
 use super::Setup;
@@ -64,18 +64,32 @@ pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
 }
 
 /// Returns the bytes of the FP8 copies of weights, which exist from a step's first forward to its end: a byte per element,
-/// and on a GPU another for the transpose that the backward of a linear layer reads. At ZeRO stage 3 those of the current and
-/// the next unit exist; gathered codes are among them. Scales are not counted.
+/// and on a GPU another for the transpose that the backward of a linear layer reads. The codes of weights stored in FP8 are not
+/// copied if they are those of the recipe. At ZeRO stage 3 the copies of the current and the next unit exist; gathered codes are
+/// among them. Scales are not counted.
 pub(super) fn fp8_copies(setup: &Setup) -> u64 {
-    let n_of_linear = if setup.compute_device == DeviceKind::Gpu && !setup.fake_quantize { 2 } else { 1 };
+    let n_transposed = if setup.compute_device == DeviceKind::Gpu && !setup.fake_quantize { 1 } else { 0 };
     let of_unit = |unit: &FsdpUnit| {
-        let linears = fp8_params(unit).map(|param| n_of_linear * setup.numel_here(param));
+        let linears = fp8_params(unit).map(|param| {
+            let n_copied = if multiplies_stored_codes(setup, param) { 0 } else { 1 };
+            (n_copied + n_transposed) * setup.numel_here(param)
+        });
         linears.chain(fp8_experts(unit).map(|param| setup.numel_here(param))).sum::<u64>()
     };
     match setup.ranks.zero_stage {
         3 => 2 * setup.units().map(of_unit).max().unwrap_or(0),
         _ => setup.units().map(of_unit).sum(),
     }
+}
+
+/// Returns true if matmuls read the codes of a weight that is stored in FP8: with scales of the same blocks, powers of two.
+fn multiplies_stored_codes(setup: &Setup, param: &ParamSpec) -> bool {
+    let is_stored = matches!(param.storage, WeightStorage::Quantized(format) if *format == FP8_WEIGHT_FORMAT);
+    let has_its_scales = match setup.fp8_recipe {
+        Some(Fp8RecipePlan::Blockwise(rule)) => rule.power_of_two_scales && rule.amax_epsilon == 0.0,
+        _ => false,
+    };
+    is_stored && has_its_scales && !setup.fake_quantize
 }
 
 /// Returns the bytes of the FP8 copies that exist after a step: of frozen weights whose scales do not change.

@@ -162,7 +162,7 @@ mod tests {
         (MeasuredUnit::Single(size(32, 64)), names(&["self_attn.o_proj"]))
     }
 
-    /// Queries, keys and values are one matmul without FP8, unless they have norms, biases or adapters.
+    /// Queries, keys and values are one matmul without FP8, unless they have biases or adapters.
     #[test]
     fn layers_that_read_one_tensor_are_one_unit() {
         let sizes = [size(64, 32), size(32, 32), size(32, 32)];
@@ -170,7 +170,7 @@ mod tests {
             |name: &str, family: &str| json!({"architectures": [format!("{name}ForCausalLM")], "model_type": family});
         let llama = of("Llama", "llama");
         for (settings, adapted, join) in [
-            (of("Qwen3", "qwen3"), None, false),
+            (of("Qwen3", "qwen3"), None, true),
             (of("Qwen2", "qwen2"), None, false),
             (llama.clone(), None, true),
             (llama, Some("k_proj"), false),

@@ -23,7 +23,7 @@ pub(crate) fn check_all() {
     }
     check(&["precision.recipe=blockwise"]);
     check(&[EXPERTS, &["precision.recipe=current", RECOMPUTED]].concat());
-    for precision in ["none", "current"] {
+    for precision in ["none", "current", "blockwise"] {
         check_frozen(&format!("precision.recipe={precision}"));
     }
 }

@@ -38,6 +38,7 @@ fn check_all() {
         &[deep, "model.dtype=bf16", "deepspeed.bf16.bf16_optimizer_states=true", "data.max_length=64"],
         &[deep, "model.dtype=bf16", "deepspeed.bf16.bf16_master_weights_and_grads=true", "data.max_length=64"],
         &["model.peft_config={r: 16, lora_dropout: 0.1, target_modules: all-linear}"],
+        &["model.config.model_type=qwen3"],
         &["model.config.model_type=qwen3", "model.activation_checkpoint=full"],
         &["model.dtype=bf16", narrow, "model.config.num_key_value_heads=4"],
         &["model.dtype=bf16", F32_RESIDUAL],

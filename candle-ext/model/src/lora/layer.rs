@@ -34,11 +34,26 @@ impl Lora {
 
     /// Adds the adapter's output for `x` to `base`, in the dtype of `base`: that of x, or f32.
     pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
+        ops::linear_plus(&self.down(x, dropout)?, &self.b, base)
+    }
+
+    /// Adds the adapter's output for `x` to columns of `joined` from `first` on, in place.
+    pub(crate) fn add_to_columns(
+        &self,
+        (joined, first): (&Tensor, usize),
+        x: &Tensor,
+        dropout: Option<&DropoutScope>,
+    ) -> Result<Tensor> {
+        ops::linear_plus_columns(&self.down(x, dropout)?, &self.b, joined, first)
+    }
+
+    /// Computes scaling * dropout(x) A^T.
+    fn down(&self, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
         let x = match dropout {
             Some(dropout) => dropout.apply(self.module_hash, self.dropout, x)?,
             None => x.clone(),
         };
         // The scaling applies to the smallest tensor, before rounding.
-        ops::linear_plus(&ops::linear_scaled(&x, &self.a, self.scaling)?, &self.b, base)
+        ops::linear_scaled(&x, &self.a, self.scaling)
     }
 }

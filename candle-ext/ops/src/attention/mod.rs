@@ -31,9 +31,9 @@ use candle_core::{DType, Result, Storage, Tensor};
 
 use crate::device::on_device;
 use crate::floats::FloatBuf;
-use crate::recording::{record, requires_grad};
+use crate::recording::{record, requires_grad, save};
 use crate::replay::{compute_or_replay, saves_activations};
-use crate::saved::ReplayedOutput;
+use crate::saved::{ReplayedOutput, Saved};
 use crate::span::span;
 use crate::storage::{self, host};
 use choice::{AttentionKernel, choose};
@@ -67,10 +67,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &CuSeqlens, spec: &At
         let (out, state) = saved.forward(kernel)?;
         Ok((storage::tensor(out, q.shape()), state))
     })?;
-    let output = y.clone();
+    let (output, kept) = (y.clone(), saved.qkv.each_ref().map(save));
+    let SavedAttention { seqs, spec, heads, .. } = saved;
     Ok(record("attention", [q.into(), k.into(), v.into()], y, move |d_o, _| {
-        let grads = saved.backward(&output, d_o, &state)?;
-        Ok(grads.map(Some))
+        let [q, k, v] = kept.each_ref().map(Saved::get);
+        let saved = SavedAttention { qkv: [q?, k?, v?], seqs, spec, heads };
+        Ok(saved.backward(&output, d_o, &state)?.map(Some))
     }))
 }
 

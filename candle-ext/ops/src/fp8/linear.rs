@@ -171,7 +171,7 @@ impl SavedFp8Linear {
 
 /// Returns the quantized weight, from the copy in its buffer if there is one.
 pub(super) fn quantized_weight(layer: &Fp8Linear, w: &Weight, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-    w.fp8_copy(|copy| copy.for_matmuls(orientation), |value| layer.quantized_weight(value, orientation))
+    w.fp8_copy(|copy| copy.for_matmuls(orientation), |stored| layer.quantized_weight(stored, orientation))
 }
 
 fn forward_cpu(x: &Fp8Matrix, w: &Fp8Matrix, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {

@@ -24,6 +24,7 @@ mod recipe;
 mod rounding;
 mod sharded;
 mod stats;
+mod stored;
 mod swiglu_mlp;
 
 pub(crate) use fake_quantize::fake_quantized_linear;

@@ -55,6 +55,33 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, terms: GemmTerms<'_>, out_dtype: D
     Ok(y)
 }
 
+/// Adds x w^T to n columns of `base`, in place.
+pub(super) fn add_to_columns(x: &Tensor, w: &Tensor, (base, first): (&Tensor, usize), dims: Dims) -> Result<()> {
+    same_dtype(OP, x, w)?;
+    let c = address(OP, base)? + (first * base.dtype().size_in_bytes()) as DeviceAddress;
+    let gemm = Gemm {
+        a: Matrix::plain(address(OP, x)?),
+        b: Matrix::transposed(address(OP, w)?),
+        c,
+        c_stride: Some(base.dim(1)?),
+        plus: Some(c),
+        ..Gemm::new([dims.t, dims.n, dims.k], x.dtype())
+    };
+    // SAFETY: x is [t, k], w [n, k]; the caller has checked that base has t rows with n columns from `first` on.
+    unsafe { gemm.run(gpu(OP, x)?) }
+}
+
+/// Returns a tensor [.., n] as an operand. Its rows may be columns of a wider matrix.
+fn operand(x: &Tensor) -> Result<Matrix> {
+    if x.is_contiguous() {
+        return Ok(Matrix::plain(address(OP, x)?));
+    }
+    match x.stride() {
+        &[stride, 1] => Ok(Matrix::plain(address(OP, &x.narrow(0, 0, 1)?)?).with_row_stride(stride)),
+        strides => bail!("{OP}: want contiguous rows, got strides {strides:?}"),
+    }
+}
+
 /// Returns dx = factor * dy w + plus.
 pub(super) fn grad_x(dy: &Tensor, w: &Tensor, terms: GemmTerms<'_>, dtype: DType, dims: Dims) -> Result<Out> {
     let dy = dy.to_dtype(dtype)?;
@@ -62,7 +89,7 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, terms: GemmTerms<'_>, dtype: DType
     let on = gpu(OP, &dy)?;
     let dx = Out::new(on, dtype, dims.t * dims.k)?;
     let gemm = Gemm {
-        a: Matrix::plain(address(OP, &dy)?),
+        a: operand(&dy)?,
         b: Matrix::plain(address(OP, w)?),
         c: dx.address,
         factor: terms.factor,
@@ -85,7 +112,7 @@ pub(super) fn grad_w(
     let dy = dy.to_dtype(x.dtype())?;
     with_output(x.dtype(), dw, |dw| {
         let gemm = Gemm {
-            a: Matrix::transposed(address(OP, &dy)?),
+            a: Matrix { is_transposed: true, ..operand(&dy)? },
             b: Matrix::plain(address(OP, x)?),
             c: address(OP, dw)?,
             c_dtype: dw.dtype(),

@@ -21,7 +21,7 @@ use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::Weight;
 use crate::weight_matmul::Dims;
-pub use adapter::{linear_plus, linear_scaled};
+pub use adapter::{joins_adapters, linear_plus, linear_plus_columns, linear_scaled};
 use bias::add_grad_bias;
 pub use cost::LinearCost;
 
@@ -119,18 +119,23 @@ impl SavedLinear {
         }
     }
 
-    /// Adds dw and db to their sinks and returns dx = dy w. Computes dx first if an exchange waits for it.
+    /// Adds dw and db to their sinks and returns dx = dy w. Computes dx first if an exchange waits for it, or if the backward of
+    /// the op before computes the input.
     ///
     /// The f32 gradient of an f32 output is rounded if the operands are bf16, so that all are.
     fn backward(self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
         let are_bf16 = self.x_dtype == DType::BF16 && self.w.dtype() == DType::BF16;
         let dy = &if are_bf16 { dy.to_dtype(DType::BF16)? } else { dy.clone() };
-        if !context.defers() {
+        let awaited = self.input.as_ref().and_then(Saved::awaited).filter(|_| self.wants_dx.is_some());
+        if !context.defers() && awaited.is_none() {
             self.add_grads(dy)?;
             return self.grad_x(dy, context);
         }
         let (dx, dy) = (self.grad_x(dy, context)?, dy.clone());
-        context.defer(move || self.add_grads(&dy))?;
+        match (&dx, awaited) {
+            (Some(dx), Some(input)) if !context.defers() => input.wait(dx.id(), move || self.add_grads(&dy))?,
+            _ => context.defer(move || self.add_grads(&dy))?,
+        }
         Ok(dx)
     }
 

@@ -80,18 +80,30 @@ pub(super) fn grad_x([x, w, dy]: [Floats<'_>; 3], plus: Option<Floats<'_>>, dx: 
 /// Adds the sum over rows of dy n to dw, in fixed parts that are added in order.
 pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32) {
     let d = dw.len();
-    let n_rows = x.len() / d;
-    let per_part = n_rows.div_ceil(PARTS).max(16);
+    let scratch = || (Vec::new(), Vec::new(), vec![0.0f32; d]);
+    add_in_parts(x.len() / d, dw, scratch, |row, (x_wide, dy_wide, normed), sum| {
+        let x_row = x.slice(row * d..(row + 1) * d);
+        normalise(x_row, x_row.widened(x_wide), normed, eps);
+        let dy = dy.slice(row * d..(row + 1) * d).widened(dy_wide);
+        vectorised!(sum.iter_mut().zip(&*normed).zip(dy).for_each(|((sum, n), dy)| *sum += n * dy));
+    });
+}
+
+/// Adds to dw what `add` adds to a sum for each row, in fixed parts of rows that are added in order. `scratch` makes the buffers
+/// of a part.
+pub(crate) fn add_in_parts<S>(
+    n_rows: usize,
+    dw: &mut [f32],
+    scratch: impl Fn() -> S + Sync,
+    add: impl Fn(usize, &mut S, &mut [f32]) + Sync,
+) {
+    let (d, per_part) = (dw.len(), n_rows.div_ceil(PARTS).max(16));
     let parts: Vec<Vec<f32>> = (0..n_rows.div_ceil(per_part))
         .into_par_iter()
         .map(|part| {
-            let (mut x_wide, mut dy_wide) = (Vec::new(), Vec::new());
-            let (mut normed, mut sum) = (vec![0.0f32; d], vec![0.0f32; d]);
+            let (mut scratch, mut sum) = (scratch(), vec![0.0f32; d]);
             for row in part * per_part..((part + 1) * per_part).min(n_rows) {
-                let x_row = x.slice(row * d..(row + 1) * d);
-                normalise(x_row, x_row.widened(&mut x_wide), &mut normed, eps);
-                let dy = dy.slice(row * d..(row + 1) * d).widened(&mut dy_wide);
-                vectorised!(sum.iter_mut().zip(&normed).zip(dy).for_each(|((sum, n), dy)| *sum += n * dy));
+                add(row, &mut scratch, &mut sum);
             }
             sum
         })
@@ -102,13 +114,14 @@ pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32
 }
 
 /// Computes out = x r, rounded to the input's dtype.
-fn normalise(format: Floats<'_>, x: &[f32], out: &mut [f32], eps: f32) {
+pub(crate) fn normalise(format: Floats<'_>, x: &[f32], out: &mut [f32], eps: f32) {
     let r = reciprocal_rms(x, eps);
     vectorised!(out.iter_mut().zip(x).for_each(|(out, x)| *out = x * r));
     format.round_like(out);
 }
 
-fn reciprocal_rms(x: &[f32], eps: f32) -> f32 {
+/// Returns 1 / sqrt(mean(x^2) + eps).
+pub(crate) fn reciprocal_rms(x: &[f32], eps: f32) -> f32 {
     let mean = dot(x, x) / x.len() as f32;
     1.0 / (mean + eps).sqrt()
 }

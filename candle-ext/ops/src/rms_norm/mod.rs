@@ -2,7 +2,7 @@
 //!
 //! t rows (all leading dims), d elements
 
-mod cpu;
+pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 

@@ -1,5 +1,7 @@
 //! CPU kernel of `rope`: tokens in parallel.
 
+pub(super) mod split;
+
 use rayon::prelude::*;
 
 use super::heads::{HeadSlice, RopeHeads, RotationDirection};

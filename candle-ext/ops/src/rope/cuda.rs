@@ -1,5 +1,7 @@
 //! `rope` on CUDA: launches of `kernel.cu`.
 
+pub(super) mod split;
+
 use candle_core::{Result, Tensor};
 
 use super::heads::{HeadSlice, RopeHeads, RotationDirection};
@@ -21,23 +23,6 @@ pub(super) fn rotated(
     // SAFETY: y holds the heads of all tokens.
     unsafe { launch((x, from), table, (y.address, heads.slice()), (n_tokens, heads), direction)? };
     Ok(y)
-}
-
-/// Writes rotated heads of `x` to a slice of `y`.
-pub(super) fn rotate_into(
-    x: (&Tensor, HeadSlice),
-    table: Option<[&Tensor; 2]>,
-    (y, to): (&Tensor, HeadSlice),
-    (n_tokens, heads): (usize, RopeHeads),
-    direction: RotationDirection,
-) -> Result<()> {
-    // SAFETY: y has rows of `to.stride` elements for all tokens.
-    unsafe { launch(x, table, (address(OP, y)?, to), (n_tokens, heads), direction) }
-}
-
-/// Allocates n uninitialised elements with the dtype and device of x.
-pub(super) fn unwritten(x: &Tensor, n: usize) -> Result<Out> {
-    Out::new(gpu(OP, x)?, x.dtype(), n)
 }
 
 /// Launches the rotation kernel.

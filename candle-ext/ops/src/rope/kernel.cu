@@ -1,6 +1,6 @@
-// rope: one block per token. x, y: h heads of k elements, tokens x_stride and y_stride elements apart; cos, sin
-// [t, half]; W pairs at a time.
+// rope and split.
 #include "common.cuh"
+#include "split.cuh"
 
 // (a, b) = (x_i, x_{i + half}) becomes (a cos - b sin, b cos + a sin); sign -1 inverts the rotation. Without a table x
 // is copied, and so are the elements of a head from 2 half on.
@@ -45,3 +45,40 @@ __device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int
         }                                                                                                               \
     }
 FOR_EACH_FLOAT(KERNELS)
+
+#define ADD_PARTS(G, suffix)                                                          \
+    KERNEL(256) add_parts_##suffix(const float* partial, G* dw, int n_parts, int d) { \
+        add_parts_to(dw, partial, n_parts, d);                                        \
+    }
+FOR_EACH_GRAD(ADD_PARTS)
+
+// In forward q, k and v are written. Heads without a norm have a null weight.
+#define SPLIT(P, W, T, suffix)                                                                                          \
+    KERNEL(256) split_##P##_##suffix(const T* x, T* q, T* k, T* v, const T* w_q, const T* w_k, const float* cos,        \
+            const float* sin, int t, int n_q, int n_kv, int d, int half, long long stride, float eps, int lanes) {      \
+        const RotaryTable table{cos, sin, half};                                                                        \
+        split<P, W>(x, HeadRows<T>(q, k, v, w_q, w_k, nullptr, nullptr, table, t, n_q, n_kv, d, stride, eps), lanes);   \
+    }                                                                                                                   \
+    KERNEL(256) join_grads_##P##_##suffix(const T* x, T* q, T* k, T* v, const T* w_q, const T* w_k, const float* cos,   \
+            const float* sin, int t, int n_q, int n_kv, int d, int half, long long stride, float eps, int lanes, T* dx, \
+            float* partial_q, float* partial_k, int of_q, int of_k) {                                                   \
+        const RotaryTable table{cos, sin, half};                                                                        \
+        const HeadRows<T> rows(q, k, v, w_q, w_k, partial_q, partial_k, table, t, n_q, n_kv, d, stride, eps);           \
+        join_grads<P, W>(x, dx, rows, of_q, of_k, lanes);                                                               \
+    }
+#define SPLITS(T, suffix)                                                                                               \
+    SPLIT(1, WIDE<T>, T, suffix)                                                                                        \
+    SPLIT(2, WIDE<T>, T, suffix)                                                                                        \
+    KERNEL(1024) split_long_##suffix(const T* x, T* q, T* k, T* v, const T* w_q, const T* w_k, const float* cos,        \
+            const float* sin, int t, int n_q, int n_kv, int d, int half, long long stride, float eps) {                 \
+        const RotaryTable table{cos, sin, half};                                                                        \
+        split_long(x, HeadRows<T>(q, k, v, w_q, w_k, nullptr, nullptr, table, t, n_q, n_kv, d, stride, eps));           \
+    }                                                                                                                   \
+    KERNEL(1024) join_grads_long_##suffix(const T* x, T* q, T* k, T* v, const T* w_q, const T* w_k, const float* cos,   \
+            const float* sin, int t, int n_q, int n_kv, int d, int half, long long stride, float eps, T* dx,            \
+            float* partial_q, float* partial_k, int of_q, int of_k) {                                                   \
+        const RotaryTable table{cos, sin, half};                                                                        \
+        const HeadRows<T> rows(q, k, v, w_q, w_k, partial_q, partial_k, table, t, n_q, n_kv, d, stride, eps);           \
+        join_grads_long(x, dx, rows, of_q, of_k);                                                                       \
+    }
+FOR_EACH_FLOAT(SPLITS)

@@ -6,7 +6,7 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 mod heads;
-mod qkv;
+mod split;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -15,9 +15,9 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;
 use crate::span::span;
-use crate::storage::{self, host, update};
+use crate::storage::{self, host};
 use heads::{HeadSlice, RopeHeads, RotationDirection};
-pub use qkv::{QkvHeads, split_qkv};
+pub use split::{QkNorms, QkvHeads, rms_norm_rope, split_qkv};
 
 /// Rotates each pair `(a, b) = (x_i, x_{i + r/2})` of `x` [t, h, k] to `(a cos - b sin, b cos + a sin)`.
 ///
@@ -57,30 +57,6 @@ fn rotated(
         cuda => {
             let table = table.map(|[cos, sin]| [cos, sin]);
             Ok(cuda::rotated((x, from), table, shape.0, heads, direction)?.into_tensor(shape))
-        },
-    })
-}
-
-/// Writes heads x [t, n, dim], rotated if there is a table, to a slice of `y` [t, ..].
-fn rotate_into(
-    x: &Tensor,
-    table: Option<&[Tensor; 2]>,
-    (y, to): (&Tensor, HeadSlice),
-    heads: RopeHeads,
-    direction: RotationDirection,
-) -> Result<()> {
-    on_device!("rope", x, {
-        cpu => with_table(table, |table| {
-            let x = host("rope", x)?;
-            let x = (x.floats()?, heads.slice());
-            update(y, "rope", |y| {
-                cpu::rotate(x, table, (y, to), heads, direction);
-                Ok(())
-            })
-        }),
-        cuda => {
-            let table = table.map(|[cos, sin]| [cos, sin]);
-            cuda::rotate_into((x, heads.slice()), table, (y, to), (x.dim(0)?, heads), direction)
         },
     })
 }

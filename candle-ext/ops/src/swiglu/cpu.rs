@@ -39,49 +39,83 @@ pub(super) fn forward(SwigluInputs { gate, up }: SwigluInputs<'_>, y: FloatsMut<
     });
 }
 
-/// Computes d_up = dy silu(gate) and d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), into two buffers.
-pub(super) fn backward(inputs: SwigluInputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [FloatsMut<'_>; 2], gated: Gated) {
-    let gated = gated.in_blocks();
-    let outputs = d_gate.chunks(gated.task()).into_par_iter().zip(d_up.chunks(gated.task()));
-    outputs.enumerate().for_each(|(task, (mut d_gate, mut d_up))| {
-        let n = d_gate.len();
-        for_each_gradient(inputs, dy, (task, n), gated, |span, dg, du| {
-            d_gate.write(span.output, dg);
-            d_up.write(span.output, du);
-        });
-    });
+/// Gradient of the output, contiguous.
+pub(super) enum OutputGradBuffer<'a> {
+    Read(Floats<'a>),
+    /// Overwritten by the output.
+    BecomesOutput(FloatsMut<'a>),
 }
 
-/// Writes both gradients to one buffer: rows of `stride` elements, `width` of d_gate, then `width` of d_up.
-pub(super) fn backward_joined(inputs: SwigluInputs<'_>, dy: Floats<'_>, d_joined: FloatsMut<'_>, gated: Gated) {
-    let Gated { width, stride, .. } = gated;
-    let n_rows = gated.task() / width;
-    d_joined.chunks(n_rows * stride).into_par_iter().enumerate().for_each(|(task, mut d_joined)| {
-        let n = d_joined.len() / stride * width;
-        for_each_gradient(inputs, dy, (task, n), gated, |span, dg, du| {
-            let at = span.output / width * stride + span.output % width;
-            d_joined.write(at, dg);
-            d_joined.write(at + width, du);
-        });
-    });
+/// GateUpGrads of gate and up.
+pub(super) enum GateUpGrads<'a> {
+    /// One buffer each, contiguous.
+    Two([FloatsMut<'a>; 2]),
+    /// One buffer: rows of `stride` elements, `width` of d_gate, then `width` of d_up.
+    Joined(FloatsMut<'a>),
 }
 
-/// Calls `write` with d_gate and d_up, for the spans of a task of `n` elements.
+/// Computes d_up = dy silu(gate) and d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), and y if it overwrites dy.
+pub(super) fn backward(inputs: SwigluInputs<'_>, dy: OutputGradBuffer<'_>, grads: GateUpGrads<'_>, gated: Gated) {
+    match grads {
+        GateUpGrads::Two([d_gate, d_up]) => {
+            let gated = gated.in_blocks();
+            let outputs = d_gate.chunks(gated.task()).into_par_iter().zip(d_up.chunks(gated.task()));
+            outputs.zip(dy.chunks(gated.task())).enumerate().for_each(|(task, ((mut d_gate, mut d_up), dy))| {
+                for_each_gradient(inputs, dy, task, gated, |span, dg, du| {
+                    d_gate.write(span.output, dg);
+                    d_up.write(span.output, du);
+                });
+            });
+        }
+        GateUpGrads::Joined(d_joined) => {
+            let Gated { width, stride, .. } = gated;
+            let joined = d_joined.chunks(gated.task() / width * stride).into_par_iter();
+            joined.zip(dy.chunks(gated.task())).enumerate().for_each(|(task, (mut d_joined, dy))| {
+                for_each_gradient(inputs, dy, task, gated, |span, dg, du| {
+                    let at = span.output / width * stride + span.output % width;
+                    d_joined.write(at, dg);
+                    d_joined.write(at + width, du);
+                });
+            });
+        }
+    }
+}
+
+impl<'a> OutputGradBuffer<'a> {
+    /// Splits into chunks of `len`; the last may be shorter.
+    fn chunks(self, len: usize) -> Vec<Self> {
+        match self {
+            Self::Read(dy) => {
+                let n = dy.len();
+                (0..n).step_by(len.max(1)).map(|start| Self::Read(dy.slice(start..n.min(start + len)))).collect()
+            }
+            Self::BecomesOutput(dy) => dy.chunks(len).into_iter().map(Self::BecomesOutput).collect(),
+        }
+    }
+
+    fn floats(&self) -> Floats<'_> {
+        match self {
+            Self::Read(dy) => *dy,
+            Self::BecomesOutput(dy) => dy.floats(),
+        }
+    }
+}
+
+/// Calls `write` with d_gate and d_up, for the spans of a task with this part of dy.
 fn for_each_gradient(
     SwigluInputs { gate, up }: SwigluInputs<'_>,
-    dy: Floats<'_>,
-    (task, n): (usize, usize),
+    mut of_output: OutputGradBuffer<'_>,
+    task: usize,
     gated: Gated,
     mut write: impl FnMut(&Span, &[f32], &[f32]),
 ) {
     let (mut gate_wide, mut up_wide, mut dy_wide) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut dg, mut du) = ([0.0; BLOCK], [0.0; BLOCK]);
-    for span in gated.spans(task, n) {
+    let (mut dg, mut du, mut out) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+    for span in gated.spans(task, of_output.floats().len()) {
         let range = span.input..span.input + span.len;
         let gate = gate.slice(range.clone()).widened(&mut gate_wide);
         let up = up.slice(range).widened(&mut up_wide);
-        let first = task * gated.task() + span.output;
-        let dy = dy.slice(first..first + span.len).widened(&mut dy_wide);
+        let dy = of_output.floats().slice(span.output..span.output + span.len).widened(&mut dy_wide);
         let (dg, du) = (&mut dg[..span.len], &mut du[..span.len]);
         vectorised!({
             let outputs = dg.iter_mut().zip(du.iter_mut());
@@ -92,6 +126,11 @@ fn for_each_gradient(
             }
         });
         write(&span, dg, du);
+        if let OutputGradBuffer::BecomesOutput(y) = &mut of_output {
+            let out = &mut out[..span.len];
+            vectorised!(out.iter_mut().zip(gate.iter().zip(up)).for_each(|(out, (&g, u))| *out = g * sigmoid(g) * u));
+            y.write(span.output, out);
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
+use super::OutputGrad;
 use super::source::{GateUp, Gated};
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Gpu, Out, address, gpu, kernels, suffix};
 
@@ -24,15 +25,17 @@ pub(super) fn forward(source: &GateUp) -> Result<Out> {
     Ok(y)
 }
 
-/// Returns the gradient of each tensor of the source.
-pub(super) fn backward(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
+/// Returns the gradient of each tensor of the source. y may overwrite dy.
+pub(super) fn backward(source: &GateUp, dy: &Tensor, output_grad: OutputGrad) -> Result<Vec<Tensor>> {
     let (on, like, gated) = (gpu(OP, source.tensor())?, source.tensor(), source.gated());
     let outs: Vec<Out> = source.tensors().map(|x| Out::new(on, x.dtype(), x.elem_count())).collect::<Result<_>>()?;
     let [gate, up] = addresses(source)?;
     let d_gate = outs[0].address;
     let d_up = outs.get(1).map_or_else(|| d_gate + (up - gate), |d_up| d_up.address);
-    let args = [gate, up, address(OP, dy)?, d_gate, d_up].map(Arg::Address);
-    // SAFETY: as above; the gradients have the layout of gate and up.
+    let dy = address(OP, dy)?;
+    let y = if output_grad == OutputGrad::BecomesOutput { dy } else { 0 };
+    let args = [gate, up, dy, d_gate, d_up, y].map(Arg::Address);
+    // SAFETY: as above; the gradients have the layout of gate and up, dy and y that of the output. A zero address means none.
     unsafe { launch(on, &format!("backward_{}", suffix(OP, like.dtype())?), &args, gated)? };
     Ok(outs.into_iter().zip(source.tensors()).map(|(out, x)| out.into_tensor(x.shape())).collect())
 }

@@ -5,14 +5,17 @@ mod cpu;
 mod cuda;
 mod source;
 
+use std::rc::Rc;
+
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::recording::{recompute_gated_with, record};
+use crate::recording::{recompute_gated_in_backward, record};
+use crate::saved::Recomputable;
 use crate::span::span;
-use crate::storage::{self, host};
+use crate::storage::{self, host, update};
 use source::GateUp;
 
 /// Computes y = gate * sigmoid(gate) * up, element by element, in f32 and rounded once.
@@ -20,9 +23,9 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
     let source = GateUp::Two(gate.contiguous()?, up.contiguous()?);
-    let y = forward_recomputable(&source)?;
+    let (y, saved) = forward_recomputable(&source)?;
     Ok(record("swiglu", [gate.into(), up.into()], y, move |dy, _| {
-        let mut grads = backward(&source, dy)?.into_iter();
+        let mut grads = backward_with_readers(&source, dy, saved.as_deref())?.into_iter();
         Ok([grads.next(), grads.next()])
     }))
 }
@@ -35,8 +38,10 @@ pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
         bail!("swiglu: want an input [.., 2f] of gate and up, got {:?}", gate_up.dims())
     }
     let source = GateUp::Joined(gate_up.contiguous()?);
-    let y = forward_recomputable(&source)?;
-    Ok(record("swiglu", [gate_up.into()], y, move |dy, _| Ok([backward(&source, dy)?.pop()])))
+    let (y, saved) = forward_recomputable(&source)?;
+    Ok(record("swiglu", [gate_up.into()], y, move |dy, _| {
+        Ok([backward_with_readers(&source, dy, saved.as_deref())?.pop()])
+    }))
 }
 
 /// Returns the cost of a forward with `n_outputs` elements: gate and up are saved, y is recomputed.
@@ -44,12 +49,40 @@ pub fn swiglu_cost(n_outputs: u64, dtype: DType) -> Cost {
     Cost { saved_bytes: bytes(2 * n_outputs, dtype), ..Cost::default() }
 }
 
-/// Computes y, which backward may recompute.
-fn forward_recomputable(source: &GateUp) -> Result<Tensor> {
+/// Computes y, which backward may compute again.
+fn forward_recomputable(source: &GateUp) -> Result<(Tensor, Option<Rc<Recomputable>>)> {
     let y = forward(source)?;
     let again = source.clone();
-    recompute_gated_with(&y, move || forward(&again));
-    Ok(y)
+    let saved = recompute_gated_in_backward(&y, move || forward(&again));
+    Ok((y, saved))
+}
+
+/// Returns the gradient of each tensor of the source, and runs the readers of y that wait for it.
+///
+/// One pass computes the gradients and y, if y can take the place of dy.
+fn backward_with_readers(source: &GateUp, dy: &Tensor, saved: Option<&Recomputable>) -> Result<Vec<Tensor>> {
+    let readers = saved.map(Recomputable::take_waiting).unwrap_or_default();
+    match saved {
+        Some(saved) if readers.iter().any(|reader| reader.allocated(dy)) => {
+            let grads = backward(source, dy, OutputGrad::BecomesOutput)?;
+            saved.run(readers, dy.clone())?;
+            Ok(grads)
+        }
+        Some(saved) if !readers.is_empty() => {
+            saved.run(readers, forward(source)?)?;
+            backward(source, dy, OutputGrad::Kept)
+        }
+        _ => backward(source, dy, OutputGrad::Kept),
+    }
+}
+
+/// Contents of the output's gradient after a backward.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OutputGrad {
+    /// The gradient.
+    Kept,
+    /// The output y.
+    BecomesOutput,
 }
 
 fn forward(source: &GateUp) -> Result<Tensor> {
@@ -60,17 +93,17 @@ fn forward(source: &GateUp) -> Result<Tensor> {
 }
 
 /// Returns the gradient of each tensor of the source.
-fn backward(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
+fn backward(source: &GateUp, dy: &Tensor, output_grad: OutputGrad) -> Result<Vec<Tensor>> {
     on_device!("swiglu", dy, {
-        cpu => backward_cpu(source, dy),
-        cuda => cuda::backward(source, dy),
+        cpu => backward_cpu(source, dy, output_grad),
+        cuda => cuda::backward(source, dy, output_grad),
     })
 }
 
 /// Returns the gradients of contiguous gate and up.
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) fn swiglu_grads([gate, up]: [&Tensor; 2], dy: &Tensor) -> Result<[Tensor; 2]> {
-    let grads = backward(&GateUp::Two(gate.clone(), up.clone()), dy)?;
+    let grads = backward(&GateUp::Two(gate.clone(), up.clone()), dy, OutputGrad::Kept)?;
     match <[Tensor; 2]>::try_from(grads) {
         Ok(grads) => Ok(grads),
         Err(_) => bail!("swiglu: gate and up have a gradient each"),
@@ -86,17 +119,23 @@ fn forward_cpu(source: &GateUp) -> Result<Tensor> {
     Ok(storage::tensor(y, source.shape()))
 }
 
-fn backward_cpu(source: &GateUp, dy: &Tensor) -> Result<Vec<Tensor>> {
+fn backward_cpu(source: &GateUp, dy: &Tensor, output_grad: OutputGrad) -> Result<Vec<Tensor>> {
     let buffer = |x: &Tensor| FloatBuf::unwritten(x.dtype(), x.elem_count());
     let mut grads: Vec<FloatBuf> = source.tensors().map(buffer).collect::<Result<_>>()?;
-    let dy = host("swiglu", dy)?;
-    with_inputs(source, |inputs| {
-        match grads.as_mut_slice() {
-            [d_gate, d_up] => cpu::backward(inputs, dy.floats()?, [d_gate.view(), d_up.view()], source.gated()),
-            [d_joined] => cpu::backward_joined(inputs, dy.floats()?, d_joined.view(), source.gated()),
-            _ => {}
+    let outputs = match grads.as_mut_slice() {
+        [d_gate, d_up] => cpu::GateUpGrads::Two([d_gate.view(), d_up.view()]),
+        [d_joined] => cpu::GateUpGrads::Joined(d_joined.view()),
+        _ => bail!("swiglu: gate and up are one tensor or two"),
+    };
+    with_inputs(source, |inputs| match output_grad {
+        OutputGrad::Kept => {
+            cpu::backward(inputs, cpu::OutputGradBuffer::Read(host("swiglu", dy)?.floats()?), outputs, source.gated());
+            Ok(())
         }
-        Ok(())
+        OutputGrad::BecomesOutput => update(dy, "swiglu", |dy| {
+            cpu::backward(inputs, cpu::OutputGradBuffer::BecomesOutput(dy), outputs, source.gated());
+            Ok(())
+        }),
     })?;
     Ok(grads.into_iter().zip(source.tensors()).map(|(grad, x)| storage::tensor(grad, x.shape())).collect())
 }

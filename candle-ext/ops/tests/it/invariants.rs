@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, ExpertAssignment, LossGrad, OutputDtype, Reduction,
     TokensPerCall, Weight, add, add_rms_norm, attention, embedding, grouped_linear, linear, linear_cross_entropy,
-    permute, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined, unpermute, weighted_swiglu,
+    permute, reshape, rms_norm, rms_norm_rope, rope, sum_of_squares, swiglu, swiglu_joined, unpermute, weighted_swiglu,
 };
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
@@ -55,6 +55,15 @@ pub(crate) fn ops() -> Vec<RepeatedOp> {
             run: |x, _| {
                 let angles = randn((150, 4), 2).to_device(x[0].device())?;
                 rope(&x[0], &angles.cos()?, &angles.sin()?)
+            },
+        },
+        RepeatedOp {
+            name: "rms_norm_rope",
+            inputs: vec![randn((150, 3, 8), 1)],
+            weights: vec![randn(8, 3)],
+            run: |x, w| {
+                let angles = randn((150, 4), 2).to_device(x[0].device())?;
+                rms_norm_rope(&x[0], &w[0], 1e-6, &angles.cos()?, &angles.sin()?)
             },
         },
         RepeatedOp {

@@ -1,5 +1,8 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear, linear_plus, linear_scaled};
+use candlewick_ops::{
+    FlatBuffer, GradSink, OpInput, OutputDtype, Weight, add, linear, linear_plus, linear_plus_columns, linear_scaled,
+    record,
+};
 
 use crate::cases::{
     F32, OpCase, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
@@ -247,4 +250,91 @@ fn an_adapter_launches_its_matmuls_alone() {
     let (_, forward) = candlewick_ops::emulate_counted(|| apart(&inputs[0]).unwrap());
     // candle computes the scaling and a conversion.
     assert_eq!(forward.launches, ["gemm", "gemm", "gemm", "add_bf16"]);
+}
+
+/// Returns the bits of the outputs, of the gradients of x (with a bound, if joined), and of those of the factors.
+fn results_of_adapters(test_device: &TestDevice, dtype: DType, is_joined: bool) -> (Vec<Vec<u64>>, Tensor, usize) {
+    const OUT: [usize; 3] = [48, 16, 16];
+    let put = |x: Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
+    let buffer = FlatBuffer::from_tensor(put(randn(80 * 64, 2)));
+    let starts = [0, 48 * 64, 64 * 64];
+    let bases: Vec<Weight> =
+        starts.iter().zip(OUT).map(|(start, n)| Weight::frozen(buffer.view(*start, (n, 64)).unwrap())).collect();
+    let factors = |seed: u64, n: usize| [(8, 64), (n, 8)].map(|shape| trainable(&put(randn(shape, seed))));
+    // The second layer has no adapter.
+    let adapters = [Some(factors(10, 48)), None, Some(factors(20, 16))];
+    let inputs = [put(randn((9, 64), 1))];
+    let down = |x: &Tensor, a: &Weight| linear_scaled(x, a, 2.5);
+    let forward = || {
+        let x = &inputs[0];
+        if is_joined {
+            let joined = Weight::joined(&bases.iter().collect::<Vec<_>>(), x).unwrap();
+            let mut y = linear(x, &joined, None, OutputDtype::SameAsInput)?;
+            for (adapter, first) in adapters.iter().zip([0, 48, 64]) {
+                if let Some([a, b]) = adapter {
+                    y = linear_plus_columns(&down(x, a)?, b, &y, first)?;
+                }
+            }
+            return Ok(y);
+        }
+        let each = bases.iter().zip(&adapters).map(|(base, adapter)| {
+            let y = linear(x, base, None, OutputDtype::SameAsInput)?;
+            adapter.as_ref().map_or(Ok(y.clone()), |[a, b]| linear_plus(&down(x, a)?, b, &y))
+        });
+        let each = each.collect::<candle_core::Result<Vec<_>>>()?;
+        let rows: Vec<Tensor> = each.iter().map(|y| y.t()?.contiguous()).collect::<candle_core::Result<_>>()?;
+        let all = Tensor::cat(&rows, 0)?.t()?.contiguous()?;
+        let parts = each.clone();
+        Ok(record("joined columns", each_input(&parts), all, move |dy, _| {
+            let column = |first, n| dy.narrow(1, first, n)?.contiguous().map(Some);
+            Ok([column(0, 48)?, column(48, 16)?, column(64, 16)?])
+        }))
+    };
+    let dy = put(randn((9, 80), 5));
+    let ((y, dx), work) = counted(test_device, || {
+        let tape = tape(&inputs, forward);
+        let y = tape.output().clone();
+        (y, tape.backward(&dy).unwrap().remove(&inputs[0]).unwrap())
+    });
+    let of_factors = adapters.iter().flatten().flatten().map(|factor| bits(&grad_of(factor)));
+    ([bits(&y)].into_iter().chain(of_factors).collect(), dx, work)
+}
+
+fn each_input(parts: &[Tensor]) -> [OpInput<'_>; 3] {
+    [(&parts[0]).into(), (&parts[1]).into(), (&parts[2]).into()]
+}
+
+/// Runs `f` on a device, and returns the number of its matmuls in the emulator, else 0.
+fn counted<T>(test_device: &TestDevice, f: impl FnOnce() -> T) -> (T, usize) {
+    #[cfg(not(feature = "cuda"))]
+    if matches!(test_device, TestDevice::Emulated) {
+        let (result, work) = candlewick_ops::emulate_counted(f);
+        return (result, work.launches.iter().filter(|name| *name == "gemm").count());
+    }
+    (test_device.run(f), 0)
+}
+
+#[test]
+fn adapters_on_columns_of_joined_layers_have_the_bits_of_separate_layers() {
+    for test_device in TestDevice::all() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let (joined, dx, n_joined) = results_of_adapters(&test_device, dtype, true);
+            let (separate, want_dx, n_separate) = results_of_adapters(&test_device, dtype, false);
+            assert!(joined == separate, "{test_device:?} {dtype:?}");
+            // Separate layers round the gradient of the input once more for each.
+            assert_close("dx", &dx, &want_dx, 2.0 * bound(dtype));
+            #[cfg(not(feature = "cuda"))]
+            if matches!(test_device, TestDevice::Emulated) {
+                assert_eq!((n_joined, n_separate), (14, 18), "one matmul for three layers, in both passes");
+            }
+            let _ = (n_joined, n_separate);
+        }
+    }
+}
+
+#[test]
+fn columns_beyond_a_joined_output_are_an_error() {
+    let (x, w, base) = (randn((3, 4), 1), Weight::frozen(randn((5, 4), 2)), randn((3, 8), 3));
+    assert_error(linear_plus_columns(&x, &w, &base, 4), "want 5 columns from 4 on of 3 rows of F32");
+    assert_error(linear_plus_columns(&randn((2, 4), 1), &w, &base, 0), "of 2 rows");
 }

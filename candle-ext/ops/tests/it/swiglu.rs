@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{swiglu, swiglu_joined};
+use candlewick_ops::{OutputDtype, Weight, add, linear, swiglu, swiglu_joined};
 
-use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, randn, tape, values};
+use crate::cases::{OpCase, TestDevice, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
 
 fn case(shape: &[usize], check: impl Fn(&OpCase<'_>)) {
     check(&OpCase {
@@ -58,6 +58,91 @@ fn joined_rows_give_the_bits_of_two_inputs() {
         });
         assert!(of_one == of_two, "{test_device:?}");
     }
+}
+
+/// Readers of the output of SwiGLU.
+#[derive(Clone, Copy, Debug)]
+enum Readers {
+    /// A linear layer.
+    Linear,
+    /// Two linear layers.
+    TwoLinears,
+    /// A linear layer and an addition.
+    LinearAndAdd,
+}
+
+/// Returns the bits of the output, of the gradients of the inputs, and of those of the weights. `splits` separates SwiGLU from its
+/// readers, so that each has a backward of its own.
+fn results_of_readers(
+    test_device: &TestDevice,
+    dtype: DType,
+    (joins, readers): (bool, Readers),
+    splits: bool,
+) -> Vec<Vec<u64>> {
+    let put = |x: Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
+    let inputs = match joins {
+        true => vec![put(randn((33, 96), 1))],
+        false => vec![put(randn((33, 48), 1)), put(randn((33, 48), 2))],
+    };
+    let (dy, weights) = (put(randn((33, 48), 3)), [4, 5].map(|seed| trainable(&put(randn((48, 48), seed)))));
+    let project = |y: &Tensor, w: &Weight| linear(y, w, None, OutputDtype::SameAsInput);
+    let read = |y: &Tensor| match readers {
+        Readers::Linear => project(y, &weights[0]),
+        Readers::TwoLinears => add(&project(y, &weights[0])?, &project(y, &weights[1])?),
+        Readers::LinearAndAdd => add(&project(y, &weights[0])?, y),
+    };
+    let gated = || match inputs.as_slice() {
+        [joined] => swiglu_joined(joined),
+        two => swiglu(&two[0], &two[1]),
+    };
+    test_device.run(|| {
+        let (output, grads) = match splits {
+            false => {
+                let tape = tape(&inputs, || read(&gated()?));
+                (tape.output().clone(), tape.backward(&dy).unwrap())
+            }
+            true => {
+                let first = tape(&inputs, gated);
+                let y = first.output().affine(1.0, 0.0).unwrap();
+                let second = tape(std::slice::from_ref(&y), || read(&y));
+                let output = second.output().clone();
+                let dy = second.backward(&dy).unwrap().remove(&y).unwrap();
+                (output, first.backward(&dy).unwrap())
+            }
+        };
+        let of_inputs = inputs.iter().map(|x| bits(grads.get(x).unwrap()));
+        let of_weights = weights.iter().map(|w| bits(&grad_of(w)));
+        [bits(&output)].into_iter().chain(of_inputs).chain(of_weights).collect()
+    })
+}
+
+#[test]
+fn the_pass_of_the_gradients_computes_the_output_for_readers() {
+    for test_device in TestDevice::all() {
+        check_each([DType::F32, DType::BF16, DType::F16], |dtype| {
+            for readers in [Readers::Linear, Readers::TwoLinears, Readers::LinearAndAdd] {
+                for joins in [true, false] {
+                    let [one, two] =
+                        [false, true].map(|splits| results_of_readers(&test_device, dtype, (joins, readers), splits));
+                    assert!(one == two, "{test_device:?} {dtype:?} {readers:?} {joins}");
+                    assert!(one.last().unwrap().len() == 48 * 48 && one.iter().flatten().any(|bits| *bits != 0));
+                }
+            }
+        });
+    }
+}
+
+/// The gradient of the down projection's weight reads the output that backward writes, so no launch computes the output again.
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn a_backward_launches_swiglu_once() {
+    let half = |x: Tensor| x.to_dtype(DType::BF16).unwrap();
+    let (inputs, w) = ([half(randn((9, 64), 1))], trainable(&half(randn((16, 32), 2))));
+    let recorded = tape(&inputs, || linear(&swiglu_joined(&inputs[0])?, &w, None, OutputDtype::SameAsInput));
+    let (_, work) = candlewick_ops::emulate_counted(|| recorded.backward(&half(randn((9, 16), 3))).unwrap());
+    assert_eq!(work.launches, ["gemm", "backward_bf16", "gemm"]);
+    // The gradients of y and of the joined rows. y takes the memory of its gradient.
+    assert_eq!(work.output_bytes, 9 * (32 + 64) * 2);
 }
 
 #[test]

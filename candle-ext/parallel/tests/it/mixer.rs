@@ -11,17 +11,17 @@ use candlewick_model::{
     Config, Dim, DimSize, ForwardContext, LayerSizes, Linear, LinearSpec, Mixer, MixerCost, MixerSpec, MixerSplit,
     Model, WeightLookup,
 };
-use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, record};
+use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler, record};
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, EngineSpec, LossScale, MasterRounding, ParallelGroups, ParamDtypes,
-    PipelineLayout, SequenceParallel, ZeroStage,
+    ActivationCheckpointing, Engine, EngineSpec, LossScale, MasterRounding, OPTIMIZER_KINDS, OptimizerGroups,
+    ParallelGroups, ParamDtypes, PipelineLayout, SequenceParallel, ZeroStage,
 };
 
 use crate::engine::{config, micro, sequences};
 
 const N_STEPS: usize = 3;
 const TOLERANCE: f64 = 1e-5;
-const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
+const LEARNING_RATE: f64 = 1e-2;
 
 /// out(h), where h[t] = g[t] h[t - 1] + (1 - g[t]) in(x)[t] and g = sigmoid(gate(x)), from zero in each sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -155,10 +155,13 @@ impl Strategy {
         let mesh = Mesh::new(self.degrees, world.size()).unwrap();
         let groups = ParallelGroups::new(&mesh, &*world.group())?;
         let layout = PipelineLayout::single_stage(model.n_blocks());
+        // A small eps would let the sign of a nearly zero gradient decide a weight.
+        let adamw = OPTIMIZER_KINDS[0].with(&[("betas", &[0.9, 0.99]), ("eps", &[1e-4])]).unwrap();
         let spec = EngineSpec {
             zero_stage: self.zero_stage,
             sequence_parallel: self.sequence_parallel,
             checkpointing: vec![self.checkpointing; model.n_blocks()],
+            optimizer: OptimizerGroups::of_all(adamw, 0.1),
             ..EngineSpec::training(ParamDtypes::computing_in(DType::F32), layout)
         };
         let engine = spec.build(model, &groups, Device::Cpu)?;
@@ -186,8 +189,8 @@ impl Strategy {
                 engine.forward_backward(&micros, &LossScale::mean_over(16.0), |_| 0)?;
                 let squares = engine.store().grad_squares()?;
                 norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
-                scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
-                engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
+                scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
+                engine.store().step(LEARNING_RATE, &scaler, MasterRounding::Nearest)?;
             }
             let weights = engine.store().masters().map(|master| {
                 let (spec, whole) = master?;

@@ -221,3 +221,24 @@ fn fp8_copies_of_experts_are_estimated() {
     let amaxes = 32 * 3 * (1024 + 2) * 4;
     assert_eq!(bytes(1, Phase::Optimizer, &["precision.recipe=delayed", lora]), amaxes);
 }
+
+/// A GPU has the transposed codes as well, of a byte per weight.
+#[test]
+fn stored_codes_that_are_multiplied_have_no_copy() {
+    let lora = "model.peft_config={r: 4, target_modules: [q_proj]}";
+    let bytes = |device: DeviceKind, recipe: &str, base: &[&str]| {
+        let recipe = format!("precision.recipe={recipe}");
+        let plan = plan_of(1, &[&[lora, recipe.as_str()][..], base].concat()).unwrap();
+        let estimate = estimate_stage(&Setup::of(&plan, device).unwrap());
+        estimate.phases.iter().find(|it| it.phase == Phase::Step).unwrap().breakdown.of(Category::Fp8Weights)
+    };
+    let stored = "model.quantize_base=fp8";
+    for (device, copied, shared) in [(DeviceKind::Gpu, 2, 1), (DeviceKind::Cpu, 1, 0)] {
+        let of_copies = bytes(device, "blockwise", &[]);
+        assert!(of_copies > 0);
+        assert_eq!(bytes(device, "blockwise", &[stored]) * copied, of_copies * shared, "{device:?}");
+        let exact = "precision.power_of_two_scales=false";
+        assert_eq!(bytes(device, "blockwise", &[stored, exact]), of_copies, "{device:?}: other scales");
+        assert_eq!(bytes(device, "current", &[stored]), bytes(device, "current", &[]), "{device:?}: a scale for all");
+    }
+}

@@ -22,7 +22,9 @@ pub(super) fn cost(spec: &SelfAttentionSpec, sizes: &LayerSizes) -> MixerCost {
     // Of backward: the gradients of the sum, of attention's output, of q, k and v.
     let qkv = t * s * (d + 2 * q + 2 * kv);
     let residual = 2 * sizes.activation_bytes() - sizes.output_bytes();
-    let of_attention = saved + qkv + attention.backward().scratch_bytes + sizes.exchange.backward_bytes;
+    // Norms of heads save the joined rows of q, k and v, from which backward copies the values.
+    let values = if spec.qk_norm == QkNorm::PerHead { t * kv * s } else { 0 };
+    let of_attention = saved + qkv + values + attention.backward().scratch_bytes + sizes.exchange.backward_bytes;
     // After that of attention: the layer's output, the gradient of the sum, the recomputed norm, the gradients of q and k,
     // those of their inputs, and the sum of these.
     let of_projections = t * s * (5 * d + q + kv);

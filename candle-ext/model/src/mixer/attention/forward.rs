@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, h query heads, g KV heads, k head size
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionSpec, NormCall, OutputDtype, QkvHeads};
+use candlewick_ops::{self as ops, AttentionSpec, NormCall, QkNorms, QkvHeads};
 
 use super::spec::SelfAttentionSpec;
 use crate::mixer::Mixer;
@@ -73,16 +73,21 @@ impl SelfAttention {
         context.parallel_ops.tokens.reduce_from_tp(&self.o.forward(&y_td, dropout.as_ref())?)
     }
 
-    /// Returns queries and keys with RoPE applied, and values. Adjacent weights need a single matmul.
+    /// Returns queries and keys with their norms and RoPE applied, and values. Adjacent weights need a single matmul.
     fn qkv(&self, x_td: &Tensor, context: &ForwardContext) -> Result<[Tensor; 3]> {
-        let joined = if self.qk_norms.is_some() { None } else { Linear::joined(&self.qkv, x_td) };
-        let Some(joined) = joined else {
-            let dropout = context.dropout();
+        let dropout = context.dropout();
+        let joined = match self.qk_norm {
+            // Its rows are the heads of one projection.
+            QkNorm::AllHeads => None,
+            QkNorm::None | QkNorm::PerHead => Linear::forward_joined(&self.qkv, x_td, dropout.as_ref())?,
+        };
+        let Some(qkv) = joined else {
             return self.heads(self.qkv.each_ref(), |layer| layer.forward(x_td, dropout.as_ref()), context);
         };
         let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
         let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
-        ops::split_qkv(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?, heads, context.cos, context.sin)
+        let norms = self.qk_norms.as_ref().map(|[q, k]| QkNorms { weights: [&q.weight, &k.weight], eps: q.eps });
+        ops::split_qkv(&qkv, heads, norms, context.cos, context.sin)
     }
 
     /// Returns [`qkv`](Self::qkv) of a norm that is quantized as it is computed; `None` if it must be computed first.
@@ -114,7 +119,9 @@ impl SelfAttention {
     fn rotated_heads(&self, y: Tensor, norm: Option<&Norm>, context: &ForwardContext) -> Result<Tensor> {
         let y_thk = match (norm, self.qk_norm) {
             (Some(norm), QkNorm::AllHeads) => self.split_heads(&norm.forward(&y)?)?,
-            (Some(norm), _) => norm.forward(&self.split_heads(&y)?)?,
+            (Some(Norm { weight, eps }), _) => {
+                return ops::rms_norm_rope(&self.split_heads(&y)?, weight, *eps, context.cos, context.sin);
+            }
             (None, _) => self.split_heads(&y)?,
         };
         ops::rope(&y_thk, context.cos, context.sin)

@@ -39,7 +39,7 @@ impl MixerSpec for SelfAttentionSpec {
 
     fn linear_groups(&self) -> Vec<LinearGroup<'_>> {
         let fusion = LinearFusion::SharedInput {
-            joined: self.qk_norm == QkNorm::None && self.qkv.iter().all(LinearSpec::is_plain),
+            joined: self.qk_norm != QkNorm::AllHeads && self.qkv.iter().all(LinearSpec::is_plain),
             quantizes_norm: self.qkv.iter().all(|linear| linear.adapter.is_none()),
         };
         vec![LinearGroup { linears: self.qkv.iter().collect(), fusion }, LinearGroup::single(&self.o)]

@@ -80,8 +80,10 @@ impl SwiGluCost<'_> {
         let SwiGluSpec { gate_up, down } = self.spec;
         let elements = |n: u64| rows * sizes.n_bytes() * n;
         let of_down = sizes.linears_backward(rows, [f, d], std::slice::from_ref(down)) + elements(f) + output_grad;
+        // The gradient of the down projection's weight follows that of its input, whose memory the gated activation takes.
+        let weight = sizes.linear(rows, [f, d], (down, LinearInput::Unused)).backward().scratch_bytes;
         // In FP8 the codes of the last input exist until another is quantized.
-        let gated = elements(3 * f) + if down.fp8 { rows * f } else { 0 };
+        let gated = elements(3 * f) + if down.fp8 { rows * f } else { weight + output_grad };
         let of_gate_up = elements(d) + sizes.linears_backward(rows, [d, f], gate_up);
         self.saved_of_rows(rows) + of_down.max(gated).max(of_gate_up)
     }

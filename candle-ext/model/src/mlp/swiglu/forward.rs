@@ -3,7 +3,7 @@
 //! Dimensions: t tokens (packed), d hidden size, f MLP intermediate size
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, ColumnShard, NormCall, OutputDtype, Weight};
+use candlewick_ops::{self as ops, ColumnShard, NormCall, Weight};
 
 use super::spec::SwiGluSpec;
 use crate::mlp::Mlp;
@@ -86,8 +86,8 @@ impl SwiGlu {
         {
             return Ok(StartedSwiGlu::Projected(y_td));
         }
-        let gated_tf = match Linear::joined(&self.gate_up, x_td) {
-            Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, OutputDtype::SameAsInput)?)?,
+        let gated_tf = match Linear::forward_joined(&self.gate_up, x_td, dropout)? {
+            Some(gate_up) => ops::swiglu_joined(&gate_up)?,
             None => ops::swiglu(&gate.forward(x_td, dropout)?, &up.forward(x_td, dropout)?)?,
         };
         Ok(StartedSwiGlu::Gated(gated_tf))

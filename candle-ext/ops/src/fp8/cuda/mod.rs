@@ -149,7 +149,7 @@ unsafe fn finish_parts(
 pub(super) fn transpose(codes: &Tensor) -> Result<Tensor> {
     let (rows, columns) = codes.dims2()?;
     let (on, from) = (gpu(OP, codes)?, address(OP, codes)?);
-    if ![rows, columns, from as usize].iter().all(|n| n.is_multiple_of(MULTIPLE)) {
+    if !reads_codes(codes)? {
         bail!("{OP}: cannot transpose [{rows}, {columns}] codes at {from:#x}: want multiples of {MULTIPLE}")
     }
     let transposed = Out::new(on, DType::U8, rows * columns)?;
@@ -158,6 +158,12 @@ pub(super) fn transpose(codes: &Tensor) -> Result<Tensor> {
     // SAFETY: both have rows * columns codes, aligned to 16 bytes; the grid has a block per tile.
     unsafe { KERNELS.launch(on, "transpose_codes", grid, FLAT_THREADS, &args)? };
     Ok(transposed.into_tensor((columns, rows)))
+}
+
+/// Returns true if matmuls and [`transpose`] can read codes [rows, columns] at their address.
+pub(super) fn reads_codes(codes: &Tensor) -> Result<bool> {
+    let (rows, columns) = codes.dims2()?;
+    Ok([rows, columns, address(OP, codes)? as usize].iter().all(|n| n.is_multiple_of(MULTIPLE)))
 }
 
 /// Returns the key of a rounding; 0 if it is to nearest.

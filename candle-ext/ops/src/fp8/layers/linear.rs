@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor, TensorId};
+use candle_core::{DType, Result, Tensor, TensorId};
 
 use super::{Fp8Linear, QuantizedInput, Scaling};
 use crate::derive_key;
@@ -13,8 +13,10 @@ use crate::fp8::operands::{self, AmaxUse, Fp8Operands, Quantization, ScaleSource
 use crate::fp8::recipe::{Contraction, Fp8Operand, Fp8Orientation, Fp8Recipe};
 use crate::fp8::rounding::Fp8Rounding;
 use crate::fp8::stats::{self, Fp8StepStats};
+use crate::fp8::stored::stored_operands;
 use crate::quantized::ScaleBlock;
 use crate::saved::Saved;
+use crate::weight::StoredWeight;
 
 impl Fp8Linear {
     pub(crate) fn is_enabled(&self) -> bool {
@@ -93,9 +95,20 @@ impl Fp8Linear {
         Ok(operands)
     }
 
-    /// Quantizes the weight.
-    pub(in crate::fp8) fn quantized_weight(&self, value: &Tensor, orientation: Fp8Orientation) -> Result<Fp8Operands> {
-        Ok(self.quantize(Fp8Operand::Weight, value, orientation, Fp8Rounding::Nearest)?.0)
+    /// Quantizes the weight. The codes of a weight stored in FP8 are used as they are, if they are those of the recipe.
+    pub(in crate::fp8) fn quantized_weight(
+        &self,
+        stored: StoredWeight,
+        orientation: Fp8Orientation,
+    ) -> Result<Fp8Operands> {
+        if let (Scaling::Blockwise(rule), false) = (&self.layers.scaling, self.has_stats(Fp8Operand::Weight))
+            && let Some(operands) = stored_operands(&stored, *rule, self.format(Fp8Operand::Weight), orientation)?
+        {
+            return Ok(operands);
+        }
+        // FP8 storage is exact in bf16.
+        let value = stored.dense(DType::BF16)?;
+        Ok(self.quantize(Fp8Operand::Weight, &value, orientation, Fp8Rounding::Nearest)?.0)
     }
 
     /// Quantizes the gradient of the output [t, n] for dx = dy w and dw = dy^T x.

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{FlatBuffer, Fp8Layers, Fp8Module, Fp8Recipe, GradSink, OutputDtype, Weight, amax, linear};
+use candlewick_ops::{
+    FP8_WEIGHT_FORMAT, FlatBuffer, Fp8Layers, Fp8Module, Fp8Recipe, GradSink, OutputDtype, Weight, amax, dequantize,
+    linear, quantize,
+};
 
 use super::{DELAYED, SUMS, config, devices_for, layers, recipes, rule};
 use crate::cases::{TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape};
@@ -131,6 +134,54 @@ fn codes_of_parts_are_those_of_the_whole_weight() {
             }
         },
     );
+}
+
+/// A frozen weight that is stored in FP8, and one in bf16 with its values: both multiply the same numbers.
+#[test]
+fn the_codes_of_a_stored_weight_multiply_as_they_are() {
+    let recipe = Fp8Recipe::Blockwise(rule(true));
+    for [n, k] in [[256, 128], [144, 272], [16, 400], [40, 72]] {
+        let bytes = quantize(&randn((n, k), 1), &FP8_WEIGHT_FORMAT).unwrap();
+        let values = dequantize(&bytes, &FP8_WEIGHT_FORMAT, &[n, k], DType::BF16).unwrap();
+        for test_device in devices_for([n, k], recipe) {
+            let bf16 =
+                |shape: (usize, usize), seed| test_device.put(&randn(shape, seed).to_dtype(DType::BF16).unwrap());
+            let (x, dy) = (bf16((20, k), 2), bf16((20, n), 3));
+            let layers = layers(recipe, &test_device);
+            let stored = FlatBuffer::from_tensor(test_device.put(&bytes));
+            let view = stored.view(0, bytes.elem_count()).unwrap();
+            let stored = Weight::quantized(view, &FP8_WEIGHT_FORMAT, [n, k]).unwrap();
+            let dense = FlatBuffer::from_tensor(test_device.put(&values.flatten_all().unwrap()));
+            let dense = Weight::frozen(dense.view(0, (n, k)).unwrap());
+            let [of_stored, of_dense] = [stored, dense].map(|weight| {
+                let weight = weight.with_fp8(layers.layer("a").unwrap());
+                let run = || {
+                    let _on = layers.enable(0).unwrap();
+                    let tape = tape(std::slice::from_ref(&x), || linear(&x, &weight, None, OutputDtype::SameAsInput));
+                    let y = bits(tape.output());
+                    [y, bits(&tape.backward(&dy).unwrap().remove(&x).unwrap())]
+                };
+                assert_multiplies_codes(&test_device, &weight, run)
+            });
+            assert!(of_stored == of_dense, "[{n}, {k}] {test_device:?}");
+        }
+    }
+}
+
+/// Runs `run`, and in the emulator checks that a stored weight is neither dequantized nor quantized again.
+fn assert_multiplies_codes<T>(test_device: &TestDevice, weight: &Weight, run: impl FnOnce() -> T) -> T {
+    #[cfg(not(feature = "cuda"))]
+    if matches!(test_device, TestDevice::Emulated) && weight.dtype() == DType::U8 {
+        let (result, work) = candlewick_ops::emulate_counted(run);
+        let of_weight = |name: &&String| name.starts_with("dequantize") || name.starts_with("transpose_codes");
+        let of_weight: Vec<&String> = work.launches.iter().filter(of_weight).collect();
+        assert_eq!(of_weight, ["transpose_codes"], "{:?}", work.launches);
+        let n_of = |block: &str| work.launches.iter().filter(|name| name.contains(block)).count();
+        assert_eq!([n_of("1x128"), n_of("128x128")], [2, 0], "the input and the gradient: {:?}", work.launches);
+        return result;
+    }
+    let _ = weight;
+    test_device.run(run)
 }
 
 #[test]
