@@ -3,6 +3,7 @@
 //! Kernels are in `candlewick-ops`, model families in `candlewick-model`.
 
 mod assembly;
+mod batch;
 mod context_parallel;
 mod engine;
 mod expert_parallel;
@@ -19,11 +20,12 @@ mod row_allocator;
 mod tensor_parallel;
 
 pub use assembly::EngineSpec;
+pub use batch::{Micro, StepMicros};
 pub use context_parallel::{ContextParallel, ring_exchange};
 pub use engine::{
-    ActivationCheckpointing, Engine, Fp8LayerStats, HeadCost, InFlightStep, LossScale, Micro, MicroExperts,
-    OffloadMemory, OptimizerStep, PackedTokens, ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepMicros,
-    StepResult, StepRouting, TrainBatch, ZeroGradCount, mtp_loss_name,
+    ActivationCheckpointing, Engine, Fp8LayerStats, HeadCost, InFlightStep, LossScale, MicroExperts, OffloadMemory,
+    OptimizerStep, PackedTokens, ScoreQuery, StepBytes, StepCost, StepLoss, StepLosses, StepResult, StepRouting,
+    TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 pub use expert_parallel::{ExpertParallel, TokenDispatcher};
 pub use groups::ParallelGroups;

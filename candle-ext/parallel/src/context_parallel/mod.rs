@@ -15,7 +15,7 @@ use candlewick_comm::Collective;
 use candlewick_model::{AttentionCall, ParallelOps};
 use candlewick_ops::RowRanges;
 
-use crate::engine::Micro;
+use crate::batch::Micro;
 use partition::TokenPartition;
 use ring::Ring;
 use ulysses::Ulysses;

@@ -8,7 +8,6 @@ mod fp8;
 mod inference;
 mod loss;
 mod memory;
-mod micro;
 mod mtp;
 mod router_rows;
 mod routing_replay;
@@ -28,6 +27,7 @@ use candlewick_ops::{
     linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
+use crate::batch::Micro;
 use crate::context_parallel::{ContextParallel, TokenShard};
 use crate::expert_parallel::{ExpertParallel, ExpertParallelOps};
 use crate::offload::OffloadTarget;
@@ -40,7 +40,6 @@ pub use inference::{PackedTokens, ScoreQuery};
 use loss::LossForm;
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, OffloadMemory, StepBytes, StepCost};
-pub use micro::{Micro, StepMicros};
 pub use mtp::mtp_loss_name;
 pub use routing_replay::{MicroExperts, StepRouting};
 pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGradCount};

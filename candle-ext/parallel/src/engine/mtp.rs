@@ -10,8 +10,9 @@ use candle_core::{Result, Tensor};
 use candlewick_model::{ForwardContext, UnitWeights};
 use candlewick_ops::{Reduction, Tape, add, span};
 
+use super::Engine;
 use super::loss::AuxiliarySums;
-use super::{Engine, Micro};
+use crate::batch::Micro;
 use crate::params::MicroBatch;
 
 /// A micro-batch whose MTP layers are trained.

@@ -4,7 +4,8 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_model::{RouterLoss, RouterRows};
 use candlewick_ops::{to_host, upload};
 
-use super::{Engine, Micro};
+use super::Engine;
+use crate::batch::Micro;
 
 impl Engine {
     /// Returns the rows of this rank's residual stream that routers count; `None` if there are no routers. They are among the

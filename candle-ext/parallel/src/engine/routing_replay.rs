@@ -6,7 +6,8 @@ use candle_core::{DType, Result, Tensor, bail};
 use candlewick_model::{ReplayedExperts, RoutingRecord};
 use candlewick_ops::{DeviceReadback, upload};
 
-use super::{Engine, Micro};
+use super::Engine;
+use crate::batch::Micro;
 use crate::tensor_parallel::TensorParallel;
 
 /// Choice of the experts of a step's tokens.

@@ -8,7 +8,8 @@ use candlewick_model::RouterTotal;
 use candlewick_ops::{AdamW, DeviceReadback, GradScaler, LossLimit, StepDecision, span};
 
 use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
-use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
+use super::{Engine, LossScale, StepLoss};
+use crate::batch::{Micro, StepMicros};
 use crate::objective::{AuxiliaryLoss, Objective};
 use crate::params::MasterRounding;
 

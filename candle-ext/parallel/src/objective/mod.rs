@@ -6,7 +6,7 @@ use std::cell::OnceCell;
 
 use candle_core::{Result, Tensor};
 
-use crate::engine::Micro;
+use crate::batch::Micro;
 
 pub use causal::CausalLm;
 

@@ -1,4 +1,4 @@
-//! Micro-batches.
+//! Micro-batches of a step.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -44,7 +44,7 @@ impl StepMicros<'_> {
     /// # Errors
     ///
     /// If the number of micro-batches differs, or if one has more tokens.
-    pub(super) fn most_tokens_of_parts(&self, n_parts: usize) -> Result<Vec<Option<usize>>> {
+    pub(crate) fn most_tokens_of_parts(&self, n_parts: usize) -> Result<Vec<Option<usize>>> {
         let Some(most_tokens) = self.most_tokens else { return Ok(vec![None; self.micros.len()]) };
         let n_tokens: Vec<usize> = self.micros.iter().map(|micro| micro.seqs.n_tokens()).collect();
         if most_tokens.len() != n_tokens.len() || n_tokens.iter().zip(most_tokens).any(|(own, most)| own > most) {
