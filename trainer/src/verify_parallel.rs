@@ -319,8 +319,8 @@ mod tests {
 
     use super::*;
     use crate::metrics::Console;
-    use crate::plan::{Environment, HubAccess, HubView, WorldInfo};
     use crate::recipe::Loaded;
+    use crate::resolve::{Environment, HubAccess, HubView, WorldInfo};
     use candlewick_text::hub::{Hub, HubSettings};
 
     /// A group whose all-reduce returns the rank's own values, as do the groups split from it.

@@ -18,8 +18,9 @@ use crate::data::{Batch, GlobalBatch, TrainSteps};
 use crate::metrics::{ExpertLoad, WallClockTimes};
 use crate::plan::{MtpPlan, OptimizerPlan, RouterPlan};
 use crate::routing::RoutingFiles;
+use crate::step_error::NonFinite;
 
-use super::nonfinite::{NonFinite, NonFinitePart, locate, nonfinite_rows, overflow_remedy};
+use super::nonfinite::{NonFinitePart, locate, nonfinite_rows};
 use super::rank_info::RankInfo;
 use super::step_experts::{StepExperts, record_experts};
 
@@ -53,36 +54,6 @@ pub(super) struct StepOutcome {
     pub(super) wall_clock: Option<WallClockTimes>,
     /// The time from the start of the step to its end, on the device. A GPU starts a step when the step before is done.
     pub(super) elapsed: Duration,
-}
-
-/// A run whose steps were all skipped.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "failed to train: all {n_steps} steps were skipped, because the loss or the gradient was not finite, or the loss was \
-     above the limit of loss_watchdog; nothing was exported. {}Check the weights and the data, or lower the learning rate",
-    overflow_remedy(*.dtype)
-)]
-pub struct AllStepsSkipped {
-    pub(super) n_steps: usize,
-    /// The dtype of the model's computation.
-    pub(super) dtype: DType,
-}
-
-/// A loss spike that ends the run.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "failed to train: the loss of step {step} is {loss}, above the limit of loss_watchdog, {max_loss}{why}. Its update was not \
-     applied, and the checkpoints are of earlier steps. {kept}Lower the learning rate, check the rows of the batch, or set \
-     loss_watchdog.action to skip or rewind"
-)]
-pub struct LossSpike {
-    pub(super) step: usize,
-    pub(super) loss: f64,
-    pub(super) max_loss: f64,
-    /// The number of spikes before, if that ends the run.
-    pub(super) why: String,
-    /// The command that replays the batch, if it is kept.
-    pub(super) kept: String,
 }
 
 /// The resolved settings of a step.
@@ -251,7 +222,7 @@ impl PendingStep {
         let elapsed = done.since(&started)?;
         let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         let nonfinite = (decision.outcome == UpdateOutcome::NonFinite).then(|| {
-            let part = NonFinitePart::of(loss, &weighted, &auxiliary);
+            let part = NonFinitePart::of(loss, &weighted, &auxiliary).to_string();
             let rows = locate(stream, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
             NonFinite { step: number, part, rows, dtype }
         });
