@@ -11,7 +11,7 @@ use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{AdapterSpec, Config, Model, RouterLoss};
 use candlewick_ops::{AdamW, CuSeqlens, GradPolicy, GradScaler, to_host};
 use candlewick_parallel::{
-    AuxiliaryLoss, Engine, LossScale, MasterRounding, Micro, ParallelGroups, StepLoss, mtp_loss_name,
+    AuxiliaryLoss, Engine, LossScale, MasterRounding, Micro, MicroColumns, ParallelGroups, StepLoss, mtp_loss_name,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -248,6 +248,7 @@ fn micro_batch(step: usize, micro: usize) -> Result<Micro> {
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
         seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect())?,
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     })
 }
 

@@ -33,6 +33,7 @@ mod norm;
 mod param;
 mod rope;
 mod router;
+mod side_outputs;
 mod swiglu;
 mod tiled_mlp;
 mod unit;
@@ -64,10 +65,10 @@ pub use mtp::MtpLayer;
 pub use param::{Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec};
 pub use rope::LengthClass;
 pub use router::{
-    ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts,
-    ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals,
-    RoutingRecord,
+    ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ROUTER_TOTALS,
+    ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RoutingRecord,
 };
+pub use side_outputs::{LayerOutputSpec, LayerOutputs};
 pub use swiglu::swiglu_mlp;
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};

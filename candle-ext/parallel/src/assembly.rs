@@ -5,11 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
 use candlewick_model::{Model, RouterSettings};
-use candlewick_ops::{Fp8Config, Fp8Layers};
+use candlewick_ops::{Fp8Config, Fp8Layers, GroupedGemmImpl};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
-use crate::expert_parallel::TokenDispatcher;
+use crate::expert_parallel::{ExpertParallel, TokenDispatcher};
 use crate::groups::ParallelGroups;
 use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
 use crate::pipeline::{Pipeline, PipelineLayout, PipelineScheduleKind};
@@ -109,5 +109,23 @@ impl EngineSpec {
             engine = engine.with_expert_parallel(experts.with_dispatcher(dispatcher));
         }
         Ok(engine)
+    }
+}
+
+impl Engine {
+    /// Sets the implementation of the experts' matmuls on a GPU.
+    pub fn with_experts_implementation(self, implementation: GroupedGemmImpl) -> Self {
+        self.with_routing(|routing| routing.with_implementation(implementation))
+    }
+
+    /// Sets the expert parallel groups, which must be those of the parameter store.
+    pub fn with_expert_parallel(self, experts: ExpertParallel) -> Self {
+        self.with_routing(|routing| routing.with_experts(experts))
+    }
+
+    /// Sets the settings of the routers. Each of their losses needs a coefficient in
+    /// [`StepLoss::auxiliary`](crate::StepLoss::auxiliary). Inference has [`RouterSettings::of_evaluation`].
+    pub fn with_router(self, router: RouterSettings) -> Self {
+        self.with_routing(|routing| routing.with_settings(router))
     }
 }

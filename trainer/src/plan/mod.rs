@@ -3,6 +3,7 @@
 mod build;
 mod eval;
 mod model;
+mod objective;
 mod pipeline;
 mod precision;
 mod profiling;
@@ -14,6 +15,7 @@ mod setting;
 pub use eval::{BestPlan, EVAL_LOSS, EarlyStoppingPlan, EvalPlan, TasksPlan};
 pub use model::{CheckpointingMode, ModelPlan, MtpPlan, TokenizerPlan, WeightInit};
 pub(crate) use model::{checkpointing, dtype};
+pub use objective::ObjectivePlan;
 pub use pipeline::PipelinePlan;
 pub use precision::{Fp8Plan, Fp8RecipePlan, ScaleRulePlan};
 pub use profiling::{MemoryProfilePlan, ProfilingPlan};

@@ -61,6 +61,7 @@ impl ContextParallel {
             positions: rows.ranges().iter().flat_map(|range| &micro.positions[range.clone()]).copied().collect(),
             seqs: micro.seqs.clone(),
             padding: micro.padding.clone(),
+            columns: micro.columns.of_tokens(|values| select(values, rows.ranges()))?,
         };
         Ok(TokenShard { micro: Cow::Owned(part), rows })
     }

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{CuSeqlens, Fp8Config, WeightStorage};
-use candlewick_parallel::Micro;
+use candlewick_parallel::{Micro, MicroColumns};
 use serde_json::{Value, json};
 
 /// A vocabulary that four ranks cannot divide evenly.
@@ -366,5 +366,6 @@ fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
         positions: sequences.iter().flat_map(|sequence| 0..sequence.len() as u32).collect(),
         seqs: CuSeqlens::packed(ends).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }

@@ -312,8 +312,8 @@ fn run_rank(
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler, MasterRounding::Nearest)?;
         engine.update_fp8_scales()?;
-        let totals = sums.routers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
-        engine.update_expert_biases(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
+        let totals = sums.layers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
+        engine.update_layers(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
     }
     let used = GroupOp::used_in(&world.calls()[n_before..]);
     let (eval_loss, n_targets) = micros(batching, STEPS, rank, n_ranks);

@@ -44,6 +44,7 @@ impl Session<'_> {
             lr: outcome.lr,
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
+            objective: outcome.metrics.clone(),
             expert_load: outcome.expert_load.clone(),
             grad_norm: decision.norm,
             num_zeros: outcome.grad_zeros,
