@@ -15,6 +15,7 @@ mod label_smoothing;
 mod master_rounding;
 mod mtp;
 mod objective;
+mod preference;
 mod quantized;
 mod rank;
 mod ring;
