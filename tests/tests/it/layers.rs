@@ -258,6 +258,19 @@ fn parallel_has_no_unsafe_code_and_no_family_names() {
 }
 
 #[test]
+fn the_engine_names_no_router() {
+    let reason = "features of some layers declare side outputs; `parallel/src/routing` has what a step does for them";
+    let words = ["router", "Router", "expert", "Expert", "moe()", "MoE"];
+    check_absent("candle-ext/parallel/src/engine", &words, reason);
+}
+
+#[test]
+fn objectives_are_chosen_by_the_plan() {
+    let reason = "the plan holds the objective";
+    check_absent("trainer/src", &["CausalLm"], reason);
+}
+
+#[test]
 fn library_crates_do_not_read_the_environment() {
     for layer in ["ops", "comm", "model", "parallel", "inference"] {
         check_absent(&format!("candle-ext/{layer}/src"), &["env::var", "env::args"], "settings arrive as values");
