@@ -1,4 +1,4 @@
-//! Side outputs of layers: named numbers that a forward adds to, beside its output.
+//! Side outputs of layers: named numbers to which a forward adds.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

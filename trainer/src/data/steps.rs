@@ -105,9 +105,9 @@ struct TokenizedSteps {
 /// Loading of tokenized steps.
 #[derive(Debug)]
 enum StepLoader {
-    /// When they are needed.
+    /// Loading on demand.
     Direct(Box<TrainLoader>),
-    /// Ahead, on a thread.
+    /// Loading ahead, on a thread.
     Prefetched(Prefetcher<(GlobalBatch, Cursor)>),
 }
 

@@ -31,7 +31,7 @@ use crate::context_parallel::{ContextParallel, TokenShard};
 use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
-use crate::routing::Routing;
+use crate::routing::EngineRouting;
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
 pub use fp8::Fp8LayerStats;
@@ -73,7 +73,7 @@ pub struct Engine {
     attention_hook: Option<Arc<dyn ParallelOps + Send + Sync>>,
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
-    routing: Routing,
+    routing: EngineRouting,
     pipeline: Pipeline,
     /// Side outputs of the model's layers.
     layer_outputs: Vec<LayerOutputSpec>,
@@ -112,7 +112,7 @@ impl Engine {
             attention_hook,
             sequence,
             tensor,
-            routing: Routing::default(),
+            routing: EngineRouting::default(),
             pipeline,
             layer_outputs,
             reference: None,
@@ -163,7 +163,7 @@ impl Engine {
     }
 
     /// Changes the routing of tokens.
-    pub(crate) fn with_routing(self, change: impl FnOnce(Routing) -> Routing) -> Self {
+    pub(crate) fn with_routing(self, change: impl FnOnce(EngineRouting) -> EngineRouting) -> Self {
         Self { routing: change(self.routing), ..self }
     }
 

@@ -1,6 +1,7 @@
 //! Training objectives: the columns, reference, normalizer, loss and metrics of a kind of training.
 
 mod causal;
+mod list;
 mod normalizer;
 
 use std::cell::{OnceCell, RefCell};
@@ -10,10 +11,8 @@ use candle_core::{Result, Tensor, bail};
 use crate::batch::{ColumnSpec, Micro};
 
 pub use causal::CausalLm;
+pub use list::OBJECTIVES;
 pub use normalizer::LossNormalizer;
-
-/// Objectives by name.
-pub const OBJECTIVES: &[(&str, &dyn Objective)] = &[("causal_lm", &CausalLm)];
 
 /// Name of the column with the reference's log-probability of each target, f32 [t]; 0 where there is no target.
 pub const REFERENCE_LOG_PROBS: &str = "reference_log_probs";

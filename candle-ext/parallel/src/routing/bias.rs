@@ -4,10 +4,10 @@ use candle_core::{Result, Tensor};
 use candlewick_model::Model;
 use candlewick_ops::{GradScaler, expert_bias_change};
 
-use super::Routing;
+use super::EngineRouting;
 use crate::params::ParamStore;
 
-impl Routing {
+impl EngineRouting {
     /// Moves the expert bias of each layer toward the experts with few tokens, unless `scaler` skipped the step.
     ///
     /// `totals` are the step's totals over all ranks, which begin with the counts of the experts, for each MoE layer. All

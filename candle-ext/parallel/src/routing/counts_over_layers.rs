@@ -6,10 +6,10 @@
 use candle_core::{DType, Result};
 use candlewick_model::{ExpertCountsSummedOverLayers, Model, RouterLoss};
 
-use super::{Routing, RoutingStep};
+use super::{EngineRouting, RoutingStep};
 use crate::pipeline::{HiddenStates, Pipeline};
 
-impl Routing {
+impl EngineRouting {
     /// Returns empty sums of counts, if a loss of the routers reads them.
     pub(super) fn counts_over_layers(&self, model: &Model) -> Option<ExpertCountsSummedOverLayers> {
         let moe = model.config().moe()?;

@@ -24,7 +24,7 @@ const ROUTER_NOISE: u64 = 0x726f_7574_6572;
 
 /// Settings of routers and experts in an engine.
 #[derive(Clone, Default)]
-pub(crate) struct Routing {
+pub(crate) struct EngineRouting {
     settings: RouterSettings,
     /// Settings in inference.
     inference: RouterSettings,
@@ -34,7 +34,7 @@ pub(crate) struct Routing {
 
 /// Routers during a step.
 pub(crate) struct RoutingStep<'a> {
-    routing: &'a Routing,
+    routing: &'a EngineRouting,
     global_counts: GlobalExpertCounts,
     /// Counts summed over layers, if a loss reads them.
     counts_over_layers: Option<ExpertCountsSummedOverLayers>,
@@ -69,7 +69,7 @@ pub(crate) struct MicroRouting {
     replayed: Option<ReplayedExperts>,
 }
 
-impl Routing {
+impl EngineRouting {
     /// Sets the settings of the routers. Inference has [`RouterSettings::of_evaluation`].
     pub(crate) fn with_settings(self, settings: RouterSettings) -> Self {
         Self { inference: settings.of_evaluation(), settings, ..self }
