@@ -187,7 +187,8 @@ fn steps(
 }
 
 fn compare(ours: &Preference, one_rank: &Preference) -> std::result::Result<(), String> {
-    let is_close = |a: f64, b: f64| (a - b).abs() <= 2e-5 * b.abs().max(1e-2);
+    // A reward is a small difference of sums of log-probabilities, which are 100 times larger.
+    let is_close = |a: f64, b: f64| (a - b).abs() <= 2e-5 * b.abs().max(0.1);
     for (step, (a, b)) in ours.losses.iter().zip(&one_rank.losses).enumerate() {
         if !is_close(*a, *b) {
             return Err(format!("loss of step {step}: {a} {b}"));
@@ -209,7 +210,8 @@ fn check(strategy: Strategy, case: ModelCase) {
     for batching in [Batching::Packed, Batching::Accumulated(2)] {
         let ours = steps(strategy, case, batching, None).unwrap();
         compare(&ours, &one_rank).unwrap_or_else(|difference| panic!("{strategy:?}, {batching:?}: {difference}"));
-        used = ours.used;
+        // The test itself sums over the world.
+        used = ours.used.into_iter().filter(|it| it.group != "world").collect();
     }
     assert!(!used.is_empty() || strategy.degrees.n_ranks() == 1, "{strategy:?} communicates nothing");
     for fault in used {
