@@ -8,11 +8,11 @@ use evaluator::exit::code_of;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
-use crate::plan::EnvironmentError;
 use crate::recipe::RecipeError;
+use crate::resolve::EnvironmentError;
 use crate::routing::RoutingError;
-use crate::run::{AllStepsSkipped, LossSpike, NonFinite};
 use crate::schedule::ScheduleError;
+use crate::step_error::{AllStepsSkipped, LossSpike, NonFinite};
 
 pub use candlewick_runtime::exit::ExitCode;
 

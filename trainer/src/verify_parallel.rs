@@ -11,7 +11,8 @@ use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{AdapterSpec, Config, Model, RouterLoss};
 use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler, to_host};
 use candlewick_parallel::{
-    AuxiliaryLoss, Engine, EngineSpec, LossScale, MasterRounding, Micro, ParallelGroups, StepLoss, mtp_loss_name,
+    AuxiliaryLoss, Engine, EngineSpec, LossScale, MasterRounding, Micro, MicroColumns, ParallelGroups, StepLoss,
+    mtp_loss_name,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -247,6 +248,7 @@ fn micro_batch(step: usize, micro: usize) -> Result<Micro> {
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
         seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect())?,
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     })
 }
 
@@ -318,8 +320,8 @@ mod tests {
 
     use super::*;
     use crate::metrics::Console;
-    use crate::plan::{Environment, HubAccess, HubView, WorldInfo};
     use crate::recipe::Loaded;
+    use crate::resolve::{Environment, HubAccess, HubView, WorldInfo};
     use candlewick_text::hub::{Hub, HubSettings};
 
     /// A group whose all-reduce returns the rank's own values, as do the groups split from it.

@@ -30,6 +30,7 @@ mod norm;
 mod param;
 mod rope;
 mod router;
+mod side_outputs;
 mod spec_object;
 mod tiled_mlp;
 mod unit;
@@ -69,10 +70,10 @@ pub use param::{
 };
 pub use rope::LengthClass;
 pub use router::{
-    ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts,
-    ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RouterTotals,
-    RoutingRecord,
+    ExpertCapacity, ExpertCountsSummedOverLayers, ExpertSelection, ForcedExpertLoad, GlobalExpertCounts, ROUTER_TOTALS,
+    ReplayedExperts, RouterContext, RouterDtype, RouterLoss, RouterRows, RouterSettings, RouterTotal, RoutingRecord,
 };
+pub use side_outputs::{LayerOutputSpec, LayerOutputs};
 pub use tiled_mlp::TiledMlp;
 pub use unit::{FsdpUnit, FsdpUnitKind, TiedParam};
 pub use upcycle::{UpcycledExperts, UpcycledRouter, Upcycling, UpcyclingOutput, UpcyclingReport};

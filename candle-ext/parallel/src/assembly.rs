@@ -5,11 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, bail};
 use candlewick_comm::{Collective, Solo};
 use candlewick_model::{MixerSplit, Model, RouterSettings};
-use candlewick_ops::{Fp8Config, Fp8Layers};
+use candlewick_ops::{Fp8Config, Fp8Layers, GroupedGemmImpl};
 
 use crate::context_parallel::ContextParallel;
 use crate::engine::{ActivationCheckpointing, Engine};
-use crate::expert_parallel::TokenDispatcher;
+use crate::expert_parallel::{ExpertParallel, TokenDispatcher};
 use crate::groups::ParallelGroups;
 use crate::optimizer::OptimizerGroups;
 use crate::params::{CpuOffload, ParamDtypes, ParamStore, StoreMode, StoreOptions, ZeroStage};
@@ -126,4 +126,22 @@ fn check_mixers(model: &Model, groups: &ParallelGroups) -> Result<()> {
         model.layers().find_map(|layer| layer.refusal(*split, ranks.size()))
     };
     splits.iter().find_map(refusal).map_or(Ok(()), |message| bail!("{message}"))
+}
+
+impl Engine {
+    /// Sets the implementation of the experts' matmuls on a GPU.
+    pub fn with_experts_implementation(self, implementation: GroupedGemmImpl) -> Self {
+        self.with_routing(|routing| routing.with_implementation(implementation))
+    }
+
+    /// Sets the expert parallel groups, which must be those of the parameter store.
+    pub fn with_expert_parallel(self, experts: ExpertParallel) -> Self {
+        self.with_routing(|routing| routing.with_experts(experts))
+    }
+
+    /// Sets the settings of the routers. Each of their losses needs a coefficient in
+    /// [`StepLoss::auxiliary`](crate::StepLoss::auxiliary). Inference has [`RouterSettings::of_evaluation`].
+    pub fn with_router(self, router: RouterSettings) -> Self {
+        self.with_routing(|routing| routing.with_settings(router))
+    }
 }

@@ -154,11 +154,11 @@ const DEGREE_EXEMPT: &[Exemption] = &[
     ("trainer/src/cli/mesh.rs", MESSAGE),
     ("trainer/src/fp8_advice/mod.rs", "tensor parallel ranks exchange a norm before layers quantize it"),
     ("trainer/src/estimate/report.rs", MESSAGE),
-    ("trainer/src/plan/resolve/backend.rs", MESSAGE),
-    ("trainer/src/plan/resolve/deepspeed.rs", MESSAGE),
-    ("trainer/src/plan/resolve/moe.rs", MESSAGE),
-    ("trainer/src/plan/resolve/pipeline.rs", MESSAGE),
-    ("trainer/src/plan/resolve/ranks.rs", "a note, and one shard is ZeRO stage 0"),
+    ("trainer/src/resolve/backend.rs", MESSAGE),
+    ("trainer/src/resolve/deepspeed.rs", MESSAGE),
+    ("trainer/src/resolve/moe.rs", MESSAGE),
+    ("trainer/src/resolve/pipeline.rs", MESSAGE),
+    ("trainer/src/resolve/ranks.rs", "a note, and one shard is ZeRO stage 0"),
     ("trainer/src/run/describe.rs", MESSAGE),
     ("trainer/src/run_report/tables.rs", MESSAGE),
 ];
@@ -320,6 +320,19 @@ fn the_terms_of_adamw_stand_in_its_files_only() {
         let code = code_of(path).to_lowercase();
         assert!(!code.contains("adamw"), "{}: names a kind of optimizer", path.display());
     }
+}
+
+#[test]
+fn the_engine_names_no_router() {
+    let reason = "features of some layers declare side outputs; `parallel/src/routing` has what a step does for them";
+    let words = ["router", "Router", "expert", "Expert", "moe()", "MoE"];
+    check_absent("candle-ext/parallel/src/engine", &words, reason);
+}
+
+#[test]
+fn objectives_are_chosen_by_the_plan() {
+    let reason = "the plan holds the objective";
+    check_absent("trainer/src", &["CausalLm"], reason);
 }
 
 #[test]

@@ -8,9 +8,10 @@ use serde_json::Value;
 use suite::{read, root, tracked_files};
 use trainer::estimate::{Capacity, Category, EstimateReport, Setup, format_bytes, parse_bytes};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, Environment, Plan, TempDir, TrackingEnv, WorldInfo};
+use trainer::plan::Plan;
 use trainer::recipe::shipped::{SHIPPED, ShippedRecipe};
 use trainer::recipe::{ConfigSource, DataSource, Loaded, Prompt, Recipe, SourceOptions, json_schema};
+use trainer::resolve::{BuildFeatures, Environment, TempDir, TrackingEnv, WorldInfo};
 
 fn recipes() -> Vec<PathBuf> {
     let is_yaml = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "yaml");

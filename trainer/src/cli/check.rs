@@ -11,9 +11,11 @@ use super::Ui;
 use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, known, locked_hub};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
-use crate::plan::is_path;
-use crate::plan::{HubAccess, Plan, SettingsFilter};
+use crate::plan::Plan;
+use crate::plan_report::SettingsFilter;
 use crate::recipe::{Loaded, missing_path_advice};
+use crate::resolve::HubAccess;
+use crate::resolve::is_path;
 use crate::run::{check_tasks, check_weights, count_steps, open_inputs};
 
 #[derive(Debug, Args)]

@@ -7,8 +7,8 @@ use super::Ui;
 use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::estimate::{Capacity, EstimateReport, FixedModes, Setup, choose};
 use crate::exit::ExitCode;
-use crate::plan::WorldInfo;
 use crate::recipe::{Loaded, MemoryMode};
+use crate::resolve::WorldInfo;
 
 #[derive(Debug, Args)]
 pub(super) struct EstimateArgs {

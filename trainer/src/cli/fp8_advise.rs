@@ -7,7 +7,7 @@ use super::Ui;
 use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::fp8_advice::advise;
-use crate::plan::WorldInfo;
+use crate::resolve::WorldInfo;
 
 #[derive(Debug, Args)]
 pub(super) struct Fp8AdviseArgs {

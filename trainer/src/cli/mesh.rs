@@ -11,7 +11,8 @@ use clap::Args;
 use super::Ui;
 use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
-use crate::plan::{Plan, WorldInfo};
+use crate::plan::Plan;
+use crate::resolve::WorldInfo;
 
 #[derive(Debug, Args)]
 pub(super) struct MeshArgs {

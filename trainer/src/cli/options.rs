@@ -15,8 +15,9 @@ use super::completion::{overrides, recipes_and_files};
 use crate::estimate::parse_bytes;
 use crate::exit::ExitCode;
 use crate::metrics::Console;
-use crate::plan::{Environment, EnvironmentError, HubAccess, HubView, Machines, Plan, WorldInfo};
+use crate::plan::Plan;
 use crate::recipe::{Loaded, shipped};
+use crate::resolve::{Environment, EnvironmentError, HubAccess, HubView, Machines, WorldInfo};
 
 #[derive(Debug, Args)]
 pub(super) struct RecipeArgs {

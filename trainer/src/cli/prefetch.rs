@@ -11,8 +11,9 @@ use clap::Args;
 use super::options::{RecipeArgs, Verbosity, WorldSizeArgs, gathered, lock_context};
 use super::{Ui, logging};
 use crate::exit::ExitCode;
-use crate::plan::{HubAccess, HubView, LoggerPlan, Plan, WorldInfo};
+use crate::plan::{LoggerPlan, Plan};
 use crate::recipe::{ConfigSource, Loaded};
+use crate::resolve::{HubAccess, HubView, WorldInfo};
 use crate::run::open_inputs;
 
 #[derive(Debug, Args)]

@@ -12,8 +12,9 @@ use serde_json::Value;
 use super::options::{OutputFormat, Verbosity, hub, key_value, known};
 use super::{Ui, logging};
 use crate::exit::ExitCode;
-use crate::plan::{HubAccess, Plan, WorldInfo};
+use crate::plan::Plan;
 use crate::recipe::Loaded;
+use crate::resolve::{HubAccess, WorldInfo};
 use crate::run::{KeptBatch, ReplayReport, ReplayTotals, ReplayWeights, ReplayedSequence, connect, replay};
 
 /// The most characters of a sequence that are printed.

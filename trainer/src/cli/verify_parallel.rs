@@ -6,7 +6,7 @@ use clap::Args;
 use super::Ui;
 use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
-use crate::plan::WorldInfo;
+use crate::resolve::WorldInfo;
 use crate::verify_parallel::verify_parallel;
 
 #[derive(Debug, Args)]

@@ -24,8 +24,9 @@ use candlewick_text::hub::{Hub, HubSettings};
 use clap::ValueEnum;
 
 use crate::metrics::Console;
-use crate::plan::{Environment, EnvironmentError, HubAccess, HubView, Plan, WorldInfo, is_path};
+use crate::plan::Plan;
 use crate::recipe::{Fault, Loaded, RecipeError, RecipeLocation, RecipeNode, RecipeSource, parse_yaml};
+use crate::resolve::{Environment, EnvironmentError, HubAccess, HubView, WorldInfo, is_path};
 use converter::Converter;
 use draft::DraftText;
 pub use report::{ConversionFinding, ConversionReport, FindingKind};

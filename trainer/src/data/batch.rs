@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use candlewick_parallel::LossNormalizer;
+
 use super::dataset::Dataset;
 use super::plan::{DataPlan, Padding};
 use super::rows::EpochRows;
@@ -39,7 +41,7 @@ pub struct GlobalBatch {
     pub epoch: usize,
     /// The micro-batches of all ranks: the first of each rank in rank order, then the second of each rank, and so on.
     pub micro_batches: Vec<Batch>,
-    /// The number of targets in the global batch: every loss sum is divided by it.
+    /// The number of targets in the global batch.
     pub n_targets: usize,
 }
 
@@ -76,6 +78,11 @@ impl GlobalBatch {
     pub(crate) fn new(epoch: usize, micro_batches: Vec<Batch>) -> Self {
         let n_targets = micro_batches.iter().map(|batch| batch.n_targets).sum();
         Self { epoch, micro_batches, n_targets }
+    }
+
+    /// Counts the units of a loss's normalizer.
+    pub fn count(&self, normalizer: LossNormalizer) -> usize {
+        self.micro_batches.iter().map(|batch| normalizer.count(&batch.targets, &batch.cu_seqlens)).sum()
     }
 
     /// Returns the number of micro-batches that each rank computes.

@@ -56,7 +56,7 @@ pub use report::{DataReport, LengthBin, LengthHistogram};
 pub use rows::PackingStats;
 pub(crate) use source::hub_repo;
 pub use source::{SourceUse, open};
-pub use steps::{EpochSize, TrainSteps};
+pub use steps::{EpochSize, StepSource, TrainSteps};
 pub use stream::{ReaderShard, StreamedData};
 pub use stream_loader::PartExchange;
 pub use token_count::TokenCount;

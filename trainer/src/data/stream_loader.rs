@@ -13,7 +13,7 @@ use super::prefetch::Prefetcher;
 use super::stream::{ChunkReader, ReaderShard, StreamChunk, StreamedData};
 
 /// Encoded samples of all ranks' parts of a chunk, by rank, from this rank's part.
-pub type PartExchange<'a, E> = &'a dyn Fn(Result<Vec<u8>, DataError>) -> Result<Vec<Vec<u8>>, E>;
+pub type PartExchange<'a> = &'a dyn Fn(Result<Vec<u8>, DataError>) -> anyhow::Result<Vec<Vec<u8>>>;
 
 /// Loads steps from the chunks of a stream. All ranks load the same steps.
 pub(crate) struct StreamLoader {
@@ -63,12 +63,13 @@ impl StreamLoader {
         Ok(Self { data, parts, order, n_read, chunks: VecDeque::new(), next_row: 0, skip, has_steps })
     }
 
+    /// Returns the data.
+    pub(crate) fn data(&self) -> &StreamedData {
+        &self.data
+    }
+
     /// Returns the next step and moves `cursor` after it.
-    pub(crate) fn next_step<E: From<DataError>>(
-        &mut self,
-        cursor: &mut Cursor,
-        exchange: PartExchange<'_, E>,
-    ) -> Result<GlobalBatch, E> {
+    pub(crate) fn load(&mut self, cursor: &mut Cursor, exchange: PartExchange<'_>) -> anyhow::Result<GlobalBatch> {
         let needed = self.data.plan.rows_per_step();
         let n_rows = loop {
             self.read_rows(needed, cursor.epoch, exchange)?;
@@ -101,12 +102,7 @@ impl StreamLoader {
     }
 
     /// Tokenizes chunks until there are `needed` rows, or the epoch has no more. Collective: all ranks call it.
-    fn read_rows<E: From<DataError>>(
-        &mut self,
-        needed: usize,
-        epoch: usize,
-        exchange: PartExchange<'_, E>,
-    ) -> Result<(), E> {
+    fn read_rows(&mut self, needed: usize, epoch: usize, exchange: PartExchange<'_>) -> anyhow::Result<()> {
         while self.n_rows() < needed && self.n_read < self.order.len() {
             let parts = exchange(self.parts.next())?;
             let index = self.n_read;

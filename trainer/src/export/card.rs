@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{ExportFormat, ExportSource};
-use crate::plan::is_path;
+use crate::resolve::is_path;
 
 /// Returns the model card. Facts about the training come from the run's `run.json`, if it is known.
 pub fn model_card(name: &str, source: &ExportSource, formats: &[ExportFormat]) -> String {

@@ -30,6 +30,9 @@ pub struct StepRecord {
     /// Mean of each auxiliary loss by name, without its coefficient.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub auxiliary_losses: BTreeMap<String, f64>,
+    /// Metrics of the training objective by name, if it has any.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub objective: BTreeMap<String, f64>,
     /// Load of the experts, for a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert_load: Option<ExpertLoad>,
@@ -243,6 +246,7 @@ pub(super) fn example() -> StepRecord {
         lr_groups: BTreeMap::new(),
         loss: 1.23456,
         auxiliary_losses: BTreeMap::new(),
+        objective: BTreeMap::new(),
         expert_load: None,
         grad_norm: 0.5119,
         num_zeros: None,

@@ -85,12 +85,12 @@ pub struct EarlyStoppingPlan {
 
 impl EvalPlan {
     /// Replaces a fraction by its steps.
-    pub(super) fn count_steps(&mut self, run: RunLength) {
+    pub(crate) fn count_steps(&mut self, run: RunLength) {
         self.interval = self.fraction.take().map_or(self.interval, |fraction| Some(fraction.steps(run)));
     }
 
     /// Counts the evaluations of a run, whose first epochs have `epoch_steps` steps.
-    pub(super) fn n_evaluations(&self, RunLength { total_steps, epoch_steps }: RunLength) -> usize {
+    pub(crate) fn n_evaluations(&self, RunLength { total_steps, epoch_steps }: RunLength) -> usize {
         let interval = self.interval.unwrap_or(epoch_steps);
         let n_before_end = total_steps.saturating_sub(1).checked_div(interval).unwrap_or(0);
         usize::from(self.on_start) + n_before_end + usize::from(total_steps > 0)

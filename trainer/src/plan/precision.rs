@@ -121,7 +121,7 @@ impl Fp8Plan {
     }
 
     /// Returns the names of the linear layers and routed experts that multiply in FP8.
-    pub(super) fn modules(&self, config: &Config) -> Vec<String> {
+    pub(crate) fn modules(&self, config: &Config) -> Vec<String> {
         let [at_start, at_end] = self.layers_in_bf16;
         let layers = at_start..config.n_layers().saturating_sub(at_end);
         let is_excluded = |name: &String| self.exclude_modules.iter().any(|text| name.contains(text.as_str()));

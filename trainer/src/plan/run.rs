@@ -11,6 +11,7 @@ use serde::{Serialize, Serializer};
 
 use super::eval::{BestPlan, EarlyStoppingPlan, EvalPlan, TasksPlan};
 use super::model::{ModelPlan, TokenizerPlan};
+use super::objective::ObjectivePlan;
 use super::pipeline::PipelinePlan;
 use super::precision::Fp8Plan;
 use super::profiling::ProfilingPlan;
@@ -49,6 +50,8 @@ pub struct Plan {
     pub tokenizer: TokenizerPlan,
     /// The data and the batches.
     pub data: DataPlan,
+    /// The training objective.
+    pub objective: ObjectivePlan,
     /// Label smoothing of the training loss; 0 for none.
     pub label_smoothing_factor: f64,
     /// The optimizer.

@@ -18,12 +18,12 @@ pub struct ResolvedSetting {
 }
 
 impl ResolvedSetting {
-    pub(super) fn new<T: Serialize>(key: &str, value: &T, origin: Origin) -> Self {
+    pub(crate) fn new<T: Serialize>(key: &str, value: &T, origin: Origin) -> Self {
         let value = serde_json::to_value(value).unwrap_or(serde_json::Value::Null);
         Self { key: key.to_owned(), value, origin }
     }
 
-    pub(super) fn shown(&self) -> String {
+    pub(crate) fn shown(&self) -> String {
         const WIDEST: usize = 72;
         shortened(&value_in_words(&self.value), WIDEST).into_owned()
     }

@@ -8,7 +8,7 @@ use std::io::{self, BufReader};
 use std::path::Path;
 
 use candlewick_model::checkpoint::{HeaderEntry, encode_header, little_endian, read_header};
-use candlewick_parallel::MicroExperts;
+use candlewick_parallel::RoutedMicro;
 use candlewick_text::files::open_regular_file;
 use safetensors::{Dtype, SafeTensors};
 
@@ -35,7 +35,7 @@ pub(super) struct RoutingFile {
     /// Token id of each row.
     pub(super) ids: Vec<u32>,
     /// Rows, and their experts by layer.
-    pub(super) experts: MicroExperts,
+    pub(super) experts: RoutedMicro,
 }
 
 impl RoutingFile {
@@ -106,7 +106,7 @@ impl RoutingFile {
             n_tokens: count("num_tokens")?,
             run: metadata.contains_key(RUN).then(|| number(RUN)).transpose()?,
             ids,
-            experts: MicroExperts { tokens, layers },
+            experts: RoutedMicro { tokens, layers },
         })
     }
 
@@ -190,7 +190,7 @@ mod tests {
 
     fn good() -> RoutingFile {
         let layers = BTreeMap::from([(1, vec![0, 3, 2, 1]), (2, vec![1, 0, 3, 2])]);
-        let experts = MicroExperts { tokens: vec![0, 2], layers };
+        let experts = RoutedMicro { tokens: vec![0, 2], layers };
         RoutingFile { top_k: 2, n_experts: 4, n_layers: 2, n_tokens: 3, run: Some(5), ids: vec![7, 9], experts }
     }
 

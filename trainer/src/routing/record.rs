@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use candlewick_parallel::MicroExperts;
+use candlewick_parallel::RoutedMicro;
 use candlewick_text::files::write_durably;
 
 use super::error::RoutingError;
@@ -51,7 +51,7 @@ impl RoutingRecorder {
 
     /// Writes the experts of a micro-batch with these token ids, and waits until they are on disk. Experts without tokens or
     /// layers are not written.
-    pub(crate) fn write(&self, at: MicroPosition, experts: MicroExperts, ids: &[u32]) -> Result<(), RoutingError> {
+    pub(crate) fn write(&self, at: MicroPosition, experts: RoutedMicro, ids: &[u32]) -> Result<(), RoutingError> {
         if experts.tokens.is_empty() || experts.layers.is_empty() {
             return Ok(());
         }
@@ -94,7 +94,7 @@ mod tests {
     }
 
     fn write(recorder: &RoutingRecorder, step: usize) {
-        let experts = MicroExperts { tokens: vec![0, 1], layers: BTreeMap::from([(0, vec![3, 2])]) };
+        let experts = RoutedMicro { tokens: vec![0, 1], layers: BTreeMap::from([(0, vec![3, 2])]) };
         recorder.write(MicroPosition { step, micro_idx: 1 }, experts, &[5, 6]).unwrap();
     }
 

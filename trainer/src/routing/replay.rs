@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use candlewick_parallel::MicroExperts;
+use candlewick_parallel::RoutedMicro;
 use candlewick_text::files::{MAX_GENERATED_FILE_BYTES, read_regular_file};
 
 use super::error::RoutingError;
@@ -82,7 +82,7 @@ impl RoutingReplay {
     }
 
     /// Returns the experts of all tokens of a micro-batch with these token ids.
-    pub(crate) fn read(&self, at: MicroPosition, ids: &[u32]) -> Result<MicroExperts, RoutingError> {
+    pub(crate) fn read(&self, at: MicroPosition, ids: &[u32]) -> Result<RoutedMicro, RoutingError> {
         let all = step_dir(&self.dir, at.step).join(file_name(at.micro_idx, None));
         let of_step = self.files_of(at.step)?;
         let own = of_step.iter().filter(|(micro_idx, _)| *micro_idx == at.micro_idx).map(|(_, path)| path.as_path());
@@ -115,7 +115,7 @@ impl ReadExperts {
     }
 
     /// Returns the experts if each layer has those of all tokens.
-    fn complete(self, model: &RoutedModel) -> Result<MicroExperts, String> {
+    fn complete(self, model: &RoutedModel) -> Result<RoutedMicro, String> {
         for layer_idx in &model.layers {
             let layer = self.layers.get(layer_idx).ok_or_else(|| format!("no file has layer-{layer_idx}"))?;
             if let Some(slot) = layer.iter().position(|expert| *expert == UNREAD) {
@@ -123,7 +123,7 @@ impl ReadExperts {
                 return Err(format!("no file has row {row} of layer-{layer_idx}; a rank's file is missing"));
             }
         }
-        Ok(MicroExperts { tokens: (0..self.n_tokens as u32).collect(), layers: self.layers })
+        Ok(RoutedMicro { tokens: (0..self.n_tokens as u32).collect(), layers: self.layers })
     }
 }
 
@@ -143,11 +143,11 @@ mod tests {
     }
 
     /// Records tokens and layers, a list for each rank, and replays the micro-batch [`AT`].
-    fn replayed(dir: &Path, ranks: &[(&[u32], &[usize])]) -> Result<MicroExperts, String> {
+    fn replayed(dir: &Path, ranks: &[(&[u32], &[usize])]) -> Result<RoutedMicro, String> {
         for (rank, (tokens, layers)) in ranks.iter().enumerate() {
             let recorder = RoutingRecorder { dir: dir.to_owned(), model: model(), rank, run: 1 };
             let of_layer = |layer: &usize| (*layer, tokens.iter().flat_map(|token| experts(*token, *layer)).collect());
-            let experts = MicroExperts { tokens: tokens.to_vec(), layers: layers.iter().map(of_layer).collect() };
+            let experts = RoutedMicro { tokens: tokens.to_vec(), layers: layers.iter().map(of_layer).collect() };
             recorder.write(AT, experts, &IDS).unwrap();
         }
         RoutingReplay { dir: dir.to_owned(), model: model() }.read(AT, &IDS).map_err(|error| error.to_string())
@@ -161,7 +161,7 @@ mod tests {
     #[test]
     fn files_of_ranks_that_divide_tokens_and_layers_are_joined() {
         let all = |layer| (0..4).flat_map(|token| experts(token, layer)).collect::<Vec<u32>>();
-        let want = MicroExperts { tokens: vec![0, 1, 2, 3], layers: BTreeMap::from([(1, all(1)), (4, all(4))]) };
+        let want = RoutedMicro { tokens: vec![0, 1, 2, 3], layers: BTreeMap::from([(1, all(1)), (4, all(4))]) };
         let meshes: [&[(&[u32], &[usize])]; 4] = [
             &[(&[0, 1, 2, 3], &[1, 4])],
             &[(&[0, 3], &[1, 4]), (&[1, 2], &[1, 4])],

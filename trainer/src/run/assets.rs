@@ -10,9 +10,9 @@ use candlewick_text::template::{ChatTemplate, ChatTemplateSource, Clock};
 use candlewick_text::tokenizer::Tokenizer;
 
 use crate::exit::ExitCode;
-use crate::plan::is_path;
 use crate::plan::{Plan, TokenizerPlan, WeightInit};
 use crate::recipe::missing_path_advice;
+use crate::resolve::is_path;
 
 /// The model files and the tokenizer of a run.
 pub struct Assets {

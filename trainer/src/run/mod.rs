@@ -60,10 +60,8 @@ pub use initial_weights::check_weights;
 pub use inputs::open_inputs;
 pub use kept_batch::{KeptBatch, KeptMicroBatch};
 pub(crate) use lock::lock_existing;
-pub use nonfinite::NonFinite;
 pub use replay::{ReplayReport, ReplayTotals, ReplayWeights, ReplayedSequence, replay};
 pub use small_data::count_steps;
-pub use step::{AllStepsSkipped, LossSpike};
 pub use tasks::check_tasks;
 
 use build::Built;

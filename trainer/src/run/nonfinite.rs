@@ -3,39 +3,15 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use candle_core::DType;
 use candlewick_model::RouterLoss;
 use candlewick_parallel::AuxiliaryLoss;
 
 use crate::data::{GlobalBatch, TrainSteps};
 use crate::recipe::OnNonfinite;
+use crate::step_error::NonFinite;
 
 /// A weighted auxiliary loss explains a gradient that is not finite if it is this many times the loss.
 const EXCESSIVE: f64 = 1e6;
-
-/// A non-finite loss or gradient, and the samples that it came from.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error(
-    "failed to compute step {step}: the {part}. {rows}. {}Lower the learning rate, check these samples, or set \
-     on_nonfinite: skip",
-    overflow_remedy(*.dtype)
-)]
-pub struct NonFinite {
-    pub(super) step: usize,
-    pub(super) part: NonFinitePart,
-    /// The samples.
-    pub(super) rows: String,
-    /// The dtype of the model's computation.
-    pub(super) dtype: DType,
-}
-
-/// Returns the sentence about f16, whose range the model's values may exceed; empty for dtypes with the range of f32.
-pub(super) fn overflow_remedy(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F16 => "Values above 65504 overflow in f16: set model.dtype to bf16 or f32. ",
-        _ => "",
-    }
-}
 
 /// The part of a step that is not finite.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::World;
 use candlewick_inference::eval_loss::EvalLossSum;
 use candlewick_ops::{LossScaling, ScalerState, derive_key, to_host};
-use candlewick_parallel::{CausalLm, Engine, LossScale, StepLoss};
+use candlewick_parallel::{Engine, LossScale, StepLoss};
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
 use candlewick_text::tokenizer::{SpecialTokens, Tokenizer};
@@ -181,14 +181,15 @@ fn forward_backward(
         (scaling, state) => state.map_or(scaling.initial, |state| state.loss_scale),
     };
     let scale = (loss_scale != 1.0).then(|| Tensor::new(loss_scale as f32, engine.device())).transpose()?;
-    let scale = LossScale::mean_over(step.n_targets as f64).times(scale);
-    let loss = StepLoss { objective: &CausalLm, scale, auxiliary: &auxiliary };
+    let objective = plan.objective.objective();
+    let normalizer = step.count(objective.normalizer()) as f64;
+    let loss = StepLoss { objective, scale: LossScale::mean_over(normalizer).times(scale), auxiliary: &auxiliary };
     let dropout_key = derive_key(plan.seed, number as u64);
     engine.store().zero_grads()?;
     let losses = engine.forward_backward(&micros, loss, |micro_idx| derive_key(dropout_key, micro_idx as u64))?;
     engine.store().wait_grad_reduction()?;
     let sums = losses.micros.iter().map(|sum| Ok(f64::from(to_host(sum)?.to_scalar::<f32>()?)));
-    let loss = sums.sum::<Result<f64>>().context("failed to compute the loss")? / (step.n_targets as f64).max(1.0);
+    let loss = sums.sum::<Result<f64>>().context("failed to compute the loss")? / normalizer.max(1.0);
     let mut squares = BTreeMap::new();
     for state in engine.store().states()? {
         let grad: Vec<f32> = to_host(&state.grad.flatten_all()?)?.to_dtype(DType::F32)?.to_vec1()?;

@@ -15,8 +15,9 @@ use candlewick_text::tokenizer::SpecialTokens;
 
 use crate::data::{Cursor, DataKind};
 use crate::metrics::{SampleGeneration, SamplesRecord};
-use crate::plan::{GeneratePlan, conversation};
+use crate::plan::GeneratePlan;
 use crate::recipe::Prompt;
+use crate::resolve::conversation;
 
 use super::context::TrainingRun;
 use super::session::Session;

@@ -5,19 +5,20 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
-use candlewick_model::RouterLoss;
+use candlewick_model::{ROUTER_TOTALS, RouterLoss, RouterTotal};
 use candlewick_ops::{CuSeqlens, DeviceTimestamp, GradScaler, StepDecision, UpdateOutcome, derive_key, span, upload};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Engine, InFlightStep, MasterRounding, Micro, OptimizerStep, StepResult, TrainBatch,
-    ZeroGradCount, mtp_loss_name,
+    AuxiliaryLoss, Engine, InFlightStep, MasterRounding, Micro, MicroColumns, OptimizerStep, SideOutputs, StepResult,
+    TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 
 use crate::data::{Batch, GlobalBatch, TrainSteps};
 use crate::metrics::{ExpertLoad, WallClockTimes};
-use crate::plan::{MtpPlan, RouterPlan};
+use crate::plan::{MtpPlan, ObjectivePlan, RouterPlan};
 use crate::routing::RoutingFiles;
+use crate::step_error::NonFinite;
 
-use super::nonfinite::{NonFinite, NonFinitePart, locate, nonfinite_rows, overflow_remedy};
+use super::nonfinite::{NonFinitePart, locate, nonfinite_rows};
 use super::rank_info::RankInfo;
 use super::step_experts::{StepExperts, record_experts};
 
@@ -41,6 +42,8 @@ pub(super) struct StepOutcome {
     pub(super) nonfinite: Option<NonFinite>,
     /// The mean of each auxiliary loss, by name.
     pub(super) auxiliary: BTreeMap<String, f64>,
+    /// The metrics of the objective, by name.
+    pub(super) metrics: BTreeMap<String, f64>,
     /// The load of the experts, for a model with experts.
     pub(super) expert_load: Option<ExpertLoad>,
     /// The number of zero gradients, if they are counted.
@@ -53,38 +56,9 @@ pub(super) struct StepOutcome {
     pub(super) elapsed: Duration,
 }
 
-/// A run whose steps were all skipped.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "failed to train: all {n_steps} steps were skipped, because the loss or the gradient was not finite, or the loss was \
-     above the limit of loss_watchdog; nothing was exported. {}Check the weights and the data, or lower the learning rate",
-    overflow_remedy(*.dtype)
-)]
-pub struct AllStepsSkipped {
-    pub(super) n_steps: usize,
-    /// The dtype of the model's computation.
-    pub(super) dtype: DType,
-}
-
-/// A loss spike that ends the run.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "failed to train: the loss of step {step} is {loss}, above the limit of loss_watchdog, {max_loss}{why}. Its update was not \
-     applied, and the checkpoints are of earlier steps. {kept}Lower the learning rate, check the rows of the batch, or set \
-     loss_watchdog.action to skip or rewind"
-)]
-pub struct LossSpike {
-    pub(super) step: usize,
-    pub(super) loss: f64,
-    pub(super) max_loss: f64,
-    /// The number of spikes before, if that ends the run.
-    pub(super) why: String,
-    /// The command that replays the batch, if it is kept.
-    pub(super) kept: String,
-}
-
 /// The resolved settings of a step.
 pub(super) struct StepConfig<'a> {
+    pub(super) objective: ObjectivePlan,
     /// The settings of the routers.
     pub(super) moe: Option<&'a RouterPlan>,
     /// The record of experts that the run writes or replays.
@@ -125,13 +99,16 @@ pub(super) struct PendingStep {
     wall_clock: Option<WallClockTimes>,
     /// The auxiliary losses.
     auxiliary: Vec<AuxiliaryLoss>,
+    objective: ObjectivePlan,
+    /// The divisor of the loss.
+    normalizer: f64,
     in_flight: InFlightStep,
 }
 
 /// Starts a step: computes the gradients and updates the weights. Does not wait for a GPU.
 ///
-/// Each partial loss is divided by the target tokens of the global batch. So accumulation, packing and padding do not
-/// change the loss.
+/// Each partial loss is divided by the objective's normalizer of the global batch. So accumulation, packing and padding do
+/// not change the loss.
 pub(super) fn start(
     engine: &Engine,
     scaler: &GradScaler,
@@ -146,7 +123,8 @@ pub(super) fn start(
     let micros = batches.map(|batch| micro(batch, engine)).collect::<Result<Vec<_>>>()?;
     let dropout_keys: Vec<u64> =
         own.iter().map(|micro_idx| derive_key(config.dropout_key, *micro_idx as u64)).collect();
-    let n_targets = step.n_targets as f64;
+    let objective = config.objective.objective();
+    let normalizer = step.count(objective.normalizer()) as f64;
     let auxiliary = auxiliary_losses(config.moe, config.mtp, &step);
     let pads_experts = config.moe.is_some_and(|moe| moe.padded_capacity_factor().is_some());
     let most_tokens = pads_experts.then(|| step.most_tokens(config.rank.data_world));
@@ -156,13 +134,13 @@ pub(super) fn start(
         micros: &micros,
         most_tokens: most_tokens.as_deref(),
         dropout_keys: &dropout_keys,
-        n_targets,
+        normalizer,
         auxiliary: &auxiliary,
         routing,
     };
     let StepConfig { rounding, grad_zeros, max_loss, .. } = *config;
     let optimizer = OptimizerStep { lr: config.lr, scaler, rounding, grad_zeros, max_loss };
-    let in_flight = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
+    let in_flight = engine.train_step(&batch, objective, &optimizer).context("failed to compute the step")?;
     let (number, lr, done) = (config.number, config.lr, DeviceTimestamp::now(engine.device())?);
     let data_world = config.rank.data_world;
     Ok(PendingStep {
@@ -177,6 +155,8 @@ pub(super) fn start(
         done,
         wall_clock: None,
         auxiliary,
+        objective: config.objective,
+        normalizer,
         in_flight,
     })
 }
@@ -231,28 +211,27 @@ impl PendingStep {
             done,
             wall_clock,
             auxiliary: weighted,
+            objective,
+            normalizer,
             in_flight,
         } = self;
-        let StepResult {
-            own_losses,
-            losses,
-            auxiliary,
-            mut auxiliary_layers,
-            routers,
-            experts,
-            verdict: decision,
-            grad_zeros,
-        } = in_flight.wait()?;
-        record_experts(routing, number, &step, own.iter().copied().zip(experts))?;
-        auxiliary_layers.retain(|name, _| RouterLoss::ALL.iter().any(|loss| loss.name() == name));
+        let result = in_flight.wait()?;
+        let grad_zeros = result.zero_grads();
+        let StepResult { own_losses, losses, outputs, routed, decision } = result;
+        record_experts(routing, number, &step, own.iter().copied().zip(routed))?;
+        let totals = |names: &mut dyn Iterator<Item = &str>| -> BTreeMap<String, f64> {
+            names.filter_map(|name| Some((name.to_owned(), outputs.total(name)?))).collect()
+        };
+        let auxiliary = totals(&mut weighted.iter().map(|loss| loss.name.as_str()));
+        let metrics = totals(&mut objective.objective().metrics().iter().map(|metric| metric.name));
         let elapsed = done.since(&started)?;
-        let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
+        let loss = losses.iter().copied().map(f64::from).sum::<f64>() / normalizer.max(1.0);
         let nonfinite = (decision.outcome == UpdateOutcome::NonFinite).then(|| {
-            let part = NonFinitePart::of(loss, &weighted, &auxiliary);
+            let part = NonFinitePart::of(loss, &weighted, &auxiliary).to_string();
             let rows = locate(stream, &step, &nonfinite_rows(&step, &own, data_world, [&own_losses, &losses]));
             NonFinite { step: number, part, rows, dtype }
         });
-        let expert_load = ExpertLoad::of(&routers, &auxiliary_layers);
+        let expert_load = expert_load(&outputs);
         let outcome = StepOutcome {
             number,
             lr,
@@ -260,6 +239,7 @@ impl PendingStep {
             max_loss,
             nonfinite,
             auxiliary,
+            metrics,
             expert_load,
             grad_zeros,
             decision,
@@ -275,6 +255,13 @@ impl PendingStep {
     }
 }
 
+/// Returns the load of the experts, for a model with experts.
+fn expert_load(outputs: &SideOutputs) -> Option<ExpertLoad> {
+    let routers = outputs.layers(ROUTER_TOTALS).map(|(layer_idx, total)| (layer_idx, RouterTotal::read(total)));
+    let losses = RouterLoss::ALL.into_iter().map(RouterLoss::name).filter(|name| outputs.get(name).is_some());
+    ExpertLoad::of(&routers.collect(), &losses.map(|name| (name.to_owned(), outputs.vector(name).to_vec())).collect())
+}
+
 /// Copies a batch to the engine's device.
 pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
     Ok(Micro {
@@ -283,6 +270,7 @@ pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
         positions: batch.positions.clone(),
         seqs: CuSeqlens::packed(batch.cu_seqlens.clone())?,
         padding: batch.padding.clone(),
+        columns: MicroColumns::default(),
     })
 }
 

@@ -1,14 +1,14 @@
 //! The experts of a step: read from a record, or written to one.
 
 use anyhow::Result;
-use candlewick_parallel::{MicroExperts, StepRouting};
+use candlewick_parallel::{RoutedMicro, StepRouting};
 
 use crate::data::GlobalBatch;
 use crate::routing::{MicroPosition, RoutingFiles};
 
 /// The replayed experts of a rank's micro-batches; empty without a replay.
 #[derive(Default)]
-pub(super) struct StepExperts(Vec<Option<MicroExperts>>);
+pub(super) struct StepExperts(Vec<Option<RoutedMicro>>);
 
 impl StepExperts {
     /// Reads the experts of the micro-batches `own` of a step. A rank selects the experts of a filler itself.
@@ -37,7 +37,7 @@ pub(super) fn record_experts(
     files: Option<&RoutingFiles>,
     number: usize,
     step: &GlobalBatch,
-    own: impl Iterator<Item = (usize, MicroExperts)>,
+    own: impl Iterator<Item = (usize, RoutedMicro)>,
 ) -> Result<()> {
     let Some(RoutingFiles::Record(recorder)) = files else { return Ok(()) };
     for (micro_idx, experts) in own {

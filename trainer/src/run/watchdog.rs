@@ -11,10 +11,11 @@ use crate::data::{Cursor, GlobalBatch, TrainSteps};
 use crate::metrics::{LossSpikeEvent, LossSpikeRecord};
 use crate::plan::LossWatchdogPlan;
 use crate::recipe::SpikeAction;
+use crate::step_error::LossSpike;
 
 use super::context::TrainingRun;
 use super::session::Session;
-use super::step::{LossSpike, StepOutcome, StepOutput};
+use super::step::{StepOutcome, StepOutput};
 
 impl Session<'_> {
     /// Returns the largest loss of a step whose update is applied; infinity for none.

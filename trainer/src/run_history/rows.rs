@@ -96,17 +96,15 @@ impl MetricRows {
     }
 
     fn add_step(&mut self, step: u64, mut fields: Map<String, Value>) {
-        let load = fields.remove("expert_load");
-        let losses = fields.remove("auxiliary_losses");
-        let rates = fields.remove("lr_groups");
+        let groups = ["auxiliary_losses", "objective", "lr_groups", "expert_load"];
+        let groups = groups.map(|group| (group, fields.remove(group)));
         self.insert_all(step, fields.iter().filter(|(name, _)| *name != "iter"));
-        let named = |group: &str, value: Option<&Value>| -> Vec<(String, Value)> {
-            let fields = value.and_then(Value::as_object).into_iter().flatten();
-            fields.map(|(name, value)| (format!("{group}/{name}"), value.clone())).collect()
-        };
-        let groups = [("auxiliary_losses", &losses), ("expert_load", &load), ("lr_groups", &rates)];
-        let nested = groups.map(|(group, value)| named(group, value.as_ref())).concat();
-        self.insert_all(step, nested.iter().map(|(name, value)| (name, value)));
+        for (group, values) in &groups {
+            let values = values.as_ref().and_then(Value::as_object).into_iter().flatten();
+            let named: Vec<_> = values.map(|(name, value)| (format!("{group}/{name}"), value)).collect();
+            self.insert_all(step, named.iter().map(|(name, value)| (name, *value)));
+        }
+        let [.., (_, load)] = groups;
         if load.is_some() {
             self.expert_load = load;
         }

@@ -7,8 +7,9 @@ use candlewick_text::hub::{Hub, HubSettings};
 use serde_json::{Value, json};
 use trainer::estimate::{DeviceKind, Estimate, Setup, estimate, format_bytes};
 use trainer::metrics::Console;
-use trainer::plan::{Environment, HubAccess, HubView, Plan, WorldInfo};
+use trainer::plan::Plan;
 use trainer::recipe::Loaded;
+use trainer::resolve::{Environment, HubAccess, HubView, WorldInfo};
 
 /// A causal run of two steps over a generated text, on a small model with random weights.
 fn recipe(folder: &Path) -> Value {

@@ -9,8 +9,9 @@ use candlewick_parallel::{ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 use serde_json::json;
 use trainer::estimate::{Capacity, Category, DeviceKind, FixedModes, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, CheckpointingMode, Environment, Plan, TempDir, TrackingEnv, WorldInfo};
+use trainer::plan::{CheckpointingMode, Plan};
 use trainer::recipe::{Loaded, RecipeError};
+use trainer::resolve::{BuildFeatures, Environment, TempDir, TrackingEnv, WorldInfo};
 
 use crate::support::Run;
 
@@ -117,7 +118,7 @@ fn attention_over_long_rows_is_not_recomputed() {
 #[test]
 fn the_chosen_mode_is_in_the_plan_with_its_origin() {
     let plan = resolve(Some(free_for(peak("full"))), &[]).unwrap();
-    let table = plan.table(trainer::plan::SettingsFilter::All);
+    let table = plan.table(trainer::plan_report::SettingsFilter::All);
     let line = table.lines().find(|line| line.contains("model.activation_checkpoint")).unwrap();
     assert!(line.contains("full") && line.ends_with("memory: auto"), "{line}");
     assert!(table.contains("note: memory: auto selects model.activation_checkpoint=full: about"), "{table}");
@@ -127,7 +128,7 @@ fn the_chosen_mode_is_in_the_plan_with_its_origin() {
 fn settings_of_the_recipe_are_kept() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
     assert_eq!(plan.model.activations, CheckpointingMode::Offload(1.0));
-    let table = plan.table(trainer::plan::SettingsFilter::All);
+    let table = plan.table(trainer::plan_report::SettingsFilter::All);
     assert!(table.lines().any(|line| line.contains("activation_checkpoint") && line.ends_with("argument")), "{table}");
     for set in ["model.activation_checkpoint=none", "model.disable_activation_checkpoint=true"] {
         let error = resolve(Some(free_for(peak("full"))), &[set]).unwrap_err().to_string();

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
 use candlewick_comm::Reduce;
 use candlewick_ops::{CuSeqlens, to_host};
-use candlewick_parallel::Micro;
+use candlewick_parallel::{Micro, MicroColumns};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_text::render::Sample;
 use candlewick_text::tokenizer::SpecialTokens;
@@ -113,5 +113,6 @@ fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
         positions: (0..sample.len() as u32).collect(),
         seqs: CuSeqlens::packed(vec![0, sample.len()])?,
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     })
 }

@@ -110,7 +110,7 @@ impl PromptLogits {
         let router = RouterContext { record: Some(&record), ..RouterContext::default() };
         let logits = unit_by_unit::logits(&exported, &prompts, device, router, |param| model.value(param), on_unit)?;
         let experts =
-            record.into_selected().into_iter().map(|((_, layer_idx), experts)| (layer_idx, experts)).collect();
+            record.take_selected().into_iter().map(|((_, layer_idx), experts)| (layer_idx, experts)).collect();
         Ok(Self { prompts, logits: to_host(&logits)?.to_vec2()?, experts })
     }
 

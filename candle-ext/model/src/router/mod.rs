@@ -17,7 +17,9 @@ pub use loss::RouterLoss;
 pub use replay::{ReplayedExperts, RoutingRecord};
 pub use rows::RouterRows;
 pub use settings::{ExpertCapacity, ExpertSelection, ForcedExpertLoad, RouterDtype, RouterSettings};
-pub use totals::{RouterTotal, RouterTotals};
+pub use totals::{ROUTER_TOTALS, RouterTotal};
+
+use crate::LayerOutputs;
 
 pub(crate) use observe::RoutedLayer;
 pub(crate) use select::{RouterLogits, select};
@@ -29,8 +31,8 @@ pub struct RouterContext<'a> {
     pub settings: &'a RouterSettings,
     /// Rows that losses and totals cover; `None` if neither is wanted.
     pub rows: Option<&'a RouterRows>,
-    /// Totals to add to.
-    pub totals: Option<&'a RouterTotals>,
+    /// Side outputs to add the totals to.
+    pub outputs: Option<&'a LayerOutputs>,
     /// Selections of the step so far, for [`RouterLoss::GlobalLoadBalancing`].
     pub global_counts: Option<&'a GlobalExpertCounts>,
     /// Selections of all layers, for [`RouterLoss::TransformersLoadBalancing`].
@@ -53,7 +55,7 @@ impl Default for RouterContext<'_> {
         Self {
             settings: &INFERENCE,
             rows: None,
-            totals: None,
+            outputs: None,
             global_counts: None,
             expert_counts_summed_over_layers: None,
             record: None,

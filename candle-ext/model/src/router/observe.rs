@@ -8,6 +8,7 @@ use candlewick_ops::{
     load_balancing_loss, router_z_loss, sequence_load_balancing_loss,
 };
 
+use super::totals::{ROUTER_TOTALS, total_of};
 use super::{RouterContext, RouterLoss, RouterRows};
 use crate::TokenParallel;
 
@@ -28,8 +29,8 @@ pub(crate) struct RoutedLayer<'a> {
 impl RoutedLayer<'_> {
     /// Adds the layer to the totals and its losses to the tape.
     pub(crate) fn observe(&self, context: &RouterContext, tokens: &dyn TokenParallel) -> Result<()> {
-        if let Some(totals) = context.totals {
-            totals.add(self.layer_idx, self.statistics.totals()?, self.n_kept()?)?;
+        if let Some(outputs) = context.outputs {
+            outputs.add(ROUTER_TOTALS, self.layer_idx, total_of(self.statistics.totals()?, self.n_kept()?)?)?;
         }
         let losses = &context.settings.losses;
         if losses.is_empty() {

@@ -36,8 +36,8 @@ impl RoutingRecord {
         self.selected.borrow_mut().insert((micro_idx, layer_idx), experts_tk.clone());
     }
 
-    /// Returns the experts, u32 [t, k] by micro-batch and layer.
-    pub fn into_selected(self) -> BTreeMap<(usize, usize), Tensor> {
-        self.selected.into_inner()
+    /// Takes the experts, u32 [t, k] by micro-batch and layer.
+    pub fn take_selected(&self) -> BTreeMap<(usize, usize), Tensor> {
+        self.selected.take()
     }
 }

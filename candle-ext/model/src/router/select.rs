@@ -57,7 +57,7 @@ impl RouterContext<'_> {
     /// Returns the rows that losses and totals cover; `None` if there are neither.
     fn counted(&self, choice: ExpertChoice, spec: RouterSpec) -> Option<RouterStatisticsSpec<'_>> {
         let losses = &self.settings.losses;
-        let rows = self.rows.filter(|_| self.totals.is_some() || !losses.is_empty())?;
+        let rows = self.rows.filter(|_| self.outputs.is_some() || !losses.is_empty())?;
         let is_by_score = matches!(choice, ExpertChoice::ByScore { bias: None }) && spec.groups.is_none();
         // The z-loss counts no experts.
         let experts = match is_by_score || losses.iter().all(|loss| *loss == RouterLoss::Z) {
@@ -105,6 +105,6 @@ mod tests {
         let kept = select(&router, &context, &SingleDevice).unwrap();
         let experts = |experts: &Tensor| experts.to_vec2::<u32>().unwrap();
         assert_eq!(experts(&kept.assignment.experts), [[0, 1], [u32::MAX; 2]]);
-        assert_eq!(experts(&record.into_selected()[&(0, 3)]), [[0, 1], [0, 1]]);
+        assert_eq!(experts(&record.take_selected()[&(0, 3)]), [[0, 1], [0, 1]]);
     }
 }

@@ -1,15 +1,11 @@
 //! Totals of routers over the forward passes of a step: selections of experts, and statistics of logits.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
-
 use candle_core::{Result, Tensor};
 
-/// Totals of the routers by layer. Padding does not count.
-#[derive(Debug, Default)]
-pub struct RouterTotals {
-    layers: RefCell<BTreeMap<usize, Tensor>>,
-}
+use crate::{LayerOutputSpec, LayerSpec};
+
+/// Name of the side output of layers with a router, see [`RouterTotal::read`]. Padding does not count.
+pub const ROUTER_TOTALS: &str = "router_totals";
 
 /// Totals of one router.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,44 +25,31 @@ pub struct RouterTotal {
 /// Elements of a total after the counts of the experts.
 const N_STATISTICS: usize = 4;
 
-impl RouterTotals {
-    /// Returns the elements of a router's total, for `n_experts` experts.
-    pub fn len_of(n_experts: usize) -> usize {
-        n_experts + N_STATISTICS
-    }
-
-    /// Adds a forward pass: its [`RouterStatistics::totals`](candlewick_ops::RouterStatistics::totals), and the selections that
-    /// the capacity kept, an f32 scalar; `None` without a capacity.
-    pub(crate) fn add(&self, layer_idx: usize, statistics: Tensor, n_kept: Option<Tensor>) -> Result<()> {
-        let total = match n_kept {
-            Some(n_kept) => {
-                let n_others = statistics.dim(0)? - 1;
-                let n_selected = statistics.narrow(0, 0, n_others - 3)?.sum_all()?;
-                let n_dropped = (n_selected - n_kept)?.reshape(1)?;
-                Tensor::cat(&[&statistics.narrow(0, 0, n_others)?, &n_dropped], 0)?
-            }
-            None => statistics,
-        };
-        let mut layers = self.layers.borrow_mut();
-        let sum = match layers.get(&layer_idx) {
-            Some(sum) => (sum + total)?,
-            None => total,
-        };
-        layers.insert(layer_idx, sum);
-        Ok(())
-    }
-
-    /// Returns the total of each layer that computed, f32 [[`RouterTotals::len_of`]] by layer index.
-    pub fn into_layers(self) -> BTreeMap<usize, Tensor> {
-        self.layers.into_inner()
+impl LayerSpec {
+    /// Returns the side output of the layer; `None` if it has none.
+    pub fn side_output(&self) -> Option<LayerOutputSpec> {
+        let n_numbers = self.n_experts()? + N_STATISTICS;
+        Some(LayerOutputSpec { name: ROUTER_TOTALS, layer_idx: self.layer_idx, n_numbers })
     }
 }
 
+/// Returns the total of a forward pass from its
+/// [`RouterStatistics::totals`](candlewick_ops::RouterStatistics::totals), and the selections that the capacity kept, an f32
+/// scalar; `None` without a capacity.
+pub(crate) fn total_of(statistics: Tensor, n_kept: Option<Tensor>) -> Result<Tensor> {
+    let Some(n_kept) = n_kept else { return Ok(statistics) };
+    let n_others = statistics.dim(0)? - 1;
+    let n_selected = statistics.narrow(0, 0, n_others - 3)?.sum_all()?;
+    let n_dropped = (n_selected - n_kept)?.reshape(1)?;
+    Tensor::cat(&[&statistics.narrow(0, 0, n_others)?, &n_dropped], 0)
+}
+
 impl RouterTotal {
-    /// Reads the elements of a total.
-    pub fn read(values: &[f32]) -> Self {
+    /// Reads the numbers of [`ROUTER_TOTALS`], which are sums in f32.
+    pub fn read(values: &[f64]) -> Self {
         let (counts, statistics) = values.split_at(values.len() - N_STATISTICS);
-        let [n_tokens, logit_sum, logit_squares, n_dropped] = [0, 1, 2, 3].map(|i| statistics[i]);
-        Self { expert_counts: counts.to_vec(), n_tokens, logit_sum, logit_squares, n_dropped }
+        let [n_tokens, logit_sum, logit_squares, n_dropped] = [0, 1, 2, 3].map(|i| statistics[i] as f32);
+        let expert_counts = counts.iter().map(|count| *count as f32).collect();
+        Self { expert_counts, n_tokens, logit_sum, logit_squares, n_dropped }
     }
 }

@@ -15,7 +15,7 @@ use candlewick_comm::Collective;
 use candlewick_model::{AttentionCall, SequenceMixing};
 use candlewick_ops::RowRanges;
 
-use crate::engine::Micro;
+use crate::batch::Micro;
 use partition::TokenPartition;
 use ring::Ring;
 use ulysses::Ulysses;
@@ -61,6 +61,7 @@ impl ContextParallel {
             positions: rows.ranges().iter().flat_map(|range| &micro.positions[range.clone()]).copied().collect(),
             seqs: micro.seqs.clone(),
             padding: micro.padding.clone(),
+            columns: micro.columns.of_tokens(|values| select(values, rows.ranges()))?,
         };
         Ok(TokenShard { micro: Cow::Owned(part), rows })
     }

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Reduce;
-use candlewick_model::LayerSpec;
 use candlewick_ops::{
     Fp8Guard, Fp8LayerState, Fp8Layers, Fp8LinearScales, Fp8Operand, Fp8StepStats, Fp8TensorStats, to_host,
 };
 
 use super::Engine;
+use crate::routing::n_matrices;
 
-/// Statistics of one linear layer, or of all routed experts of a layer, in a step.
+/// Statistics of one module in a step: of a linear layer, or of several matrices together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fp8LayerStats {
     /// Module name of the layer.
@@ -22,16 +22,13 @@ pub struct Fp8LayerStats {
 }
 
 impl Engine {
-    /// Makes linear layers and routed experts multiply in FP8 with fixed scales in evaluation and inference, by module name.
+    /// Makes modules multiply in FP8 with fixed scales in evaluation and inference, by module name.
     /// Others compute in the compute dtype.
     pub fn with_fp8_scales(self, scales: &BTreeMap<String, Vec<Fp8LinearScales>>) -> Result<Self> {
         for (module, matrices) in scales {
-            match self.n_matrices(module) {
-                None => bail!("the model has no linear layer or experts {module}, for which there are FP8 scales"),
-                Some(n) if n != matrices.len() => {
-                    bail!("{module}: there are FP8 scales of {} matrices, and the model has {n}", matrices.len())
-                }
-                Some(_) => {}
+            let n = n_matrices(&self.model, module)?;
+            if n != matrices.len() {
+                bail!("{module}: there are FP8 scales of {} matrices, and the model has {n}", matrices.len())
             }
         }
         let fp8 = Fp8Layers::with_fixed_scales(scales, &self.device)?;
@@ -44,17 +41,8 @@ impl Engine {
         self.store.fp8().filter(|fp8| fp8.has_fixed_scales()).map(|fp8| fp8.enable(0)).transpose()
     }
 
-    /// Returns the matrices of a linear layer or of routed experts; `None` if the model has no such module.
-    fn n_matrices(&self, module: &str) -> Option<usize> {
-        let of_layer = |layer: &LayerSpec| {
-            let experts = layer.expert_matrices().find(|matrix| matrix.name == module).map(|matrix| matrix.n_experts);
-            experts.or_else(|| layer.linears().any(|linear| linear.module == module).then_some(1))
-        };
-        self.model.layers().find_map(of_layer)
-    }
-
     /// Returns the current scales of delayed scaling by module name, those of each matrix; `None` with another recipe or without
-    /// FP8. MTP layers, which compute in the compute dtype, have none. A tensor without a scale yet, such as the input of an expert
+    /// FP8. MTP layers, which compute in the compute dtype, have none. A tensor without a scale yet, such as an input
     /// without tokens, has 1.
     pub fn fp8_scales(&self) -> Result<Option<BTreeMap<String, Vec<Fp8LinearScales>>>> {
         let Some(fp8) = self.store.fp8().filter(|fp8| fp8.amaxes().is_some()) else { return Ok(None) };
@@ -62,7 +50,7 @@ impl Engine {
             let scales = to_host(&module.scales.contiguous()?)?.to_vec1::<f32>()?;
             Ok((module.module, Fp8LinearScales::of_slots(&scales)))
         };
-        let of_model = fp8.states()?.into_iter().filter(|module| self.n_matrices(&module.module).is_some());
+        let of_model = fp8.states()?.into_iter().filter(|module| n_matrices(&self.model, &module.module).is_ok());
         of_model.map(of_module).collect::<Result<_>>().map(Some)
     }
 

@@ -8,8 +8,8 @@ use candlewick_ops::{
     CuSeqlens, LossGrad, Reduction, RowRanges, TokenScores, span, spin_workers, to_host, token_scores,
 };
 
-use super::{Engine, Micro};
-use crate::expert_parallel::ExpertParallelOps;
+use super::Engine;
+use crate::batch::Micro;
 use crate::placement::SequenceParallel;
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
@@ -58,12 +58,17 @@ impl Engine {
     ///
     /// Losses are 0 where there is no target, and on ranks without [losses](Engine::has_loss).
     pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
+        to_host(&self.losses_of_tokens(micro)?)?.to_vec1()
+    }
+
+    /// Returns the losses of [`Engine::token_losses`] on the device.
+    pub(super) fn losses_of_tokens(&self, micro: &Micro) -> Result<Tensor> {
         let n_tokens = micro.seqs.n_tokens();
         let padded = micro.padded(self.multiple())?;
-        let Some(own) = self.evaluate(&padded, Reduction::None)? else { return Ok(vec![0.0; n_tokens]) };
-        let n_padded = padded.seqs.n_tokens();
-        let all = self.sequence.as_ref().map(|sequence| sequence.join(&own, n_padded)).transpose()?;
-        to_host(&all.unwrap_or(own).narrow(0, 0, n_tokens)?)?.to_vec1()
+        match self.evaluate(&padded, Reduction::None)? {
+            Some(own) => self.of_all_tokens(&own, &padded)?.narrow(0, 0, n_tokens),
+            None => Tensor::zeros(n_tokens, DType::F32, &self.device),
+        }
     }
 
     /// Computes the losses of a micro-batch that has been padded to split evenly over the ranks.
@@ -222,8 +227,7 @@ impl Engine {
         let n_vocab = self.n_vocab();
         let shared = tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab });
         let inner: &dyn TokenParallel = shared.as_ref().map_or(&SingleDevice, |shared| shared);
-        let routed = self.experts.as_ref().filter(|experts| experts.exchanges_tokens());
-        let routed = routed.map(|experts| ExpertParallelOps { experts, inner });
+        let routed = self.routing.exchange_ops(inner);
         let tokens = routed.as_ref().map_or(inner, |routed| routed);
         let parallel_ops = ParallelOps { tokens, sequence };
         let rope = self.model.rope(positions, classes, &self.device)?;

@@ -1,9 +1,9 @@
 //! Loss of a training step: objective, normalization and auxiliary losses.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_model::RouterContext;
 use candlewick_ops::{LossAndGrad, LossGrad, Reduction, Tape, add};
 
+use super::metrics::MetricSums;
 use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
 
 /// Factor on the loss of each micro-batch: one over the target tokens of the whole step.
@@ -42,18 +42,24 @@ pub struct StepLosses {
     /// Sum of each auxiliary loss over micro-batches by layer, f32 [layers], in the order of [`StepLoss::auxiliary`]; zeros
     /// for layers of other pipeline stages.
     pub auxiliary: Vec<Tensor>,
-    /// Total of the router of each MoE layer, see [`RouterTotal::read`](candlewick_model::RouterTotal::read); zeros for
+    /// Side output of each layer that has one, see [`LayerSpec::side_output`](candlewick_model::LayerSpec::side_output); zeros for
     /// layers of other pipeline stages.
-    pub routers: Vec<Tensor>,
+    pub layers: Vec<Tensor>,
+    /// Metrics of the objective, f32 [1], in the order of [`Objective::metrics`].
+    pub metrics: Vec<Tensor>,
 }
 
-/// Sums of the auxiliary losses of a running step.
-pub(super) struct AuxiliarySums<'a> {
+/// Sums of the auxiliary losses and the metrics of a running step.
+pub(super) struct LossSums<'a> {
     losses: &'a [AuxiliaryLoss],
     scale: &'a LossScale,
     /// Sums of each loss by layer; `None` for a layer that did not compute it.
     sums: Vec<Vec<Option<Tensor>>>,
+    metrics: MetricSums<'a>,
 }
+
+/// Factors of an auxiliary loss with several numbers, by which its sum is weighted; `None` for a scalar.
+pub(super) type LossFactors<'a> = &'a dyn Fn(&Tensor) -> Result<Option<Tensor>>;
 
 impl From<Reduction> for LossForm {
     /// Returns a form without label smoothing.
@@ -108,10 +114,10 @@ impl<'a> From<&LossScale> for StepLoss<'a> {
     }
 }
 
-impl<'a> AuxiliarySums<'a> {
+impl<'a> LossSums<'a> {
     pub(super) fn new(loss: &'a StepLoss<'a>, n_layers: usize) -> Self {
         let sums = vec![vec![None; n_layers]; loss.auxiliary.len()];
-        Self { losses: loss.auxiliary, scale: &loss.scale, sums }
+        Self { losses: loss.auxiliary, scale: &loss.scale, sums, metrics: MetricSums::new(loss.objective.metrics()) }
     }
 
     /// Runs the backward of a layer from `dy` and its auxiliary losses, and returns the gradient of its input `x`.
@@ -120,18 +126,14 @@ impl<'a> AuxiliarySums<'a> {
         layer_idx: usize,
         tape: Tape,
         (x, dy): (&Tensor, &Tensor),
-        router: &RouterContext<'_>,
+        factors: LossFactors,
     ) -> Result<Tensor> {
         let mut weights = Vec::new();
         for (name, value) in tape.auxiliary_losses() {
             let i = self.position(name)?;
             let weight = self.scale.auxiliary_weight(&self.losses[i], value.device())?;
-            // A vector has the scores of each expert. Their factors are known once all layers have counted.
-            let (value, weight) = match router.expert_counts_summed_over_layers.filter(|_| value.rank() == 1) {
-                Some(counts) => {
-                    let factors = counts.factors(router.micro_idx)?;
-                    ((value * &factors)?.sum_all()?, factors.broadcast_mul(&weight)?)
-                }
+            let (value, weight) = match factors(value)? {
+                Some(factors) => ((value * &factors)?.sum_all()?, factors.broadcast_mul(&weight)?),
                 None => (value.clone(), weight),
             };
             self.add(i, layer_idx, &value)?;
@@ -155,6 +157,11 @@ impl<'a> AuxiliarySums<'a> {
         Ok(dx)
     }
 
+    /// Adds the value of a micro-batch to a metric, by its index.
+    pub(super) fn add_metric(&mut self, i: usize, value: Tensor) -> Result<()> {
+        self.metrics.add(i, value)
+    }
+
     fn position(&self, name: &str) -> Result<usize> {
         match self.losses.iter().position(|loss| loss.name == name) {
             Some(i) => Ok(i),
@@ -171,14 +178,15 @@ impl<'a> AuxiliarySums<'a> {
         Ok(())
     }
 
-    /// Returns the sums of each loss by layer, f32 [layers]: zero for a layer that did not compute it.
-    pub(super) fn finish(self, device: &Device) -> Result<Vec<Tensor>> {
+    /// Returns the sums of each loss by layer, f32 [layers]: zero for a layer that did not compute it. Returns the metrics, too.
+    pub(super) fn finish(self, device: &Device) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         let zero = Tensor::zeros((), DType::F32, device)?;
         let of_layers = |sums: Vec<Option<Tensor>>| {
             let sums: Vec<Tensor> = sums.into_iter().map(|sum| sum.unwrap_or_else(|| zero.clone())).collect();
             Tensor::stack(&sums, 0)
         };
-        self.sums.into_iter().map(of_layers).collect()
+        let auxiliary = self.sums.into_iter().map(of_layers).collect::<Result<_>>()?;
+        Ok((auxiliary, self.metrics.finish(device)?))
     }
 }
 

@@ -2,16 +2,14 @@
 //!
 //! Dimensions: t tokens (packed), d hidden size, v vocabulary size
 
-mod expert_bias;
-mod expert_counts_summed_over_layers;
 mod fp8;
 mod inference;
 mod loss;
 mod memory;
-mod micro;
+mod metrics;
 mod mtp;
-mod router_rows;
-mod routing_replay;
+mod reference;
+mod step_results;
 mod train;
 mod train_step;
 
@@ -21,19 +19,20 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{
-    ForwardContext, Model, ParallelOps, RouterContext, RouterSettings, SequenceMixing, SingleDevice, TiledMlp,
+    ForwardContext, LayerOutputSpec, LayerSpec, Model, ParallelOps, SequenceMixing, SingleDevice, TiledMlp,
     TokenParallel, UnitWeights,
 };
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, CuSeqlens, GroupedGemmImpl, LossAndGrad, LossGrad, RowRanges, Weight,
-    linear_cross_entropy, logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
+    AttentionChoice, CrossEntropy, CuSeqlens, LossAndGrad, LossGrad, RowRanges, Weight, linear_cross_entropy,
+    logits_bytes, max_logit_rows, vocab_parallel_cross_entropy,
 };
 
+use crate::batch::Micro;
 use crate::context_parallel::{ContextParallel, TokenShard};
-use crate::expert_parallel::{ExpertParallel, ExpertParallelOps};
 use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
+use crate::routing::EngineRouting;
 use crate::tensor_parallel::{TensorParallel, TensorParallelOps};
 
 pub use fp8::Fp8LayerStats;
@@ -41,9 +40,8 @@ pub use inference::{PackedTokens, ScoreQuery};
 use loss::LossForm;
 pub use loss::{LossScale, StepLoss, StepLosses};
 pub use memory::{HeadCost, OffloadMemory, StepBytes, StepCost};
-pub use micro::{Micro, StepMicros};
 pub use mtp::mtp_loss_name;
-pub use routing_replay::{MicroExperts, StepRouting};
+pub use step_results::{SideOutput, SideOutputs};
 pub use train_step::{InFlightStep, OptimizerStep, StepResult, TrainBatch, ZeroGradCount};
 
 /// Activation checkpointing of a layer: the activations saved between its forward and its backward.
@@ -76,12 +74,12 @@ pub struct Engine {
     attention_hook: Option<Arc<dyn SequenceMixing + Send + Sync>>,
     sequence: Option<ContextParallel>,
     tensor: Option<TensorParallel>,
-    experts: Option<ExpertParallel>,
-    experts_implementation: GroupedGemmImpl,
-    router: RouterSettings,
-    /// Settings of the routers in inference.
-    evaluation_router: RouterSettings,
+    routing: EngineRouting,
     pipeline: Pipeline,
+    /// Side outputs of the model's layers.
+    layer_outputs: Vec<LayerOutputSpec>,
+    /// Frozen engine of objectives that compare with one.
+    reference: Option<Box<Engine>>,
 }
 
 impl Engine {
@@ -96,6 +94,7 @@ impl Engine {
     ) -> Self {
         assert_eq!(checkpointing.len(), model.n_blocks(), "every block has its activation checkpointing");
         let pipeline = Pipeline::alone(model.n_blocks());
+        let layer_outputs = model.layers().filter_map(LayerSpec::side_output).collect();
         let (offload_target, attention, tiled_mlp) =
             (OffloadTarget::HostMemory, AttentionChoice::default(), TiledMlp::default());
         let logits_bytes = logits_bytes(&device) as usize;
@@ -114,22 +113,16 @@ impl Engine {
             attention_hook,
             sequence,
             tensor,
-            experts: None,
-            experts_implementation: GroupedGemmImpl::default(),
-            router: RouterSettings::default(),
-            evaluation_router: RouterSettings::default(),
+            routing: EngineRouting::default(),
             pipeline,
+            layer_outputs,
+            reference: None,
         }
     }
 
     /// Sets the attention implementation.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { attention, ..self }
-    }
-
-    /// Sets the implementation of the experts' matmuls on a GPU.
-    pub fn with_experts_implementation(self, experts_implementation: GroupedGemmImpl) -> Self {
-        Self { experts_implementation, ..self }
     }
 
     /// Sets a hook that computes attention of every layer and may add auxiliary losses. It replaces the attention of
@@ -170,15 +163,9 @@ impl Engine {
         Self { tensor: Some(ranks), ..self }
     }
 
-    /// Sets the expert parallel groups, which must be those of the parameter store.
-    pub fn with_expert_parallel(self, experts: ExpertParallel) -> Self {
-        Self { experts: Some(experts), ..self }
-    }
-
-    /// Sets the settings of the routers. Each of their losses needs a coefficient in [`StepLoss::auxiliary`]. Inference
-    /// has [`RouterSettings::of_evaluation`].
-    pub fn with_router(self, router: RouterSettings) -> Self {
-        Self { evaluation_router: router.of_evaluation(), router, ..self }
+    /// Changes the routing of tokens.
+    pub(crate) fn with_routing(self, change: impl FnOnce(EngineRouting) -> EngineRouting) -> Self {
+        Self { routing: change(self.routing), ..self }
     }
 
     /// Sets the pipeline, which must be that of the parameter store. All stages must pass the same tokens.
@@ -217,7 +204,7 @@ impl Engine {
         self.group.as_ref()
     }
 
-    /// Returns true on one of all ranks of the mesh.
+    /// Returns true on rank 0 of the mesh.
     pub fn is_first_rank(&self) -> bool {
         self.group.rank() == 0 && self.tensor.as_ref().is_none_or(|tensor| tensor.ranks.rank() == 0)
     }
@@ -284,10 +271,7 @@ impl Engine {
         let n_vocab = self.model.config().vocab_size();
         let tensor = self.tensor.as_ref().map(|tensor| TensorParallelOps { tensor, n_vocab });
         let inner: &dyn TokenParallel = tensor.as_ref().map_or(&SingleDevice, |tensor| tensor);
-        match &self.experts {
-            None => f(ParallelOps { tokens: inner, sequence }),
-            Some(experts) => f(ParallelOps { tokens: &ExpertParallelOps { experts, inner }, sequence }),
-        }
+        self.routing.with_token_parallel(inner, |tokens| f(ParallelOps { tokens, sequence }))
     }
 
     /// Describes the hidden states of `n_tokens` tokens of this rank between blocks: [t/n, d].
@@ -305,18 +289,8 @@ impl Engine {
         parallel_ops: ParallelOps<'a>,
     ) -> ForwardContext<'a> {
         let (attention, tiled_mlp) = (self.attention, self.tiled_mlp);
-        ForwardContext {
-            cos,
-            sin,
-            seqs,
-            dropout_key: None,
-            rows,
-            attention,
-            experts_implementation: self.experts_implementation,
-            tiled_mlp,
-            router: RouterContext { settings: &self.evaluation_router, ..RouterContext::default() },
-            parallel_ops,
-        }
+        let on_single_device = ForwardContext::on_single_device([cos, sin], seqs);
+        self.routing.in_inference(ForwardContext { rows, attention, tiled_mlp, parallel_ops, ..on_single_device })
     }
 
     /// Returns the weights of a unit, and prefetches those of `next`.

@@ -10,8 +10,9 @@ use candle_core::{Result, Tensor};
 use candlewick_model::{ForwardContext, UnitWeights};
 use candlewick_ops::{Reduction, Tape, add, span};
 
-use super::loss::AuxiliarySums;
-use super::{Engine, Micro};
+use super::Engine;
+use super::loss::{LossFactors, LossSums};
+use crate::batch::Micro;
 use crate::params::MicroBatch;
 
 /// A micro-batch whose MTP layers are trained.
@@ -22,6 +23,8 @@ pub(super) struct MtpPass<'a> {
     pub(super) micro: &'a Micro,
     pub(super) context: &'a ForwardContext<'a>,
     pub(super) position: MicroBatch,
+    /// Factors of the layers' auxiliary losses.
+    pub(super) factors: LossFactors<'a>,
 }
 
 /// An MTP layer between its forward and its backward.
@@ -44,7 +47,7 @@ impl Engine {
         &self,
         pass: &MtpPass,
         normed_td: &Tensor,
-        auxiliary: &mut AuxiliarySums,
+        sums: &mut LossSums,
     ) -> Result<Option<Tensor>> {
         let n_layers = self.model.config().n_mtp_layers();
         if n_layers == 0 {
@@ -55,7 +58,7 @@ impl Engine {
         let mut layers = Vec::new();
         for depth in 1..=n_layers {
             micro = micro.shifted()?;
-            let layer = self.mtp_forward(pass, depth, &hidden, &micro, auxiliary)?;
+            let layer = self.mtp_forward(pass, depth, &hidden, &micro, sums)?;
             // The backward of the last layer comes next and uses its weights at once.
             if depth < n_layers {
                 self.store.release(self.mtp_layer_idx(depth) + 1);
@@ -70,7 +73,7 @@ impl Engine {
             self.store.fetch(unit_idx)?;
             self.store.prepare_grads(unit_idx)?;
             let dy = dx.map_or(Ok(dy.clone()), |dx| add(&dy, &dx))?;
-            dx = Some(auxiliary.input_grad(layer_idx, tape, (&input, &dy), &pass.context.router)?);
+            dx = Some(sums.input_grad(layer_idx, tape, (&input, &dy), pass.factors)?);
             self.release_unit(unit_idx, pass.position)?;
         }
         Ok(dx)
@@ -83,7 +86,7 @@ impl Engine {
         depth: usize,
         input: &Tensor,
         micro: &Micro,
-        auxiliary: &mut AuxiliarySums,
+        sums: &mut LossSums,
     ) -> Result<MtpForward> {
         let MtpPass { head, context, .. } = pass;
         let (layer_idx, own) = (self.mtp_layer_idx(depth), self.part(micro)?.micro);
@@ -95,7 +98,7 @@ impl Engine {
         })?;
         let (lm_head, name) = (self.model.lm_head(head)?, mtp_loss_name(depth));
         let dy = self.hidden_states_grad(tape.output(), context.parallel_ops, |normed| {
-            auxiliary.add_loss(layer_idx, &name, context.parallel_ops.tokens.sequence_parallel_size(), |upstream| {
+            sums.add_loss(layer_idx, &name, context.parallel_ops.tokens.sequence_parallel_size(), |upstream| {
                 self.cross_entropy(normed, &lm_head, &own.targets, Reduction::Sum, upstream)
             })
         })?;

@@ -2,30 +2,26 @@
 //!
 //! The `memory` module mirrors the allocations of these functions: change both.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
-use candle_core::{DType, Result, Tensor};
-use candlewick_model::{
-    ExpertCountsSummedOverLayers, ForwardContext, GlobalExpertCounts, ParallelOps, ReplayedExperts, RouterContext,
-    RouterRows, RouterTotals, RoutingRecord,
-};
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_model::{ForwardContext, LayerOutputSpec, LayerOutputs, ParallelOps};
 use candlewick_ops::{
-    LossGrad, OutputsToSave, Reduction, SavedOutputs, Tape, add, derive_key, save_outputs, span, spin_workers,
+    LossGrad, OutputsToSave, Reduction, SavedOutputs, Tape, Weight, add, save_outputs, span, spin_workers, to_host,
 };
 
-use super::expert_counts_summed_over_layers::MicroCounts;
-use super::loss::{AuxiliarySums, LossForm, StepLoss, StepLosses, input_grad};
+use super::loss::{LossForm, LossSums, StepLoss, StepLosses, input_grad};
 use super::mtp::MtpPass;
-use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
-use super::{ActivationCheckpointing, Engine, Micro, StepMicros};
+use super::{ActivationCheckpointing, Engine};
+use crate::batch::{Micro, StepMicros};
 use crate::context_parallel::TokenShard;
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
-
-/// Part of the seed of the routers' noise in a micro-batch.
-const ROUTER_NOISE: u64 = 0x726f_7574_6572;
+use crate::routing::{MicroRouting, RankTokens, RoutingReadback, RoutingStep, StepRouting};
+use crate::tensor_parallel::TensorParallel;
 
 /// Activations of a layer between its forward and its backward.
 enum SavedActivation {
@@ -56,6 +52,18 @@ struct ChunkActivations {
     dy: Option<Tensor>,
 }
 
+/// A micro-batch of a step, padded to split evenly over the ranks.
+struct PaddedMicro<'m> {
+    micro: Cow<'m, Micro>,
+    /// Tokens before the padding.
+    n_tokens: usize,
+    /// Tokens before the padding; 0 for a micro-batch without targets.
+    n_valid_tokens: usize,
+    /// The most rows of any rank's residual stream, if layers pad to it.
+    most_rows: Option<usize>,
+    dropout_key: u64,
+}
+
 /// A micro-batch between its first forward and its last backward.
 struct MicroBatchState<'m> {
     /// The whole micro-batch, before it is split over context parallel ranks.
@@ -64,39 +72,40 @@ struct MicroBatchState<'m> {
     cos: Tensor,
     sin: Tensor,
     dropout_key: u64,
-    /// Rows of this rank's residual stream that routers count.
-    router_rows: Option<RouterRows>,
-    /// The most rows of any rank's residual stream, if experts are padded.
-    most_rows: Option<usize>,
-    /// Experts that replace the routers' selections.
-    replayed: Option<ReplayedExperts>,
+    routing: MicroRouting,
     /// Activations of each chunk between its forward and its backward.
     activations: HashMap<usize, ChunkActivations>,
 }
 
-/// Sums of the routers over a step.
-#[derive(Default)]
-struct StepRouters {
-    totals: RouterTotals,
-    global_counts: GlobalExpertCounts,
-    /// Counts summed over layers, if a loss reads them.
-    expert_counts_summed_over_layers: Option<ExpertCountsSummedOverLayers>,
-    /// Record of the selections, if the step records them.
-    record: Option<RoutingRecord>,
+/// Inputs and outputs that all passes of a step share.
+struct StepContext<'a> {
+    loss: &'a StepLoss<'a>,
+    micros: &'a [PaddedMicro<'a>],
+    routing: RoutingStep<'a>,
+    outputs: LayerOutputs,
+}
+
+/// A step between its passes.
+struct RunningStep<'a> {
+    /// Loss of each micro-batch, so far.
+    losses: Vec<Tensor>,
+    sums: LossSums<'a>,
+    states: Vec<Option<MicroBatchState<'a>>>,
 }
 
 /// A pass over a model chunk, with its position in the step.
 struct Pass<'a> {
+    step: &'a StepContext<'a>,
     chunk_pass: ChunkPass,
-    routers: &'a StepRouters,
     micro_batch: MicroBatch,
     /// True if the next pass is this one's backward.
     backward_is_next: bool,
 }
 
-impl<'a> Pass<'a> {
-    fn expert_counts_summed_over_layers(&self) -> MicroCounts<'a> {
-        MicroCounts { counts: self.routers.expert_counts_summed_over_layers.as_ref(), micro_idx: self.chunk_pass.micro }
+impl Pass<'_> {
+    /// Returns the factors of an auxiliary loss that are known once all layers have run.
+    fn factors(&self, loss: &Tensor) -> Result<Option<Tensor>> {
+        self.step.routing.deferred_factors(self.chunk_pass.micro, loss)
     }
 }
 
@@ -104,8 +113,8 @@ impl Engine {
     /// Runs forward and backward over the micro-batches of a step, and accumulates gradients of `loss`, summed over
     /// micro-batches and ranks.
     ///
-    /// Returns this rank's losses before normalization; zeros on ranks without [losses](Engine::has_loss). Experts are padded
-    /// to their capacity if [`StepMicros::most_tokens`] is known.
+    /// Returns this rank's losses before normalization; zeros on ranks without [losses](Engine::has_loss). Layers may pad to
+    /// [`StepMicros::most_tokens`] if they are known.
     /// `dropout_keys` seed the dropout of each micro-batch. Does not synchronize with the GPU: read the losses at the
     /// end of the step.
     pub fn forward_backward<'m, 'l>(
@@ -117,120 +126,168 @@ impl Engine {
         Ok(self.forward_backward_routed(micros.into(), &loss.into(), dropout_key, StepRouting::Select)?.0)
     }
 
-    /// Runs [`Engine::forward_backward`] with a choice of the experts. Returns the recorded experts, too.
+    /// Runs [`Engine::forward_backward`] with a choice of the routing. Returns the recorded one, too.
     pub(super) fn forward_backward_routed(
         &self,
         step: StepMicros<'_>,
         loss: &StepLoss<'_>,
         dropout_key: impl Fn(usize) -> u64,
         routing: StepRouting<'_>,
-    ) -> Result<(StepLosses, Option<ExpertReadback>)> {
+    ) -> Result<(StepLosses, Option<RoutingReadback>)> {
+        let columns = self.with_columns(step.micros, loss.objective)?;
         let fp8_key = if step.micros.is_empty() { 0 } else { dropout_key(0) };
         let _fp8 = self.store.enable_fp8(fp8_key)?;
-        let mut auxiliary = AuxiliarySums::new(loss, self.model.layers().count());
-        let record = matches!(routing, StepRouting::Record).then(RoutingRecord::default);
-        let mut routers = StepRouters {
-            record,
-            expert_counts_summed_over_layers: self.expert_counts_summed_over_layers(),
-            ..StepRouters::default()
-        };
-        let given: Option<&[Option<MicroExperts>]> = match routing {
-            StepRouting::Replay(micros) => Some(micros),
-            StepRouting::Select | StepRouting::Record => None,
-        };
-        let lengths: Vec<usize> = step.micros.iter().map(|micro| micro.seqs.n_tokens()).collect();
-        let n_tokens = step.micros.iter().map(Micro::n_valid_tokens).collect::<Result<Vec<_>>>()?;
-        let most_rows = step.most_tokens_of_parts(self.multiple())?;
-        let micros: Vec<_> = step.micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
-        let unknown = || Tensor::zeros((), DType::F32, &self.device);
-        let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
-        let mut states: Vec<Option<MicroBatchState>> = micros.iter().map(|_| None).collect();
-        let steps = self.pipeline.steps(micros.len());
-        for (i, step) in steps.iter().enumerate() {
-            let (StageStep::Forward(chunk_pass) | StageStep::Backward(chunk_pass)) = *step;
-            let micro_batch = if chunk_pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
-            let _spinning = spin_workers(&self.device);
-            match step {
-                StageStep::Forward(_) => {
-                    let _span = span("micro-batch", "forward");
-                    let backward_is_next = steps.get(i + 1) == Some(&StageStep::Backward(chunk_pass));
-                    let state = match &mut states[chunk_pass.micro] {
-                        Some(state) => state,
-                        none => {
-                            let idx = chunk_pass.micro;
-                            let micro = &micros[idx];
-                            let given = given.and_then(|micros| micros[idx].as_ref());
-                            let replayed = given.map(|given| self.replayed_experts(micro, lengths[idx], given));
-                            let state = self.begin(micro, n_tokens[idx], dropout_key(idx))?;
-                            let (most_rows, replayed) = (most_rows[idx], replayed.transpose()?);
-                            none.insert(MicroBatchState { most_rows, replayed, ..state })
-                        }
-                    };
-                    let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
-                    let (loss, activations) = self.with_parallel_ops(None, |parallel_ops| {
-                        self.forward_chunk(&pass, state, loss, parallel_ops, &mut auxiliary)
-                    })?;
-                    state.activations.insert(chunk_pass.chunk, activations);
-                    if let Some(loss) = loss {
-                        sums[chunk_pass.micro] = loss;
-                    }
-                }
-                StageStep::Backward(_) => {
-                    let _span = span("micro-batch", "backward");
-                    let backward_is_next = false;
-                    let pass = Pass { chunk_pass, routers: &routers, micro_batch, backward_is_next };
-                    let state = states[chunk_pass.micro].as_mut().expect("a forward comes before its backward");
-                    let activations =
-                        state.activations.remove(&chunk_pass.chunk).expect("a chunk's activations are saved once");
-                    self.with_parallel_ops(None, |parallel_ops| {
-                        self.backward_chunk(&pass, state, activations, parallel_ops, &mut auxiliary)
-                    })?;
-                    // The first chunk's backward is last.
-                    if chunk_pass.chunk == 0 {
-                        states[chunk_pass.micro] = None;
-                    }
-                }
-            }
-        }
+        let micros = self.padded_micros(&columns, &step.most_tokens_of_parts(self.multiple())?, dropout_key)?;
+        let routing = self.routing.begin_step(&self.model, routing, &self.device);
+        let step = StepContext { loss, micros: &micros, routing, outputs: LayerOutputs::default() };
+        let running = self.run_schedule(&step)?;
         self.pipeline.finish()?;
         {
             let _span = span("gradient reduction", "");
             self.store.wait_grad_reduction()?;
         }
-        let auxiliary = self.sum_over_residual_ranks(auxiliary.finish(&self.device)?)?;
-        let record = routers.record.take();
-        let experts = record.map(|record| self.read_back_experts(record, &micros, &lengths)).transpose()?;
-        let routers = self.sum_over_residual_ranks(self.totals_of_layers(routers.totals)?)?;
-        Ok((StepLosses { micros: sums, auxiliary, routers }, experts))
+        let RunningStep { losses, sums, .. } = running;
+        self.finish(&step, losses, sums)
     }
 
-    /// Splits a padded micro-batch, of which the first `n_tokens` tokens are no padding.
-    fn begin<'m>(&self, micro: &'m Micro, n_tokens: usize, dropout_key: u64) -> Result<MicroBatchState<'m>> {
+    /// Pads the micro-batches of a step to split evenly over the ranks.
+    fn padded_micros<'m>(
+        &self,
+        micros: &'m [Micro],
+        most_rows: &[Option<usize>],
+        dropout_key: impl Fn(usize) -> u64,
+    ) -> Result<Vec<PaddedMicro<'m>>> {
+        let padded = |(i, micro): (usize, &'m Micro)| {
+            Ok(PaddedMicro {
+                micro: micro.padded(self.multiple())?,
+                n_tokens: micro.seqs.n_tokens(),
+                n_valid_tokens: micro.n_valid_tokens()?,
+                most_rows: most_rows[i],
+                dropout_key: dropout_key(i),
+            })
+        };
+        micros.iter().enumerate().map(padded).collect()
+    }
+
+    /// Runs all passes of this stage.
+    fn run_schedule<'a>(&'a self, step: &'a StepContext<'a>) -> Result<RunningStep<'a>> {
+        let n_micros = step.micros.len();
+        let unknown = || Tensor::zeros((), DType::F32, &self.device);
+        let mut running = RunningStep {
+            losses: (0..n_micros).map(|_| unknown()).collect::<Result<_>>()?,
+            sums: LossSums::new(step.loss, self.model.layers().count()),
+            states: (0..n_micros).map(|_| None).collect(),
+        };
+        let passes = self.pipeline.steps(n_micros);
+        for (i, stage_step) in passes.iter().enumerate() {
+            let (StageStep::Forward(chunk_pass) | StageStep::Backward(chunk_pass)) = *stage_step;
+            let micro_batch = if chunk_pass.micro + 1 == n_micros { MicroBatch::Last } else { MicroBatch::Earlier };
+            let is_forward = matches!(stage_step, StageStep::Forward(_));
+            let backward_is_next = is_forward && passes.get(i + 1) == Some(&StageStep::Backward(chunk_pass));
+            let pass = Pass { step, chunk_pass, micro_batch, backward_is_next };
+            let _spinning = spin_workers(&self.device);
+            match stage_step {
+                StageStep::Forward(_) => self.forward_pass(&pass, &mut running)?,
+                StageStep::Backward(_) => self.backward_pass(&pass, &mut running)?,
+            }
+        }
+        Ok(running)
+    }
+
+    fn forward_pass<'a>(&'a self, pass: &Pass<'a>, running: &mut RunningStep<'a>) -> Result<()> {
+        let _span = span("micro-batch", "forward");
+        let (micro_idx, chunk) = (pass.chunk_pass.micro, pass.chunk_pass.chunk);
+        let state = match &mut running.states[micro_idx] {
+            Some(state) => state,
+            none => none.insert(self.begin(pass.step, micro_idx)?),
+        };
+        let (loss, activations) = self
+            .with_parallel_ops(None, |parallel_ops| self.forward_chunk(pass, state, parallel_ops, &mut running.sums))?;
+        state.activations.insert(chunk, activations);
+        if let Some(loss) = loss {
+            running.losses[micro_idx] = loss;
+        }
+        Ok(())
+    }
+
+    fn backward_pass<'a>(&'a self, pass: &Pass<'a>, running: &mut RunningStep<'a>) -> Result<()> {
+        let _span = span("micro-batch", "backward");
+        let (micro_idx, chunk) = (pass.chunk_pass.micro, pass.chunk_pass.chunk);
+        let state = running.states[micro_idx].as_mut().expect("a forward comes before its backward");
+        let activations = state.activations.remove(&chunk).expect("a chunk's activations are saved once");
+        self.with_parallel_ops(None, |parallel_ops| {
+            self.backward_chunk(pass, state, activations, parallel_ops, &mut running.sums)
+        })?;
+        // The first chunk's backward is last.
+        if chunk == 0 {
+            running.states[micro_idx] = None;
+        }
+        Ok(())
+    }
+
+    /// Begins a micro-batch: splits it over the ranks.
+    fn begin<'a>(&self, step: &StepContext<'a>, micro_idx: usize) -> Result<MicroBatchState<'a>> {
+        let PaddedMicro { micro, n_tokens, n_valid_tokens, most_rows, dropout_key } = &step.micros[micro_idx];
         let part = self.part(micro)?;
         let (cos, sin) = self.rope_of(micro, &part)?;
-        let router_rows = self.router_rows(micro, n_tokens)?;
-        Ok(MicroBatchState {
-            whole: micro,
-            part,
-            cos,
-            sin,
-            dropout_key,
-            router_rows,
-            most_rows: None,
-            replayed: None,
-            activations: HashMap::new(),
-        })
+        let tokens = RankTokens {
+            micro,
+            micro_idx,
+            n_tokens: *n_tokens,
+            n_valid_tokens: *n_valid_tokens,
+            most_rows: *most_rows,
+            tokens_of_rows: &|| self.residual_tokens(micro),
+        };
+        let routing = step.routing.begin_micro(&self.model, || self.own_layers(), &tokens)?;
+        let (dropout_key, activations) = (*dropout_key, HashMap::new());
+        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, routing, activations })
     }
 
-    /// Returns the total of each router; zeros for layers of other stages.
-    fn totals_of_layers(&self, totals: RouterTotals) -> Result<Vec<Tensor>> {
-        let mut totals = totals.into_layers();
-        let layers = self.model.layers().filter_map(|layer| Some((layer.layer_idx, layer.n_experts()?)));
-        let of_layer = |(layer_idx, n_experts): (usize, usize)| match totals.remove(&layer_idx) {
-            Some(total) => Ok(total),
-            None => Tensor::zeros(RouterTotals::len_of(n_experts), DType::F32, &self.device),
+    /// Sums the side outputs of a step over the ranks that split the residual stream.
+    fn finish(
+        &self,
+        step: &StepContext<'_>,
+        micros: Vec<Tensor>,
+        sums: LossSums<'_>,
+    ) -> Result<(StepLosses, Option<RoutingReadback>)> {
+        let (auxiliary, metrics) = sums.finish(&self.device)?;
+        let auxiliary = self.sum_over_residual_ranks(auxiliary)?;
+        let is_copy = self.tensor.as_ref().is_some_and(TensorParallel::holds_copy);
+        let rows_of = |micro_idx: usize| {
+            let PaddedMicro { micro, n_tokens, .. } = &step.micros[micro_idx];
+            Ok((self.residual_tokens(micro)?, *n_tokens))
         };
-        layers.map(of_layer).collect()
+        let routed = step.routing.read_back(micros.len(), is_copy, rows_of)?;
+        let layers = self.sum_over_residual_ranks(self.layer_outputs(&step.outputs)?)?;
+        Ok((StepLosses { micros, auxiliary, layers, metrics }, routed))
+    }
+
+    /// Returns the side output of each layer that has one; zeros for layers of other stages.
+    fn layer_outputs(&self, outputs: &LayerOutputs) -> Result<Vec<Tensor>> {
+        let of_layer = |spec: &LayerOutputSpec| match outputs.take(spec) {
+            Some(values) => Ok(values),
+            None => Tensor::zeros(spec.n_numbers, DType::F32, &self.device),
+        };
+        self.layer_outputs.iter().map(of_layer).collect()
+    }
+
+    /// Returns the token of each row of this rank's residual stream, as an index into the padded micro-batch.
+    fn residual_tokens(&self, micro: &Micro) -> Result<Vec<usize>> {
+        let tokens = Tensor::arange(0u32, micro.seqs.n_tokens() as u32, &Device::Cpu)?;
+        let own = to_host(&self.of_own_tokens(&tokens, micro)?)?.to_vec1::<u32>()?;
+        let rows = match &self.tensor {
+            Some(tensor) => tensor.residual_rows(own.len()),
+            None => 0..own.len(),
+        };
+        Ok(own[rows].iter().map(|token| *token as usize).collect())
+    }
+
+    /// Returns the indices of the layers that this rank computes.
+    fn own_layers(&self) -> Vec<usize> {
+        let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
+        let blocks = (0..layout.n_chunks()).flat_map(|chunk| layout.blocks(stage, chunk));
+        let mtp_layers = self.model.n_blocks()..self.model.layers().count();
+        blocks.chain(mtp_layers.filter(|_| self.has_loss())).collect()
     }
 
     /// Sums vectors over the tensor parallel ranks, if these split the residual stream.
@@ -246,16 +303,13 @@ impl Engine {
         &self,
         pass: &Pass<'_>,
         state: &MicroBatchState,
-        loss: &StepLoss,
         parallel_ops: ParallelOps,
-        auxiliary: &mut AuxiliarySums,
+        sums: &mut LossSums,
     ) -> Result<(Option<Tensor>, ChunkActivations)> {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
         let micro = &state.part.micro;
         // The forward that backward repeats does not count.
-        let mut context = self.training_context(pass, state, parallel_ops);
-        context.router.totals = Some(&pass.routers.totals);
-        context.router.record = pass.routers.record.as_ref();
+        let context = self.training_context(pass, state, parallel_ops, Some(&pass.step.outputs));
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
                 let tape =
@@ -267,7 +321,7 @@ impl Engine {
             false => {
                 let expected = self.hidden_states(micro.positions.len(), parallel_ops);
                 let x = self.pipeline.receive_activation(expected)?;
-                self.receive_counts_forward(pass.expert_counts_summed_over_layers())?;
+                pass.step.routing.receive_forward(&self.pipeline, pass.chunk_pass.micro)?;
                 (None, x)
             }
         };
@@ -288,10 +342,10 @@ impl Engine {
         }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
-            self.send_counts_forward(pass.expert_counts_summed_over_layers())?;
+            pass.step.routing.send_forward(&self.pipeline, pass.chunk_pass.micro)?;
             return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
-        let (loss, dx) = self.loss_and_grad(&x, pass, state, loss, &context, auxiliary)?;
+        let (loss, dx) = self.loss_and_grad(&x, pass, state, &context, sums)?;
         drop(x);
         self.release_unit(self.head(), pass.micro_batch)?;
         Ok((Some(loss), ChunkActivations { embedded, blocks, dy: Some(dx) }))
@@ -304,16 +358,16 @@ impl Engine {
         state: &MicroBatchState,
         activations: ChunkActivations,
         parallel_ops: ParallelOps,
-        auxiliary: &mut AuxiliarySums,
+        sums: &mut LossSums,
     ) -> Result<()> {
         let ChunkActivations { embedded, blocks, dy } = activations;
-        let context = self.training_context(pass, state, parallel_ops);
+        let context = self.training_context(pass, state, parallel_ops, None);
         let mut dx = match dy {
             Some(dy) => dy,
             None => {
                 let expected = self.hidden_states(state.part.micro.positions.len(), parallel_ops);
                 let dy = self.pipeline.receive_gradient(expected)?;
-                self.receive_counts_backward(pass.expert_counts_summed_over_layers())?;
+                pass.step.routing.receive_backward(&self.pipeline, pass.chunk_pass.micro)?;
                 dy
             }
         };
@@ -325,12 +379,12 @@ impl Engine {
             if let Some((_, next)) = blocks.last_mut() {
                 next.prefetch()?;
             }
-            dx = self.backward_block(block_idx, saved, &dx, &context, auxiliary)?;
+            dx = self.backward_block(block_idx, saved, &dx, (&context, pass), sums)?;
             self.release_unit(block_idx + 1, pass.micro_batch)?;
         }
         let Some(embedded) = embedded else {
             self.pipeline.send_gradient(&dx)?;
-            return self.send_counts_backward(pass.expert_counts_summed_over_layers());
+            return pass.step.routing.send_backward(&self.pipeline, pass.chunk_pass.micro);
         };
         self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
@@ -342,24 +396,12 @@ impl Engine {
         pass: &Pass<'a>,
         state: &'a MicroBatchState,
         parallel_ops: ParallelOps<'a>,
+        outputs: Option<&'a LayerOutputs>,
     ) -> ForwardContext<'a> {
-        let MicroBatchState { part, cos, sin, dropout_key, router_rows, replayed, .. } = state;
-        ForwardContext {
-            dropout_key: Some(*dropout_key),
-            router: RouterContext {
-                settings: &self.router,
-                rows: router_rows.as_ref(),
-                totals: None,
-                global_counts: Some(&pass.routers.global_counts),
-                expert_counts_summed_over_layers: pass.routers.expert_counts_summed_over_layers.as_ref(),
-                record: None,
-                replayed: replayed.as_ref(),
-                micro_idx: pass.chunk_pass.micro,
-                noise_key: derive_key(*dropout_key, ROUTER_NOISE),
-                most_tokens: state.most_rows,
-            },
-            ..self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops)
-        }
+        let MicroBatchState { part, cos, sin, dropout_key, routing, .. } = state;
+        let context = self.context([cos, sin], &part.micro.seqs, &part.rows, parallel_ops);
+        let context = ForwardContext { dropout_key: Some(*dropout_key), ..context };
+        pass.step.routing.in_context(context, routing, outputs)
     }
 
     /// Reshards a unit's weights after its backward, and starts its gradient reduction.
@@ -400,21 +442,22 @@ impl Engine {
         block_idx: usize,
         kept: SavedActivation,
         dy: &Tensor,
-        context: &ForwardContext,
-        auxiliary: &mut AuxiliarySums,
+        (context, pass): (&ForwardContext, &Pass),
+        sums: &mut LossSums,
     ) -> Result<Tensor> {
         let _span = span("block", "backward");
+        let factors = |loss: &Tensor| pass.factors(loss);
         // The embedding's backward reads no weights.
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
         self.store.prepare_grads(block_idx + 1)?;
         let (x, outputs) = match kept {
-            SavedActivation::Tape(x, tape) => return auxiliary.input_grad(block_idx, tape, (&x, dy), &context.router),
+            SavedActivation::Tape(x, tape) => return sums.input_grad(block_idx, tape, (&x, dy), &factors),
             SavedActivation::Input(x, outputs) => (x, outputs),
             SavedActivation::Offloaded(offloaded, outputs) => (offloaded.fetch()?, outputs),
         };
         let forward = || self.model.block(weights, &x, context);
         let tape = Tape::replay(outputs, &[&x], forward)?;
-        auxiliary.input_grad(block_idx, tape, (&x, dy), &context.router)
+        sums.input_grad(block_idx, tape, (&x, dy), &factors)
     }
 
     /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last layer's output.
@@ -423,42 +466,58 @@ impl Engine {
         x_td: &Tensor,
         pass: &Pass,
         state: &MicroBatchState,
-        loss: &StepLoss,
         context: &ForwardContext,
-        auxiliary: &mut AuxiliarySums,
+        sums: &mut LossSums,
     ) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
         self.store.prepare_grads(self.head())?;
         let tape = Tape::record(&[x_td], || self.model.final_norm(weights, x_td))?;
         let lm_head = self.model.lm_head(weights)?;
-        let (part, mut value) = (&state.part, None);
+        let mut value = None;
         let mut dy = self.hidden_states_grad(tape.output(), context.parallel_ops, |normed_td| {
-            let cross_entropy = |reduction, upstream| {
-                let form = LossForm { reduction, label_smoothing: self.label_smoothing };
-                self.cross_entropy(normed_td, &lm_head, &part.micro.targets, form, upstream)
-            };
-            let token_losses =
-                || self.of_all_tokens(&cross_entropy(Reduction::None, LossGrad::NoGrad)?.loss, state.whole);
-            let out = match loss.objective.loss(&TokenLosses::new(state.whole, &token_losses))? {
-                MicroLoss::SumOfTokens => {
-                    let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
-                    value = Some(out.loss.clone());
-                    out
-                }
-                MicroLoss::Weighted { loss: of_micro, weights } => {
-                    let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, state.whole)?)?;
-                    value = Some(self.counted_once(of_micro)?);
-                    cross_entropy(Reduction::None, LossGrad::PerToken(&rows))?
-                }
-            };
-            Ok(out.dx)
+            let (loss, dx) = self.objective_loss(normed_td, &lm_head, (pass.step.loss, state), sums)?;
+            value = Some(loss);
+            Ok(dx)
         })?;
-        let mtp = MtpPass { head: weights, micro: state.whole, context, position: pass.micro_batch };
-        if let Some(of_mtp) = self.mtp_backward(&mtp, tape.output(), auxiliary)? {
+        let factors = |loss: &Tensor| pass.factors(loss);
+        let mtp = MtpPass { head: weights, micro: state.whole, context, position: pass.micro_batch, factors: &factors };
+        if let Some(of_mtp) = self.mtp_backward(&mtp, tape.output(), sums)? {
             dy = add(&dy, &of_mtp)?;
         }
         Ok((value.expect("the objective has a loss"), input_grad(tape, x_td, &dy, &[])?))
+    }
+
+    /// Returns the objective's loss of a micro-batch, and the gradient of the scaled loss with respect to the output layer's
+    /// input.
+    fn objective_loss(
+        &self,
+        normed_td: &Tensor,
+        lm_head: &Weight,
+        (loss, state): (&StepLoss, &MicroBatchState),
+        sums: &mut LossSums,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let cross_entropy = |reduction, upstream| {
+            let form = LossForm { reduction, label_smoothing: self.label_smoothing };
+            self.cross_entropy(normed_td, lm_head, &state.part.micro.targets, form, upstream)
+        };
+        let token_losses = || self.of_all_tokens(&cross_entropy(Reduction::None, LossGrad::NoGrad)?.loss, state.whole);
+        let tokens = TokenLosses::new(state.whole, loss.objective.metrics(), &token_losses);
+        let of_micro = loss.objective.loss(&tokens)?;
+        for (i, value) in tokens.into_emitted() {
+            sums.add_metric(i, self.counted_once(value)?)?;
+        }
+        match of_micro {
+            MicroLoss::SumOfTokens => {
+                let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
+                Ok((out.loss, out.dx))
+            }
+            MicroLoss::Weighted { loss: of_micro, weights } => {
+                let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, state.whole)?)?;
+                let out = cross_entropy(Reduction::None, LossGrad::PerToken(&rows))?;
+                Ok((self.counted_once(of_micro)?, out.dx))
+            }
+        }
     }
 
     /// Returns the gradient of hidden states after a norm, [t/n, d]. `loss_grad` returns that of the output layer's

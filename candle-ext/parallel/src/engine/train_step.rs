@@ -1,16 +1,16 @@
 //! One optimizer step: forward and backward, gradient reduction, clipping and update.
 
-use std::collections::BTreeMap;
-
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candlewick_comm::Reduce;
-use candlewick_model::RouterTotal;
-use candlewick_ops::{DeviceReadback, GradScaler, LossLimit, StepDecision, span};
+use candlewick_model::LayerOutputSpec;
+use candlewick_ops::{GradScaler, LossLimit, StepDecision, span};
 
-use super::routing_replay::{ExpertReadback, MicroExperts, StepRouting};
-use super::{Engine, LossScale, Micro, StepLoss, StepMicros};
-use crate::objective::{AuxiliaryLoss, Objective};
+use super::step_results::{EntryForm, FlatOutputs, OutputLayout, PartsReadback, SideOutputs, count_as_f32, count_of};
+use super::{Engine, LossScale, StepLoss, StepLosses};
+use crate::batch::{Micro, StepMicros};
+use crate::objective::{AuxiliaryLoss, MetricReduction, Objective};
 use crate::params::MasterRounding;
+use crate::routing::{RoutedMicro, RoutingReadback, StepRouting};
 
 /// Micro-batches of this rank in a step, with loss settings.
 pub struct TrainBatch<'a> {
@@ -20,11 +20,11 @@ pub struct TrainBatch<'a> {
     pub most_tokens: Option<&'a [usize]>,
     /// Dropout seed of each micro-batch.
     pub dropout_keys: &'a [u64],
-    /// Target tokens of the step on all ranks, over which the loss is a mean.
-    pub n_targets: f64,
+    /// Count of the objective's [normalizer](Objective::normalizer) in the step, on all ranks.
+    pub normalizer: f64,
     /// Auxiliary losses of the layers.
     pub auxiliary: &'a [AuxiliaryLoss],
-    /// Choice of the experts.
+    /// Choice of the routing.
     pub routing: StepRouting<'a>,
 }
 
@@ -52,17 +52,20 @@ pub enum ZeroGradCount {
     On,
 }
 
+/// Name of the side output with the loss of each micro-batch, before normalization.
+const LOSSES: &str = "losses";
+/// Name of the side output with the number of zero gradients.
+const ZERO_GRADS: &str = "zero_grads";
+
 /// A step that may still be running on the device.
 pub struct InFlightStep {
-    n_micros: usize,
-    auxiliary: Vec<AuxiliaryLoss>,
-    n_layers: usize,
-    /// Index of each MoE layer, and elements of its router's total.
-    routers: Vec<(usize, usize)>,
-    grad_zeros: ZeroGradCount,
-    readout: DeviceReadback,
-    /// Recorded experts, if the step records them.
-    experts: Option<ExpertReadback>,
+    /// Layout of the sums over all ranks.
+    sums: OutputLayout,
+    /// Layout of the maxima over all ranks.
+    maxima: OutputLayout,
+    readback: PartsReadback,
+    /// Recorded routing, if the step records it.
+    routed: Option<RoutingReadback>,
 }
 
 /// Results of a finished step.
@@ -72,23 +75,26 @@ pub struct StepResult {
     pub own_losses: Vec<f32>,
     /// Losses summed over all ranks.
     pub losses: Vec<f32>,
-    /// Mean of each auxiliary loss by name, without its coefficient.
-    pub auxiliary: BTreeMap<String, f64>,
-    /// Mean of each auxiliary loss by name and layer: a layer's share of [`StepResult::auxiliary`].
-    pub auxiliary_layers: BTreeMap<String, Vec<f64>>,
-    /// Total of the router of each MoE layer, by layer index.
-    pub routers: BTreeMap<usize, RouterTotal>,
-    /// Recorded experts of each of this rank's micro-batches, for its tokens and layers. Empty without
-    /// [`StepRouting::Record`]; without layers if another rank returns the experts.
-    pub experts: Vec<MicroExperts>,
+    /// Side outputs over all ranks by name: the mean of each auxiliary loss by layer, without its coefficient; outputs of layers;
+    /// metrics of the objective.
+    pub outputs: SideOutputs,
+    /// Recorded routing of each of this rank's micro-batches, for its tokens and layers. Empty without
+    /// [`StepRouting::Record`]; without layers if another rank returns it.
+    pub routed: Vec<RoutedMicro>,
     /// Gradient norm, and the decision to update, skip or stop.
-    pub verdict: StepDecision,
-    /// Number of zero gradients of all ranks; `None` if they are not counted.
-    pub grad_zeros: Option<u64>,
+    pub decision: StepDecision,
 }
 
-/// Number of zeros per unit of the first of two f32 numbers that carry a count to the host.
-const ZEROS_PER_UNIT: f64 = (1 << 20) as f64;
+/// Side outputs of a step over all ranks, on the device.
+struct ReducedOutputs {
+    sums: OutputLayout,
+    /// Sums of this rank.
+    own: Tensor,
+    of_all: Tensor,
+    maxima: OutputLayout,
+    /// Maxima over all ranks; `None` if nothing has a maximum.
+    max: Option<Tensor>,
+}
 
 impl Engine {
     /// Runs one optimizer step. It waits for the GPU only if the optimizer is offloaded. Collective: all ranks must
@@ -100,91 +106,104 @@ impl Engine {
         optimizer: &OptimizerStep<'_>,
     ) -> Result<InFlightStep> {
         let OptimizerStep { lr, scaler, rounding, grad_zeros, max_loss } = optimizer;
-        let scale = LossScale::mean_over(batch.n_targets).times(scaler.loss_scale()?);
+        let scale = LossScale::mean_over(batch.normalizer).times(scaler.loss_scale()?);
         self.store.zero_grads()?;
         let loss = StepLoss { objective, scale, auxiliary: batch.auxiliary };
         let micros = StepMicros { micros: batch.micros, most_tokens: batch.most_tokens };
         let dropout_key = |micro_idx: usize| batch.dropout_keys[micro_idx];
-        let (losses, experts) = self.forward_backward_routed(micros, &loss, dropout_key, batch.routing)?;
-        let moe_layers = self.model.layers().filter(|layer| layer.n_experts().is_some());
-        let routers: Vec<(usize, usize)> =
-            moe_layers.map(|layer| layer.layer_idx).zip(losses.routers.iter().map(Tensor::elem_count)).collect();
-        let own = [vec![Tensor::stack(&losses.micros, 0)?], losses.auxiliary, losses.routers].concat();
-        let own = Tensor::cat(&own, 0)?;
-        let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
+        let (losses, routed) = self.forward_backward_routed(micros, &loss, dropout_key, batch.routing)?;
+        let outputs = self.reduce_outputs(losses, batch, objective)?;
         let _span = span("optimizer", "");
-        let limit = LossLimit { n_losses: batch.micros.len(), max_sum: max_loss * batch.n_targets.max(1.0) };
-        scaler.update_within(limit, &self.store.grad_squares()?, &of_all)?;
+        let limit = LossLimit { n_losses: batch.micros.len(), max_sum: max_loss * batch.normalizer.max(1.0) };
+        scaler.update_within(limit, &self.store.grad_squares()?, &outputs.of_all)?;
         let zeros = match grad_zeros {
             ZeroGradCount::Off => None,
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
         };
         self.store.step(*lr, scaler, *rounding)?;
         self.update_fp8_scales()?;
-        let n_layers = self.model.layers().count();
-        let first_router = batch.micros.len() + batch.auxiliary.len() * n_layers;
-        self.update_expert_biases(&split_totals(&of_all, first_router, &routers)?, scaler)?;
-        let numbers: Vec<&Tensor> = [&own, &of_all, scaler.state()].into_iter().chain(&zeros).collect();
-        let readout = DeviceReadback::start(&Tensor::cat(&numbers, 0)?)?;
-        let (n_micros, auxiliary) = (batch.micros.len(), batch.auxiliary.to_vec());
-        Ok(InFlightStep { n_micros, auxiliary, n_layers, routers, grad_zeros: *grad_zeros, readout, experts })
+        self.update_layers(&outputs.of_layers(&self.layer_outputs)?, scaler)?;
+        let parts = [&outputs.own, &outputs.of_all, scaler.state()].into_iter().map(Some);
+        let readback = PartsReadback::start(parts.chain([outputs.max.as_ref(), zeros.as_ref()]))?;
+        Ok(InFlightStep { sums: outputs.sums, maxima: outputs.maxima, readback, routed })
+    }
+
+    /// Updates the buffers of layers that follow their side outputs, unless `scaler` skipped the step.
+    ///
+    /// `outputs` are those of [`StepLosses::layers`], summed over all ranks, which must pass equal ones. Does not wait for the
+    /// device.
+    pub fn update_layers(&self, outputs: &[Tensor], scaler: &GradScaler) -> Result<()> {
+        self.routing.update_biases(&self.model, &self.store, outputs, scaler)
+    }
+
+    /// Reduces the side outputs of a step over all ranks: one all-reduce, and another if a metric is a maximum. Collective.
+    fn reduce_outputs(
+        &self,
+        losses: StepLosses,
+        batch: &TrainBatch<'_>,
+        objective: &dyn Objective,
+    ) -> Result<ReducedOutputs> {
+        let (mut sums, mut maxima) = (FlatOutputs::default(), FlatOutputs::default());
+        sums.push(LOSSES, EntryForm::Vector, 1.0, Tensor::stack(&losses.micros, 0)?);
+        for (loss, of_layers) in batch.auxiliary.iter().zip(losses.auxiliary) {
+            sums.push(&loss.name, EntryForm::Vector, loss.normalizer.max(1.0), of_layers);
+        }
+        for (spec, values) in self.layer_outputs.iter().zip(losses.layers) {
+            sums.push(spec.name, EntryForm::OfLayer(spec.layer_idx), 1.0, values);
+        }
+        for (metric, value) in objective.metrics().iter().zip(losses.metrics) {
+            match metric.reduction {
+                MetricReduction::Sum => sums.push(metric.name, EntryForm::Scalar, 1.0, value),
+                MetricReduction::Mean => sums.push(metric.name, EntryForm::Scalar, batch.normalizer.max(1.0), value),
+                MetricReduction::Max => maxima.push(metric.name, EntryForm::Scalar, 1.0, value),
+            }
+        }
+        let ((sums, own), (maxima, max)) = (sums.finish()?, maxima.finish()?);
+        let own = own.expect("a step has losses");
+        let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
+        let max = max.map(|own| self.group.all_reduce(&own, Reduce::Max)).transpose()?;
+        Ok(ReducedOutputs { sums, own, of_all, maxima, max })
     }
 }
 
-/// Returns the total of each router from position `first` of all sums on.
-fn split_totals(sums: &Tensor, mut first: usize, routers: &[(usize, usize)]) -> Result<Vec<Tensor>> {
-    let total_of = |(_, len): &(usize, usize)| {
-        let total = sums.narrow(0, first, *len);
-        first += len;
-        total
-    };
-    routers.iter().map(total_of).collect()
-}
-
-/// Splits a count, an f64 scalar, into two f32 numbers [2] that hold it exactly: units and the rest.
-fn count_as_f32(count: &Tensor) -> Result<Tensor> {
-    let units = (count / ZEROS_PER_UNIT)?.floor()?;
-    let rest = (count - (&units * ZEROS_PER_UNIT)?)?;
-    Tensor::stack(&[units, rest], 0)?.to_dtype(DType::F32)
+impl ReducedOutputs {
+    /// Returns the side outputs of layers.
+    fn of_layers(&self, specs: &[LayerOutputSpec]) -> Result<Vec<Tensor>> {
+        let of_layer = |spec: &LayerOutputSpec| self.sums.of_layer(spec.name, spec.layer_idx, &self.of_all);
+        specs.iter().map(of_layer).collect()
+    }
 }
 
 impl InFlightStep {
     /// Returns true if [`InFlightStep::wait`] would return immediately.
     pub fn is_ready(&self) -> bool {
-        self.readout.is_ready()
+        self.readback.is_ready()
     }
 
     /// Waits for the step and returns its results.
     pub fn wait(self) -> Result<StepResult> {
-        let numbers = self.readout.wait()?;
-        let n_auxiliary = self.auxiliary.len() * self.n_layers;
-        let n_own = self.n_micros + n_auxiliary + self.routers.iter().map(|(_, len)| len).sum::<usize>();
-        let (own, rest) = numbers.split_at(n_own);
-        let (of_all, state) = rest.split_at(own.len());
-        let (losses, rest) = of_all.split_at(self.n_micros);
-        let (auxiliary, mut totals) = rest.split_at(n_auxiliary);
-        let mut total_of = |(layer_idx, len): &(usize, usize)| {
-            (*layer_idx, RouterTotal::read(totals.split_off(..*len).unwrap_or_default()))
-        };
-        let means = |(loss, sums): (&AuxiliaryLoss, &[f32])| {
-            (loss.name.clone(), sums.iter().map(|sum| loss.mean(f64::from(*sum))).collect())
-        };
-        let auxiliary_layers: BTreeMap<String, Vec<f64>> =
-            self.auxiliary.iter().zip(auxiliary.chunks(self.n_layers)).map(means).collect();
+        let Self { sums, maxima, readback, routed } = self;
+        let mut parts = readback.wait()?;
+        let [own, of_all, state, max, zeros] = std::array::from_fn(|_| parts.next().unwrap_or_default());
+        let mut outputs = SideOutputs::default();
+        sums.read(&of_all, &mut outputs);
+        maxima.read(&max, &mut outputs);
+        if let Some(zeros) = count_of(&zeros) {
+            outputs.insert(ZERO_GRADS, EntryForm::Scalar, vec![zeros]);
+        }
         Ok(StepResult {
-            own_losses: own[..self.n_micros].to_vec(),
-            losses: losses.to_vec(),
-            auxiliary: auxiliary_layers.iter().map(|(name, layers)| (name.clone(), layers.iter().sum())).collect(),
-            auxiliary_layers,
-            routers: self.routers.iter().map(&mut total_of).collect(),
-            experts: self.experts.map_or(Ok(Vec::new()), ExpertReadback::wait)?,
-            verdict: StepDecision::read(state),
-            grad_zeros: match (self.grad_zeros, state) {
-                (ZeroGradCount::On, [.., units, rest]) => {
-                    Some((f64::from(*units) * ZEROS_PER_UNIT) as u64 + *rest as u64)
-                }
-                _ => None,
-            },
+            own_losses: sums.numbers(LOSSES, &own).to_vec(),
+            losses: sums.numbers(LOSSES, &of_all).to_vec(),
+            outputs,
+            routed: routed.map_or(Ok(Vec::new()), RoutingReadback::wait)?,
+            decision: StepDecision::read(&state),
         })
+    }
+}
+
+impl StepResult {
+    /// Returns the number of zero gradients of all ranks; `None` if they are not counted.
+    pub fn zero_grads(&self) -> Option<u64> {
+        self.outputs.total(ZERO_GRADS).map(|zeros| zeros as u64)
     }
 }

@@ -1,21 +1,79 @@
-//! Training objectives: the loss of a micro-batch as a function of its token losses, and auxiliary losses.
+//! Training objectives: the columns, reference, normalizer, loss and metrics of a kind of training.
 
 mod causal;
+mod list;
+mod normalizer;
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
-use crate::engine::Micro;
+use crate::batch::{ColumnSpec, Micro};
 
 pub use causal::CausalLm;
+pub use list::OBJECTIVES;
+pub use normalizer::LossNormalizer;
 
-/// Loss function of a training step.
+/// Name of the column with the reference's log-probability of each target, f32 [t]; 0 where there is no target.
+pub const REFERENCE_LOG_PROBS: &str = "reference_log_probs";
+
+/// Objective of training: its needs, and its loss.
+///
+/// Loss and metrics are sums over the units of [`Objective::normalizer`]. So they do not depend on how a global batch is cut.
 pub trait Objective: Send + Sync {
+    /// Returns the columns of micro-batches that the loss reads, without [`REFERENCE_LOG_PROBS`].
+    fn columns(&self) -> &[ColumnSpec] {
+        &[]
+    }
+
+    /// Returns the model that the loss compares with.
+    fn reference(&self) -> ReferenceModel {
+        ReferenceModel::None
+    }
+
+    /// Returns the unit over which the loss is a mean.
+    fn normalizer(&self) -> LossNormalizer {
+        LossNormalizer::TargetTokens
+    }
+
+    /// Returns the metrics that the loss emits.
+    fn metrics(&self) -> &[MetricSpec] {
+        &[]
+    }
+
     /// Returns the loss of a micro-batch.
     ///
     /// Objectives that read no token losses need one pass over the output layer, others two.
     fn loss(&self, tokens: &TokenLosses<'_>) -> Result<MicroLoss>;
+}
+
+/// Model that an objective compares with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReferenceModel {
+    /// None.
+    None,
+    /// The model at the start of training. The engine adds its [`REFERENCE_LOG_PROBS`] to the micro-batches.
+    Frozen,
+}
+
+/// Metric of an objective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MetricSpec {
+    /// Name in the results of a step.
+    pub name: &'static str,
+    /// Reduction over micro-batches and ranks.
+    pub reduction: MetricReduction,
+}
+
+/// Reduction of a metric over micro-batches and ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricReduction {
+    /// Sum.
+    Sum,
+    /// Sum over the count of the objective's [`LossNormalizer`].
+    Mean,
+    /// Maximum.
+    Max,
 }
 
 /// Loss of a micro-batch before normalization.
@@ -32,16 +90,18 @@ pub enum MicroLoss {
     },
 }
 
-/// Token losses of one micro-batch, computed on first use.
+/// Token losses of one micro-batch, computed on first use, and the metrics that its objective emits.
 pub struct TokenLosses<'a> {
     micro: &'a Micro,
     compute: &'a dyn Fn() -> Result<Tensor>,
     losses: OnceCell<Tensor>,
+    specs: &'a [MetricSpec],
+    emitted: RefCell<Vec<(usize, Tensor)>>,
 }
 
 impl<'a> TokenLosses<'a> {
-    pub(crate) fn new(micro: &'a Micro, compute: &'a dyn Fn() -> Result<Tensor>) -> Self {
-        Self { micro, compute, losses: OnceCell::new() }
+    pub(crate) fn new(micro: &'a Micro, specs: &'a [MetricSpec], compute: &'a dyn Fn() -> Result<Tensor>) -> Self {
+        Self { micro, compute, losses: OnceCell::new(), specs, emitted: RefCell::default() }
     }
 
     /// Returns the whole micro-batch, even if context parallel ranks split it. Padding is a sequence without targets.
@@ -59,6 +119,25 @@ impl<'a> TokenLosses<'a> {
         }
         let losses = (self.compute)()?;
         Ok(self.losses.get_or_init(|| losses).clone())
+    }
+
+    /// Adds to a metric, an f32 scalar on the engine's device. The ranks that split the micro-batch emit equal values, which
+    /// count once.
+    ///
+    /// # Errors
+    ///
+    /// If the objective does not declare the metric.
+    pub fn emit(&self, name: &str, value: Tensor) -> Result<()> {
+        let Some(i) = self.specs.iter().position(|spec| spec.name == name) else {
+            bail!("the objective emits `{name}`, which is not among its metrics")
+        };
+        self.emitted.borrow_mut().push((i, value));
+        Ok(())
+    }
+
+    /// Returns the emitted values, by index of the metric.
+    pub(crate) fn into_emitted(self) -> Vec<(usize, Tensor)> {
+        self.emitted.into_inner()
     }
 }
 

@@ -10,8 +10,8 @@ use candlewick_ops::{
     UpdateOutcome, linear_cross_entropy,
 };
 use candlewick_parallel::{
-    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, MasterRounding, Micro, OPTIMIZER_KINDS,
-    OptimizerGroups, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions,
+    ActivationCheckpointing, CpuOffload, Engine, KvCache, LossScale, MasterRounding, Micro, MicroColumns,
+    OPTIMIZER_KINDS, OptimizerGroups, ParamDtypes, ParamStore, ShardingGroups, StoreMode, StoreOptions,
 };
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -81,6 +81,7 @@ pub(crate) fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
         positions,
         seqs: CuSeqlens::packed(ends).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }
 

@@ -9,8 +9,8 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{Config, LengthClass, Model, ParamSpec};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
-    ActivationCheckpointing, AppendTokens, Engine, KvCache, KvCachePool, Micro, ParamDtypes, ParamStore, Prefix,
-    PrefixKvCache, ScoreQuery, ShardingGroups, StoreMode, TokenRun,
+    ActivationCheckpointing, AppendTokens, Engine, KvCache, KvCachePool, Micro, MicroColumns, ParamDtypes, ParamStore,
+    Prefix, PrefixKvCache, ScoreQuery, ShardingGroups, StoreMode, TokenRun,
 };
 use serde_json::{Value, json};
 
@@ -85,6 +85,7 @@ fn alone(engine: &Engine, ids: &[u32]) -> Vec<f32> {
         positions: (0..ids.len() as u32).collect(),
         seqs: CuSeqlens::packed(vec![0, ids.len()]).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     };
     let losses = engine.token_losses(&micro).unwrap();
     losses[..ids.len() - 1].iter().map(|loss| -loss).collect()

@@ -8,8 +8,8 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, Model, TiledMlp};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, LossScale, Micro, OffloadTarget, ParamDtypes, ParamStore, ShardingGroups,
-    StoreMode,
+    ActivationCheckpointing, Engine, LossScale, Micro, MicroColumns, OffloadTarget, ParamDtypes, ParamStore,
+    ShardingGroups, StoreMode,
 };
 use peak_alloc::PeakAlloc;
 use serde_json::json;
@@ -72,6 +72,7 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, tiled_mlp: TiledMlp) -> usi
         positions: (0..N_TOKENS as u32).map(|i| i % 64).collect(),
         seqs: CuSeqlens::packed((0..=N_TOKENS).step_by(64).collect()).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     };
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();

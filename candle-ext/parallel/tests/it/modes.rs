@@ -7,8 +7,8 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, LoraConfig, Model, TiledMlp};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, KvCache, LossScale, Micro, OffloadTarget, ParamDtypes, ParamStore, ShardingGroups,
-    StoreMode,
+    ActivationCheckpointing, Engine, KvCache, LossScale, Micro, MicroColumns, OffloadTarget, ParamDtypes, ParamStore,
+    ShardingGroups, StoreMode,
 };
 use serde_json::{Value, json};
 
@@ -93,6 +93,7 @@ fn micro() -> Micro {
         positions: LENGTHS.iter().flat_map(|&length| 0..length as u32).collect(),
         seqs: CuSeqlens::packed(ends).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }
 

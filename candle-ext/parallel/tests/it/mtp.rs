@@ -13,8 +13,9 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AttentionCall, Config, Model, SequenceMixing, SingleDevice};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
-    ActivationCheckpointing, AuxiliaryLoss, CausalLm, Engine, LossScale, Micro, ParallelGroups, ParamDtypes,
-    ParamStore, PipelineLayout, SequenceParallel, ShardingGroups, StepLoss, StoreMode, ZeroStage, mtp_loss_name,
+    ActivationCheckpointing, AuxiliaryLoss, CausalLm, Engine, LossScale, Micro, MicroColumns, ParallelGroups,
+    ParamDtypes, ParamStore, PipelineLayout, SequenceParallel, ShardingGroups, StepLoss, StoreMode, ZeroStage,
+    mtp_loss_name,
 };
 
 const N_LAYERS: usize = 2;
@@ -43,6 +44,7 @@ fn micro(reference: &BTreeMap<String, Tensor>) -> Micro {
         positions: (0..n_sequences).flat_map(|_| 0..length as u32).collect(),
         seqs: CuSeqlens::packed((0..=n_sequences).map(|i| i * length).collect()).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }
 

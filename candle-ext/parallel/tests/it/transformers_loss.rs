@@ -10,8 +10,8 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{Config, Model, RouterLoss, RouterSettings};
 use candlewick_ops::CuSeqlens;
 use candlewick_parallel::{
-    ActivationCheckpointing, AuxiliaryLoss, Engine, EngineSpec, LossScale, Micro, MicroLoss, Objective, ParallelGroups,
-    ParamDtypes, PipelineLayout, StepLoss, TokenLosses,
+    ActivationCheckpointing, AuxiliaryLoss, Engine, EngineSpec, LossScale, Micro, MicroColumns, MicroLoss, Objective,
+    ParallelGroups, ParamDtypes, PipelineLayout, StepLoss, TokenLosses,
 };
 
 /// Tolerance of f32 sums in another order.
@@ -60,6 +60,7 @@ fn micro(reference: &HashMap<String, Tensor>) -> Micro {
         positions: lengths.iter().flat_map(|length| 0..*length as u32).collect(),
         seqs: CuSeqlens::packed(std::iter::once(0).chain(ends).collect()).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }
 

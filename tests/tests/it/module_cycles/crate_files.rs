@@ -27,10 +27,10 @@ enum Named {
 /// The longest chain of re-exports that is followed.
 const MAX_DEPTH: usize = 16;
 
-/// Files that depend on each other in a circle.
+/// Modules of a folder that depend on each other in a circle.
 pub(crate) struct Cycle {
-    /// In the order of their names.
-    pub(crate) files: Vec<String>,
+    /// Paths, in the order of their names.
+    pub(crate) modules: Vec<String>,
     /// The imports that close it, a line each.
     pub(crate) imports: String,
 }
@@ -72,25 +72,32 @@ impl CrateFiles {
     }
 
     /// Returns the largest groups of files that depend on each other in a circle.
-    pub(crate) fn cycles(&self) -> Vec<Cycle> {
-        let edges: Vec<BTreeMap<usize, String>> = (0..self.0.len()).map(|from| self.dependencies(from)).collect();
-        let reached: Vec<BTreeSet<usize>> = (0..self.0.len()).map(|from| reachable(&edges, from)).collect();
-        let ring_of = |at: usize| reached[at].iter().copied().filter(|to| reached[*to].contains(&at)).collect();
-        let rings: BTreeSet<Vec<usize>> = (0..self.0.len()).map(ring_of).collect();
-        rings.iter().filter(|ring| !ring.is_empty()).map(|ring| self.cycle(ring, &edges)).collect()
+    pub(crate) fn file_cycles(&self) -> Vec<Cycle> {
+        self.cycles(|files| (PathBuf::new(), files.map(|file| file.display().to_string())))
     }
 
-    fn cycle(&self, ring: &[usize], edges: &[BTreeMap<usize, String>]) -> Cycle {
-        let name = |at: usize| self.0[at].file.display().to_string();
-        let mut imports = String::new();
-        for from in ring {
-            for (to, path) in edges[*from].iter().filter(|(to, _)| ring.contains(to)) {
-                imports += &format!("  {} uses {} ({path})\n", name(*from), name(*to));
+    /// Returns the largest groups of modules of a folder that depend on each other in a circle. A module is a file, with the
+    /// folder of its child modules, or a folder.
+    pub(crate) fn folder_cycles(&self) -> Vec<Cycle> {
+        self.cycles(siblings)
+    }
+
+    /// Returns the circles of the modules in which `modules_of` puts the two files of an import, and of their folder.
+    fn cycles(&self, modules_of: fn([&PathBuf; 2]) -> (PathBuf, [String; 2])) -> Vec<Cycle> {
+        let mut folders: BTreeMap<PathBuf, Edges> = BTreeMap::new();
+        for from in 0..self.0.len() {
+            for (to, path) in self.dependencies(from) {
+                let files = [from, to].map(|at| &self.0[at].file);
+                let import = format!("  {} uses {} ({path})\n", files[0].display(), files[1].display());
+                let (folder, [from, to]) = modules_of(files);
+                folders.entry(folder).or_default().entry(from).or_default().entry(to).or_default().push_str(&import);
             }
         }
-        let mut files: Vec<_> = ring.iter().map(|at| name(*at)).collect();
-        files.sort();
-        Cycle { files, imports }
+        let mut found = Vec::new();
+        for (folder, edges) in &folders {
+            found.extend(rings(edges).iter().map(|ring| cycle(folder, ring, edges)));
+        }
+        found
     }
 
     /// Returns the other files that a file depends on, each with a path that names it.
@@ -165,10 +172,42 @@ impl CrateFiles {
     }
 }
 
-fn reachable(edges: &[BTreeMap<usize, String>], from: usize) -> BTreeSet<usize> {
+/// The imports of each module of a folder, by the module that they name.
+type Edges = BTreeMap<String, BTreeMap<String, String>>;
+
+/// Returns the deepest folder of two files, and their modules in it.
+fn siblings([from, to]: [&PathBuf; 2]) -> (PathBuf, [String; 2]) {
+    let parts =
+        |file: &PathBuf| file.with_extension("").iter().map(|part| part.display().to_string()).collect::<Vec<_>>();
+    let [from, to] = [from, to].map(parts);
+    let n_shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
+    // A file and the folder of its child modules differ by the part after the folder's name.
+    let module = |parts: &[String]| parts.get(n_shared).map_or("mod", String::as_str).to_owned();
+    (from[..n_shared].iter().collect(), [module(&from), module(&to)])
+}
+
+/// Returns the largest groups of modules that reach each other.
+fn rings(edges: &Edges) -> BTreeSet<Vec<String>> {
+    let reached: BTreeMap<&String, BTreeSet<String>> =
+        edges.keys().map(|from| (from, reachable(edges, from))).collect();
+    let reaches = |from: &String, to: &String| reached.get(from).is_some_and(|reached| reached.contains(to));
+    let ring_of =
+        |(from, to): (&&String, &BTreeSet<String>)| to.iter().filter(|to| reaches(to, from)).cloned().collect();
+    reached.iter().map(ring_of).filter(|ring: &Vec<String>| !ring.is_empty()).collect()
+}
+
+fn cycle(folder: &Path, ring: &[String], edges: &Edges) -> Cycle {
+    let between =
+        |from: &String| edges[from].iter().filter(|(to, _)| ring.contains(to)).map(|(_, imports)| imports.as_str());
+    let imports = ring.iter().flat_map(between).collect();
+    Cycle { modules: ring.iter().map(|module| folder.join(module).display().to_string()).collect(), imports }
+}
+
+fn reachable(edges: &Edges, from: &String) -> BTreeSet<String> {
     let (mut reached, mut waiting) = (BTreeSet::new(), vec![from]);
     while let Some(at) = waiting.pop() {
-        waiting.extend(edges[at].keys().copied().filter(|to| reached.insert(*to)));
+        let targets = edges.get(at).into_iter().flat_map(BTreeMap::keys);
+        waiting.extend(targets.filter(|to| reached.insert((*to).clone())));
     }
     reached
 }

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{CuSeqlens, Fp8Config, WeightStorage};
-use candlewick_parallel::Micro;
+use candlewick_parallel::{Micro, MicroColumns};
 use serde_json::{Value, json};
 
 /// A vocabulary that four ranks cannot divide evenly.
@@ -197,6 +197,10 @@ impl ModelCase {
         self.adapter.is_some_and(|dropout| dropout > 0.0)
     }
 
+    pub(crate) const fn without_adapter(self) -> Self {
+        Self { adapter: None, ..self }
+    }
+
     pub(crate) fn model(self) -> Model {
         let class = match self.family {
             "llama" => "LlamaForCausalLM",
@@ -317,7 +321,7 @@ fn hash(step: usize, sequence: usize, at: usize) -> u64 {
 }
 
 /// Ids and targets of a sequence; about a third of the targets are ignored.
-fn sequence(batching: Batching, step: usize, idx: usize) -> Vec<(u32, i64)> {
+pub(crate) fn sequence(batching: Batching, step: usize, idx: usize) -> Vec<(u32, i64)> {
     let n = 3 + hash(step, idx, 1000) as usize % (PADDED_TO - 3);
     let longer = if batching == Batching::Long { LONGER } else { 0 };
     (0..n + longer)
@@ -353,7 +357,7 @@ pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usiz
     (micros, n_targets as f64)
 }
 
-fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
+pub(crate) fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
     let mut ends = vec![0];
     ends.extend(sequences.iter().scan(0, |end, sequence| {
         *end += sequence.len();
@@ -366,5 +370,6 @@ fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
         positions: sequences.iter().flat_map(|sequence| 0..sequence.len() as u32).collect(),
         seqs: CuSeqlens::packed(ends).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }

@@ -16,6 +16,7 @@ mod master_rounding;
 mod mtp;
 mod objective;
 mod orthogonal_momentum;
+mod preference;
 mod quantized;
 mod rank;
 mod ring;

@@ -64,7 +64,7 @@ fn with_energy(engine: Engine) -> Engine {
 
 /// Takes one step with `strategy`. Layers compute the auxiliary loss only if `auxiliary` is not empty.
 fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, auxiliary: &[AuxiliaryLoss]) -> Step {
-    let rank = |world: &World| -> Result<_> {
+    let rank = |world: &World| -> Result<(f64, BTreeMap<String, f64>, Option<u64>, Vec<_>)> {
         let (rank, n_ranks) = data_rank(world, strategy);
         let mut engine = engine(world, strategy, case, None)?;
         if !auxiliary.is_empty() {
@@ -75,7 +75,8 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         let scaler =
             GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &Device::Cpu)?;
         let (routing, dropout_keys) = (StepRouting::Select, &[5, 6]);
-        let batch = TrainBatch { micros: &micros, most_tokens: None, dropout_keys, n_targets, auxiliary, routing };
+        let batch =
+            TrainBatch { micros: &micros, most_tokens: None, dropout_keys, normalizer: n_targets, auxiliary, routing };
         let optimizer = OptimizerStep {
             lr: LR,
             scaler: &scaler,
@@ -85,7 +86,9 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         };
         let result = engine.train_step(&batch, objective, &optimizer)?.wait()?;
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
-        Ok((loss, result.auxiliary, result.grad_zeros, shards(&engine, |state| &state.grad)?))
+        let names = auxiliary.iter().map(|loss| loss.name.clone());
+        let means = names.map(|name| (name.clone(), result.outputs.total(&name).unwrap())).collect();
+        Ok((loss, means, result.zero_grads(), shards(&engine, |state| &state.grad)?))
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let ranks = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();

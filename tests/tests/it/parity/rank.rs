@@ -249,10 +249,7 @@ pub(crate) fn engine_with_routers(
     router: RouterSettings,
     fault: Option<&GroupOp>,
 ) -> candle_core::Result<Engine> {
-    let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
-    let everyone = FaultyGroup { group: world.group(), name: "world".to_owned(), fault: fault.cloned() };
-    let groups = ParallelGroups::new(&mesh, &everyone)?;
-    let groups = if case.has_experts() { groups.with_experts(&mesh, &everyone)? } else { groups };
+    let groups = groups(world, strategy, case, fault)?;
     let model = case.model();
     // All modes of activation checkpointing: each gathers and frees weights at other times.
     let checkpointing = (0..model.n_blocks()).map(|block| match block % 4 {
@@ -278,6 +275,48 @@ pub(crate) fn engine_with_routers(
         .build(model, &groups, Device::Cpu)?
         .with_tiled_mlp(strategy.tiled_mlp)
         .with_label_smoothing(strategy.label_smoothing);
+    fill(&engine)?;
+    Ok(match strategy.logits_bytes {
+        Some(logits_bytes) => engine.with_logits_bytes(logits_bytes),
+        None => engine,
+    })
+}
+
+/// Builds a rank's engine with random weights, and a frozen reference: the model without its adapter, whose weights are shared.
+pub(crate) fn engine_with_reference(
+    world: &World,
+    strategy: Strategy,
+    case: ModelCase,
+    fault: Option<&GroupOp>,
+) -> candle_core::Result<Engine> {
+    let engine = engine(world, strategy, case, fault)?;
+    let model = case.without_adapter().model();
+    let spec = EngineSpec {
+        zero_stage: strategy.zero_stage,
+        sequence_parallel: strategy.sequence_parallel,
+        ..EngineSpec::inference(DType::F32, strategy.layout(model.n_blocks()))
+    };
+    let groups = groups(world, strategy, case, fault)?;
+    let reference = spec.build_sharing(model, &groups, Device::Cpu, Some(&engine))?;
+    fill(&reference)?;
+    Ok(engine.with_reference(reference))
+}
+
+/// Makes the groups of a rank, with a fault in one collective if `fault` is given.
+fn groups(
+    world: &World,
+    strategy: Strategy,
+    case: ModelCase,
+    fault: Option<&GroupOp>,
+) -> candle_core::Result<ParallelGroups> {
+    let mesh = Mesh::new(strategy.degrees, world.size()).unwrap();
+    let everyone = FaultyGroup { group: world.group(), name: "world".to_owned(), fault: fault.cloned() };
+    let groups = ParallelGroups::new(&mesh, &everyone)?;
+    Ok(if case.has_experts() { groups.with_experts(&mesh, &everyone)? } else { groups })
+}
+
+/// Sets random weights.
+fn fill(engine: &Engine) -> candle_core::Result<()> {
     engine.store().fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
@@ -287,10 +326,6 @@ pub(crate) fn engine_with_routers(
             values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
-    })?;
-    Ok(match strategy.logits_bytes {
-        Some(logits_bytes) => engine.with_logits_bytes(logits_bytes),
-        None => engine,
     })
 }
 
@@ -331,8 +366,8 @@ fn run_rank(
         scaler.update(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
         engine.store().step(LR, &scaler, MasterRounding::Nearest)?;
         engine.update_fp8_scales()?;
-        let totals = sums.routers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
-        engine.update_expert_biases(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
+        let totals = sums.layers.iter().map(|total| Ok(engine.group().all_reduce(total, Reduce::Sum)?));
+        engine.update_layers(&totals.collect::<candle_core::Result<Vec<_>>>()?, &scaler)?;
     }
     let used = GroupOp::used_in(&world.calls()[n_before..]);
     let (eval_loss, n_targets) = micros(batching, STEPS, rank, n_ranks);

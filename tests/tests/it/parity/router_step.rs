@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Options, World, sum, threads};
-use candlewick_model::{RouterLoss, RouterSettings, RouterTotal};
+use candlewick_model::{ROUTER_TOTALS, RouterLoss, RouterSettings, RouterTotal};
 use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{
     AuxiliaryLoss, Engine, MasterRounding, Micro, MicroLoss, Objective, OptimizerStep, StepResult, StepRouting,
@@ -85,7 +85,7 @@ impl RouterRun<'_> {
             let engine = self.engine(world)?;
             let result = self.train_step(world, &engine, LR)?;
             let layers = self.layers(&result);
-            Ok((layers, result.routers, shards(&engine, |state| &state.grad)?, buffers(&engine)?))
+            Ok((layers, router_totals(&result), shards(&engine, |state| &state.grad)?, buffers(&engine)?))
         };
         let ranks = self.on_ranks(rank);
         for (layers, totals, ..) in ranks.iter().filter(|_| self.fault.is_none()) {
@@ -117,7 +117,7 @@ impl RouterRun<'_> {
     }
 
     fn layers(&self, result: &StepResult) -> Vec<f64> {
-        self.router.losses.iter().flat_map(|loss| result.auxiliary_layers[loss.name()].clone()).collect()
+        self.router.losses.iter().flat_map(|loss| result.outputs.vector(loss.name()).to_vec()).collect()
     }
 
     fn train_step(&self, world: &World, engine: &Engine, lr: f64) -> Result<StepResult> {
@@ -142,7 +142,7 @@ impl RouterRun<'_> {
             micros: &micros,
             most_tokens: most_tokens.as_deref(),
             dropout_keys: &vec![5; micros.len()],
-            n_targets: sum(&*group, n_targets)? / n_copies,
+            normalizer: sum(&*group, n_targets)? / n_copies,
             auxiliary: &auxiliary,
             routing: StepRouting::Select,
         };
@@ -155,6 +155,11 @@ impl RouterRun<'_> {
         };
         engine.train_step(&batch, self.objective, &optimizer)?.wait()
     }
+}
+
+/// Returns the totals of the routers, by layer index.
+pub(super) fn router_totals(result: &StepResult) -> BTreeMap<usize, RouterTotal> {
+    result.outputs.layers(ROUTER_TOTALS).map(|(layer_idx, total)| (layer_idx, RouterTotal::read(total))).collect()
 }
 
 /// Returns the most tokens of any data rank in each micro-batch of the first step.

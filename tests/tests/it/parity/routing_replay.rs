@@ -9,13 +9,14 @@ use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::{RouterLoss, RouterSettings};
 use candlewick_ops::{GradPolicy, GradScaler};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, MasterRounding, Micro, MicroExperts, OptimizerStep, SequenceParallel, StepRouting,
+    AuxiliaryLoss, CausalLm, MasterRounding, Micro, OptimizerStep, RoutedMicro, SequenceParallel, StepRouting,
     TrainBatch, ZeroGradCount, mtp_loss_name,
 };
 
 use super::ONE;
 use super::case::{Batching, DOTS1, MOE_MTP, ModelCase, QWEN3_MOE, micros};
 use super::rank::{LR, Strategy, compare_tensors, data_rank, engine_with_routers, shards, unsharded};
+use super::router_step::router_totals;
 
 /// Jitter that changes selections, as another program or dtype does.
 const JITTER: f64 = 0.5;
@@ -28,7 +29,7 @@ struct RoutedStep {
     counts: BTreeMap<usize, Vec<f32>>,
     grads: BTreeMap<String, Vec<f32>>,
     /// Recorded experts of each rank and micro-batch.
-    experts: Vec<Vec<MicroExperts>>,
+    experts: Vec<Vec<RoutedMicro>>,
 }
 
 /// Origin of the experts.
@@ -36,7 +37,7 @@ struct RoutedStep {
 enum Origin<'a> {
     Select,
     Record,
-    Replay(&'a [MicroExperts]),
+    Replay(&'a [RoutedMicro]),
 }
 
 /// Takes a step in which all ranks share the micro-batches, with every activation checkpointing.
@@ -66,7 +67,7 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, jitter: f64, or
             micros: &micros,
             most_tokens: None,
             dropout_keys: &dropout_keys,
-            n_targets,
+            normalizer: n_targets,
             auxiliary: &auxiliary,
             routing,
         };
@@ -78,9 +79,9 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, jitter: f64, or
             max_loss: f64::INFINITY,
         };
         let result = engine.train_step(&batch, &CausalLm, &optimizer)?.wait()?;
-        let counts = result.routers.into_iter().map(|(layer_idx, total)| (layer_idx, total.expert_counts));
+        let counts = router_totals(&result).into_iter().map(|(layer_idx, total)| (layer_idx, total.expert_counts));
         let counts: BTreeMap<usize, Vec<f32>> = counts.collect();
-        Ok((result.losses, counts, shards(&engine, |state| &state.grad)?, result.experts))
+        Ok((result.losses, counts, shards(&engine, |state| &state.grad)?, result.routed))
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let ranks: Vec<_> = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();
@@ -90,10 +91,10 @@ fn step(strategy: Strategy, case: ModelCase, batching: Batching, jitter: f64, or
 }
 
 /// Joins the records of all ranks. Each token and layer is in one of them.
-fn joined(step: &RoutedStep) -> Vec<MicroExperts> {
+fn joined(step: &RoutedStep) -> Vec<RoutedMicro> {
     let of_micro = |micro_idx: usize| {
         let mut layers: BTreeMap<usize, BTreeMap<u32, Vec<u32>>> = BTreeMap::new();
-        for MicroExperts { tokens, layers: of_rank } in step.experts.iter().map(|micros| &micros[micro_idx]) {
+        for RoutedMicro { tokens, layers: of_rank } in step.experts.iter().map(|micros| &micros[micro_idx]) {
             for (layer_idx, experts) in of_rank {
                 let k = experts.len() / tokens.len();
                 for (token, experts) in tokens.iter().zip(experts.chunks(k)) {
@@ -106,7 +107,7 @@ fn joined(step: &RoutedStep) -> Vec<MicroExperts> {
         assert!(tokens.iter().copied().eq(0..tokens.len() as u32), "{tokens:?}");
         assert!(layers.values().all(|layer| layer.keys().eq(&tokens)));
         let layers = layers.into_iter().map(|(layer_idx, layer)| (layer_idx, layer.into_values().flatten().collect()));
-        MicroExperts { tokens, layers: layers.collect() }
+        RoutedMicro { tokens, layers: layers.collect() }
     };
     (0..step.experts[0].len()).map(of_micro).collect()
 }
@@ -181,7 +182,7 @@ fn one_of_the_ranks_with_equal_tokens_records_them() {
 #[test]
 fn experts_of_other_layers_or_tokens_are_errors() {
     let recorded = step(Strategy::ONE_RANK, QWEN3_MOE, Batching::Packed, 0.0, Origin::Record);
-    let refused = |change: fn(&mut MicroExperts)| {
+    let refused = |change: fn(&mut RoutedMicro)| {
         let mut experts = joined(&recorded);
         change(&mut experts[0]);
         let replay = || step(Strategy::ONE_RANK, QWEN3_MOE, Batching::Packed, 0.0, Origin::Replay(&experts));

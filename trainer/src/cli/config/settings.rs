@@ -10,8 +10,9 @@ use serde_json::Value;
 
 use crate::cli::options::{Verbosity, known, world_info};
 use crate::exit::ExitCode;
-use crate::plan::{HubAccess, Plan, ResolvedSetting};
+use crate::plan::{Plan, ResolvedSetting};
 use crate::recipe::Loaded;
+use crate::resolve::HubAccess;
 
 /// The resolved settings of a recipe or run.
 #[derive(Debug)]

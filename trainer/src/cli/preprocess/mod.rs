@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::logging;
 use super::options::{OutputFormat, RecipeArgs, Verbosity, WorldSizeArgs, plan, recipe_hub};
 use crate::data::{
-    Batch, Cursor, DataError, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, ReaderShard, TrainSteps,
+    Batch, Cursor, DataReport, Dataset, GlobalBatch, IGNORE_INDEX, PreparedData, ReaderShard, TrainSteps,
 };
 use crate::exit::ExitCode;
 use crate::plan::Plan;
@@ -117,8 +117,8 @@ fn stream(plan: &Plan, prepared: &PreparedData) -> Result<TrainSteps> {
 
 fn steps(plan: &Plan, prepared: &PreparedData, n_steps: usize) -> Result<Vec<GlobalBatch>> {
     let mut stream = stream(plan, prepared)?;
-    let steps = std::iter::from_fn(|| stream.next_step::<DataError>(&|own| Ok(vec![own?])).transpose());
-    Ok(steps.take(n_steps).collect::<Result<_, _>>()?)
+    let steps = std::iter::from_fn(|| stream.next_step(&|own| Ok(vec![own?])).transpose());
+    steps.take(n_steps).collect()
 }
 
 fn write_statistics(out: &mut impl Write, plan: &Plan, prepared: &PreparedData, shown: &ShownData) -> io::Result<()> {

@@ -211,6 +211,7 @@ impl<'a> Session<'a> {
             moe: self.run.plan.moe.as_ref(),
             routing: self.routing.as_ref(),
             mtp: self.run.plan.model.mtp,
+            objective: plan.objective,
             grad_zeros: if plan.log.log_num_zeros_in_grad { ZeroGradCount::On } else { ZeroGradCount::Off },
             lr: self.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,

@@ -12,7 +12,7 @@ use crate::metrics::CheckpointRecord;
 use crate::run::async_save::FinishedAsyncSave;
 use crate::run::checkpointer::{SaveOutcome, SavedCheckpoint};
 use crate::run::context::Progress;
-use crate::run::step::AllStepsSkipped;
+use crate::step_error::AllStepsSkipped;
 
 use super::Session;
 

@@ -45,6 +45,7 @@ impl Session<'_> {
             lr_groups: self.run.plan.optimizer.group_rates(outcome.lr),
             loss: outcome.loss,
             auxiliary_losses: outcome.auxiliary.clone(),
+            objective: outcome.metrics.clone(),
             expert_load: outcome.expert_load.clone(),
             grad_norm: decision.norm,
             num_zeros: outcome.grad_zeros,

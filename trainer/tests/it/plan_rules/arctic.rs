@@ -4,8 +4,9 @@ use std::path::Path;
 
 use candlewick_model::Config;
 use trainer::data::{Packing, Truncation};
-use trainer::plan::{CheckpointingMode, Environment, Plan, WorldInfo};
+use trainer::plan::{CheckpointingMode, Plan};
 use trainer::recipe::{FloatDtype, Loaded, MemProfiler};
+use trainer::resolve::{Environment, WorldInfo};
 
 use super::{known, plan, refused};
 

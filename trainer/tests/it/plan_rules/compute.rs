@@ -4,8 +4,9 @@ use std::path::Path;
 
 use candle_core::DType;
 use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
-use trainer::plan::{CheckpointingMode, Environment, Plan, TempDir};
+use trainer::plan::{CheckpointingMode, Plan};
 use trainer::recipe::{FloatDtype, Loaded};
+use trainer::resolve::{Environment, TempDir};
 
 use super::{BASE, known, plan, refused};
 

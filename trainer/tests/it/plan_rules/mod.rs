@@ -17,8 +17,10 @@ use candlewick_model::Config;
 use serde_json::json;
 use trainer::checkpoint::{CheckpointFormat, Moment};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, Environment, Plan, SettingsFilter, TempDir, TrackingEnv, WeightInit, WorldInfo};
+use trainer::plan::{Plan, WeightInit};
+use trainer::plan_report::SettingsFilter;
 use trainer::recipe::{FloatDtype, Loaded, RecipeError};
+use trainer::resolve::{BuildFeatures, Environment, TempDir, TrackingEnv, WorldInfo};
 use trainer::schedule::{Floor, PhaseLength, Shape};
 use trainer::step_fraction::RunLength;
 

@@ -8,8 +8,10 @@ use candlewick_model::RouterLoss::{
 use candlewick_model::{Config, ExpertCapacity, ForcedExpertLoad, RouterDtype, RouterSettings};
 use candlewick_ops::{DropPolicy, GroupedGemmImpl};
 use serde_json::json;
-use trainer::plan::{Environment, Plan, RoutingReplayPlan, SettingsFilter, WorldInfo};
+use trainer::plan::{Plan, RoutingReplayPlan};
+use trainer::plan_report::SettingsFilter;
 use trainer::recipe::{Loaded, TokenDispatcherType};
+use trainer::resolve::{Environment, WorldInfo};
 
 use super::{BASE, known, refused};
 

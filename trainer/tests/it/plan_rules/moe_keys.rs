@@ -4,8 +4,9 @@ use std::path::Path;
 
 use candlewick_model::Config;
 use serde_json::{Value, json};
-use trainer::plan::{BuildFeatures, Environment, Plan};
+use trainer::plan::Plan;
 use trainer::recipe::Loaded;
+use trainer::resolve::{BuildFeatures, Environment};
 
 use super::known;
 

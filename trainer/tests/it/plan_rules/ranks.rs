@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use trainer::plan::{BuildFeatures, Environment, Machines, Plan, RanksPlan, WorldInfo};
+use trainer::plan::{Plan, RanksPlan};
 use trainer::recipe::{DdpBackend, Loaded};
+use trainer::resolve::{BuildFeatures, Environment, Machines, WorldInfo};
 
 use super::{BASE, known, plan};
 

@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use trainer::metrics::{Credentials, Secret, TrackingPlan, WandbMode};
-use trainer::plan::{Environment, Plan, TrackingEnv, WorldInfo};
+use trainer::plan::Plan;
 use trainer::recipe::Loaded;
+use trainer::resolve::{Environment, TrackingEnv, WorldInfo};
 
 use super::{BASE, known, plan, refused};
 

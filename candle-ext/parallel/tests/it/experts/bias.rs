@@ -64,7 +64,7 @@ fn update(engine: &Engine, loss: f32) -> Result<()> {
     let squares = Tensor::zeros(1, DType::F64, &Device::Cpu)?;
     scaler.update(&squares, &Tensor::new(&[loss], &Device::Cpu)?)?;
     let counts = Tensor::new(&[9f32, 1.0, 5.0, 5.0], &Device::Cpu)?;
-    engine.update_expert_biases(&vec![counts; N_MOE_LAYERS], &scaler)
+    engine.update_layers(&vec![counts; N_MOE_LAYERS], &scaler)
 }
 
 fn meshes() -> impl Iterator<Item = (Degrees, Option<ZeroStage>)> {

@@ -8,8 +8,8 @@ use candlewick_comm::{Options, threads};
 use candlewick_model::{Config, Dim, Model, ParamGroupKind};
 use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, LossScale, MasterRounding, Micro, ParallelGroups, ParamDtypes, ParamStore,
-    PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
+    ActivationCheckpointing, Engine, LossScale, MasterRounding, Micro, MicroColumns, ParallelGroups, ParamDtypes,
+    ParamStore, PipelineLayout, SequenceParallel, StoreMode, StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
@@ -26,6 +26,7 @@ fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
         positions: vec![0; tokens.len()],
         seqs: CuSeqlens::packed((0..=tokens.len()).collect()).unwrap(),
         padding: Vec::new(),
+        columns: MicroColumns::default(),
     }
 }
 

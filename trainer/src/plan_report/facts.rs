@@ -3,9 +3,9 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_text::quantity::{counted, grouped};
 
-use super::{EVAL_LOSS, Plan};
 use crate::data::{DataPlan, EpochSize, Horizon, Packing, TrainSteps};
 use crate::estimate::{DeviceKind, Setup, active_parameter_count, parameter_counts};
+use crate::plan::{EVAL_LOSS, Plan};
 use crate::schedule::FEW_STEPS;
 use crate::step_fraction::RunLength;
 

@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Result, Tensor, bail};
-use candlewick_model::{ReplayedExperts, RoutingRecord};
+use candlewick_model::{Model, ReplayedExperts};
 use candlewick_ops::{DeviceReadback, upload};
 
-use super::{Engine, Micro};
-use crate::tensor_parallel::TensorParallel;
+use super::{RankTokens, RoutingStep};
 
 /// Choice of the experts of a step's tokens.
 #[derive(Clone, Copy, Debug, Default)]
@@ -15,16 +14,16 @@ pub enum StepRouting<'a> {
     /// The routers select the experts.
     #[default]
     Select,
-    /// The routers select the experts, and the step returns them: see [`StepResult::experts`](crate::StepResult::experts).
+    /// The routers select the experts, and the step returns them: see [`StepResult::routed`](crate::StepResult::routed).
     Record,
     /// The experts are given: an entry for each micro-batch of this rank, with all tokens in order. In a micro-batch with
     /// `None` the routers select.
-    Replay(&'a [Option<MicroExperts>]),
+    Replay(&'a [Option<RoutedMicro>]),
 }
 
 /// Experts of a micro-batch's tokens, on the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MicroExperts {
+pub struct RoutedMicro {
     /// Position of each token in the micro-batch, without the engine's padding.
     pub tokens: Vec<u32>,
     /// Experts of these tokens, k each, by layer index.
@@ -32,7 +31,7 @@ pub struct MicroExperts {
 }
 
 /// Copy of recorded experts to the host, in flight.
-pub(super) struct ExpertReadback {
+pub(crate) struct RoutingReadback {
     micros: Vec<RecordedMicro>,
     /// Experts of all micro-batches and layers, as f32, which holds every index of an expert.
     experts: Option<DeviceReadback>,
@@ -48,17 +47,18 @@ struct RecordedMicro {
     layers: Vec<usize>,
 }
 
-impl Engine {
-    /// Returns the experts of this rank's rows of a padded micro-batch. `given` has those of its first `n_tokens` tokens, which
-    /// are no padding. Rows of padding get the first experts.
-    pub(super) fn replayed_experts(
+impl RoutingStep<'_> {
+    /// Returns the experts of this rank's rows of a padded micro-batch. `given` has those of its tokens before the padding. Rows
+    /// of padding get the first experts.
+    pub(super) fn replayed(
         &self,
-        micro: &Micro,
-        n_tokens: usize,
-        given: &MicroExperts,
+        model: &Model,
+        own_layers: &[usize],
+        of_rank: &RankTokens<'_>,
+        given: &RoutedMicro,
     ) -> Result<ReplayedExperts> {
-        let tokens = self.residual_tokens(micro)?;
-        let top_k = self.model.config().moe().map_or(0, |moe| moe.router.top_k);
+        let (tokens, n_tokens) = ((of_rank.tokens_of_rows)()?, of_rank.n_tokens);
+        let top_k = model.config().moe().map_or(0, |moe| moe.router.top_k);
         let padding: Vec<u32> = (0..top_k as u32).collect();
         let of_layer = |layer_idx: usize| {
             let Some(experts) = given.layers.get(&layer_idx).filter(|experts| experts.len() == n_tokens * top_k) else {
@@ -68,48 +68,42 @@ impl Engine {
             let rows: Vec<u32> = tokens.iter().flat_map(of_token).copied().collect();
             Ok((layer_idx, upload(&rows, (tokens.len(), top_k), &self.device)?))
         };
-        Ok(ReplayedExperts::new(self.own_moe_layers().map(of_layer).collect::<Result<_>>()?))
+        let with_experts = model.layers().filter(|layer| layer.n_experts().is_some());
+        let own = with_experts.map(|layer| layer.layer_idx).filter(|layer_idx| own_layers.contains(layer_idx));
+        Ok(ReplayedExperts::new(own.map(of_layer).collect::<Result<_>>()?))
     }
 
-    /// Starts to copy a step's experts to the host. `n_tokens` counts the tokens of each padded micro-batch without padding.
-    pub(super) fn read_back_experts(
+    /// Starts to copy the step's experts to the host; `None` if the step does not record them. `rows_of` returns the rows of a
+    /// micro-batch on this rank, and the tokens before its padding. A copy of another rank's residual stream returns no experts.
+    pub(crate) fn read_back(
         &self,
-        record: RoutingRecord,
-        micros: &[impl AsRef<Micro>],
-        n_tokens: &[usize],
-    ) -> Result<ExpertReadback> {
-        let mut recorded = Vec::with_capacity(micros.len());
-        for (micro, n_tokens) in micros.iter().zip(n_tokens) {
-            let rows = self.residual_tokens(micro.as_ref())?;
-            recorded.push(RecordedMicro { rows, n_tokens: *n_tokens, layers: Vec::new() });
-        }
-        if self.tensor.as_ref().is_some_and(TensorParallel::holds_copy) {
-            return Ok(ExpertReadback { micros: recorded, experts: None });
+        n_micros: usize,
+        is_copy: bool,
+        rows_of: impl Fn(usize) -> Result<(Vec<usize>, usize)>,
+    ) -> Result<Option<RoutingReadback>> {
+        let Some(record) = &self.record else { return Ok(None) };
+        let of_micro = |micro_idx| {
+            let (rows, n_tokens) = rows_of(micro_idx)?;
+            Ok(RecordedMicro { rows, n_tokens, layers: Vec::new() })
+        };
+        let mut micros = (0..n_micros).map(of_micro).collect::<Result<Vec<_>>>()?;
+        if is_copy {
+            return Ok(Some(RoutingReadback { micros, experts: None }));
         }
         let mut all = Vec::new();
-        for ((micro_idx, layer_idx), experts) in record.into_selected() {
-            recorded[micro_idx].layers.push(layer_idx);
+        for ((micro_idx, layer_idx), experts) in record.take_selected() {
+            micros[micro_idx].layers.push(layer_idx);
             all.push(experts.flatten_all()?.to_dtype(DType::F32)?);
         }
         let experts = (!all.is_empty()).then(|| DeviceReadback::start(&Tensor::cat(&all, 0)?)).transpose()?;
-        Ok(ExpertReadback { micros: recorded, experts })
-    }
-
-    /// Returns the indices of the layers with experts that this rank computes.
-    fn own_moe_layers(&self) -> impl Iterator<Item = usize> {
-        let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
-        let blocks = (0..layout.n_chunks()).flat_map(move |chunk| layout.blocks(stage, chunk));
-        let mtp_layers = self.model.n_blocks()..self.model.layers().count();
-        let own = blocks.chain(mtp_layers.filter(|_| self.has_loss())).collect::<Vec<usize>>();
-        let with_experts = self.model.layers().filter(|layer| layer.n_experts().is_some());
-        with_experts.map(|layer| layer.layer_idx).filter(move |layer_idx| own.contains(layer_idx))
+        Ok(Some(RoutingReadback { micros, experts }))
     }
 }
 
-impl ExpertReadback {
+impl RoutingReadback {
     /// Waits for the copy. Returns the experts of each micro-batch, of this rank's tokens and layers. A micro-batch whose
     /// experts another rank returns has no layers.
-    pub(super) fn wait(self) -> Result<Vec<MicroExperts>> {
+    pub(crate) fn wait(self) -> Result<Vec<RoutedMicro>> {
         let values = self.experts.map_or(Ok(Vec::new()), DeviceReadback::wait)?;
         let n_rows: usize = self.micros.iter().map(|micro| micro.rows.len() * micro.layers.len()).sum();
         let top_k = values.len() / n_rows.max(1);
@@ -124,7 +118,7 @@ impl ExpertReadback {
             };
             let layers = layers.into_iter().map(of_layer).collect();
             let tokens = rows.iter().filter(is_token).map(|row| *row as u32).collect();
-            MicroExperts { tokens, layers }
+            RoutedMicro { tokens, layers }
         });
         Ok(micros.collect())
     }

@@ -39,7 +39,7 @@ mod watchdog;
 
 use candlewick_ops::DeviceChoice;
 
-use crate::plan::{Plan, ResolvedSetting};
+use crate::plan::{ObjectivePlan, Plan, ResolvedSetting};
 use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError, missing_feature_advice};
 
 pub(crate) use environment::is_path;
@@ -113,6 +113,7 @@ impl Plan {
             fp8,
             tokenizer,
             data,
+            objective: ObjectivePlan::of(kind),
             label_smoothing_factor,
             optimizer,
             optimizer_on_host,

@@ -1,10 +1,16 @@
-//! Micro-batches.
+//! Micro-batches of a step.
+
+mod columns;
 
 use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 use candlewick_ops::{CuSeqlens, to_host, upload};
+
+pub use columns::{ColumnScope, ColumnSpec, MicroColumn, MicroColumns};
+
+use columns::sequence_of_tokens;
 
 /// A micro-batch of packed sequences.
 #[derive(Clone)]
@@ -20,6 +26,8 @@ pub struct Micro {
     /// Pad tokens within the sequences: disjoint ranges in ascending order, of the whole micro-batch. They are computed, and routers
     /// do not count them.
     pub padding: Vec<Range<usize>>,
+    /// MicroColumns that the objective reads.
+    pub columns: MicroColumns,
 }
 
 /// Micro-batches of this rank in a step.
@@ -44,7 +52,7 @@ impl StepMicros<'_> {
     /// # Errors
     ///
     /// If the number of micro-batches differs, or if one has more tokens.
-    pub(super) fn most_tokens_of_parts(&self, n_parts: usize) -> Result<Vec<Option<usize>>> {
+    pub(crate) fn most_tokens_of_parts(&self, n_parts: usize) -> Result<Vec<Option<usize>>> {
         let Some(most_tokens) = self.most_tokens else { return Ok(vec![None; self.micros.len()]) };
         let n_tokens: Vec<usize> = self.micros.iter().map(|micro| micro.seqs.n_tokens()).collect();
         if most_tokens.len() != n_tokens.len() || n_tokens.iter().zip(most_tokens).any(|(own, most)| own > most) {
@@ -76,6 +84,7 @@ impl Micro {
             positions: self.positions.clone(),
             seqs: self.seqs.clone(),
             padding: self.padding.clone(),
+            columns: MicroColumns::default(),
         })
     }
 
@@ -108,7 +117,35 @@ impl Micro {
             positions: self.positions.iter().copied().chain(0..n_filler as u32).collect(),
             seqs: CuSeqlens::packed(ends.collect())?,
             padding: self.padding.clone(),
+            columns: self.columns.padded(n_filler)?,
         }))
+    }
+
+    /// Checks the columns of an objective.
+    pub(crate) fn check_columns(&self, needed: &[ColumnSpec]) -> Result<()> {
+        self.columns.check(needed, self.seqs.n_tokens(), self.n_sequences())
+    }
+
+    /// Returns the number of packed sequences.
+    pub fn n_sequences(&self) -> usize {
+        self.seqs.cu_seqlens_q().len() - 1
+    }
+
+    /// Sums values of tokens by sequence, f32 [t] -> f32 [s].
+    pub fn sum_by_sequence(&self, of_tokens: &Tensor) -> Result<Tensor> {
+        let zeros = Tensor::zeros(self.n_sequences(), of_tokens.dtype(), of_tokens.device())?;
+        zeros.index_add(&self.sequences(of_tokens.device())?, of_tokens, 0)
+    }
+
+    /// Gives each token the value of its sequence, [s] -> [t].
+    pub fn to_tokens(&self, of_sequences: &Tensor) -> Result<Tensor> {
+        of_sequences.index_select(&self.sequences(of_sequences.device())?, 0)
+    }
+
+    /// Returns the sequence of each token, u32 [t].
+    fn sequences(&self, device: &Device) -> Result<Tensor> {
+        let sequences = sequence_of_tokens(self.seqs.cu_seqlens_q());
+        upload(&sequences, sequences.len(), device)
     }
 }
 
@@ -126,6 +163,7 @@ mod tests {
             positions: (0..n_tokens as u32).collect(),
             seqs: CuSeqlens::packed(vec![0, n_tokens]).unwrap(),
             padding: Vec::new(),
+            columns: MicroColumns::default(),
         }
     }
 
@@ -151,6 +189,7 @@ mod tests {
             positions: vec![0, 1, 2, 0, 0, 1],
             seqs: CuSeqlens::packed(vec![0, 3, 4, 6]).unwrap(),
             padding: Vec::new(),
+            columns: MicroColumns::default(),
         };
         let of = |micro: &Micro| (micro.ids.to_vec1::<u32>().unwrap(), micro.targets.to_vec1::<i64>().unwrap());
         let (once, none) = (micro.shifted().unwrap(), Micro::IGNORED);

@@ -1,8 +1,7 @@
 //! The plan as a table for the user: key, value and origin.
 
-use super::run::Plan;
-use super::setting::ResolvedSetting;
 use crate::data::TrainSteps;
+use crate::plan::{Plan, ResolvedSetting};
 use crate::recipe::Origin;
 
 /// The settings that a table shows.
