@@ -14,7 +14,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, Error, Result};
 
-use super::choices::Choices;
+use super::choices::{Choices, TunedOn};
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
 use super::grouped::GroupedKey;
@@ -23,7 +23,7 @@ use super::lru_cache::LruCache;
 use super::operands::Gemm;
 use super::search::{self, Algorithm, GemmError, Library, Limits, Route};
 use crate::cuda::{DeviceAddress, Gpu};
-use crate::nvidia::tuned_gemms;
+use crate::nvidia::{driver_version, tuned_gemms};
 
 /// Most plans per device. A training step needs about a hundred; one takes about 2 KiB of host memory.
 const MAX_PLANS: usize = 2048;
@@ -113,9 +113,10 @@ impl CublasLt {
         let handle = result::create_handle().map_err(|error| failed(&error))?;
         let choices = match tuned_gemms() {
             Some(folder) => {
-                let name = device.cuda_stream().context().name().map_err(|error| failed(&error))?;
+                let device = device.cuda_stream().context().name().map_err(|error| failed(&error))?;
                 // SAFETY: the library is loaded.
-                Some(Choices::open(folder, &name, unsafe { sys::cublasLtGetVersion() }))
+                let cublas_lt = unsafe { sys::cublasLtGetVersion() };
+                Some(Choices::open(folder, TunedOn { device, cublas_lt, driver: driver_version() }))
             }
             None => None,
         };

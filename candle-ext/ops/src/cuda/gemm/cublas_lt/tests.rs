@@ -277,7 +277,9 @@ fn tuned(folder: &std::path::Path, case: &Case) {
     let device = device();
     let mut library = CublasLt::open(device.as_cuda_device().unwrap()).unwrap();
     // SAFETY: the library is loaded.
-    library.choices = Some(Choices::open(folder, "stand-in", unsafe { sys::cublasLtGetVersion() }));
+    let cublas_lt = unsafe { sys::cublasLtGetVersion() };
+    let tuned_on = TunedOn { device: "stand-in".into(), cublas_lt, driver: "1.2".into() };
+    library.choices = Some(Choices::open(folder, tuned_on));
     DEVICES.lock().unwrap().insert(device.as_cuda_device().unwrap().id(), library);
     check(&device, case);
 }
