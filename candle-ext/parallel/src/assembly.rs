@@ -42,6 +42,8 @@ pub struct EngineSpec {
     pub fp8: Option<Fp8Config>,
     /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes of a byte.
     pub fp8_param_gather: bool,
+    /// Dtype in which data-parallel ranks send gradients; `None` sends the dtype of gradients, and sums in f32.
+    pub reduce_dtype: Option<DType>,
 }
 
 impl EngineSpec {
@@ -61,6 +63,7 @@ impl EngineSpec {
             router: RouterSettings::default(),
             fp8: None,
             fp8_param_gather: false,
+            reduce_dtype: None,
         }
     }
 
@@ -89,6 +92,9 @@ impl EngineSpec {
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather: self.fp8_param_gather };
         let mut store = ParamStore::sharing(model.units(), options, &device, sharding, base.map(Engine::store))?;
+        if let Some(dtype) = self.reduce_dtype {
+            store = store.with_reduce_dtype(dtype);
+        }
         if let Some(config) = self.fp8 {
             store = store.with_fp8(Fp8Layers::new(config, model.fp8_modules(), &device)?)?;
         }

@@ -67,7 +67,9 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
     };
     let (model, slower_modules) = slower_modules::exclude(plan, model, ranks, earlier, &mut notes)?;
     let dtypes = ParamDtypes { compute, masters, moments };
-    let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
+    let reduce_dtype = plan.ranks.reduce_dtype.map(dtype);
+    let spec = engine_spec(plan, &plan.ranks, &plan.pipeline, model.config());
+    let spec = EngineSpec { dtypes, cpu_offload, reduce_dtype, ..spec };
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)

@@ -9,4 +9,5 @@ mod inference;
 mod memory;
 mod modes;
 mod mtp;
+mod reduce_dtype;
 mod transformers_loss;
