@@ -29,7 +29,7 @@ pub use resolve::{
 };
 pub(crate) use resolve::{conversation, is_path};
 pub use router::{RouterLossTerm, RouterPlan, RoutingReplayPlan};
-pub use run::{ExitPlan, GeneratePlan, LoggerPlan, LossWatchdogPlan, OptimizerPlan, Plan};
+pub use run::{ExitPlan, GeneratePlan, LoggerPlan, LossWatchdogPlan, MicroBatchChoice, OptimizerPlan, Plan};
 pub use setting::ResolvedSetting;
 pub(crate) use setting::value_in_words;
 pub use table::SettingsFilter;

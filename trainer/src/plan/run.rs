@@ -36,6 +36,8 @@ pub struct Plan {
     pub pipeline: PipelinePlan,
     /// The mode of memory settings: `manual` or `auto`.
     pub memory: MemoryMode,
+    /// The selection of the rows of a micro-batch.
+    pub micro_batch: MicroBatchChoice,
     /// The model.
     pub model: ModelPlan,
     /// The losses of the routers; `None` for a dense model.
@@ -192,4 +194,14 @@ impl Default for LoggerPlan {
 
 fn shown<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
+}
+
+/// The selection of the rows of a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MicroBatchChoice {
+    /// By the recipe.
+    Recipe,
+    /// By the free memory: `micro_batch_size: auto`.
+    FreeMemory,
 }

@@ -59,7 +59,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("eval_batch_size", "micro_batch_size", "evaluation uses the same number of rows"),
     key("gradient_accumulation", "gradient_accumulation_steps", ""),
     key("grad_accum", "gradient_accumulation_steps", ""),
-    key("auto_find_batch_size", "", "`trainer estimate RECIPE` compares the micro-batch with the memory"),
+    key("auto_find_batch_size", "micro_batch_size", "`micro_batch_size: auto` keeps the rows of a step"),
     key("group_by_length", "", GROUPS),
     key("length_column_name", "", GROUPS),
     key("dataloader_drop_last", "data.drop_last", ""),

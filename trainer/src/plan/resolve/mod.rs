@@ -15,6 +15,7 @@ mod intervals;
 mod lock_file;
 mod masking;
 mod memory;
+mod micro_batch;
 mod mixture;
 mod model;
 mod moe;
@@ -38,8 +39,10 @@ mod watchdog;
 
 use candlewick_ops::DeviceChoice;
 
-use crate::plan::{Plan, ResolvedSetting};
-use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError, missing_feature_advice};
+use crate::plan::{MicroBatchChoice, Plan, ResolvedSetting};
+use crate::recipe::{
+    Loaded, MemoryMode, MicroBatchSize, OnNonfinite, RecipeError, missing_feature_advice,
+};
 
 pub(crate) use environment::is_path;
 pub use environment::{
@@ -106,6 +109,10 @@ impl Plan {
             ranks,
             pipeline,
             memory,
+            micro_batch: match recipe.micro_batch_size {
+                Some(MicroBatchSize::Auto) => MicroBatchChoice::FreeMemory,
+                _ => MicroBatchChoice::Recipe,
+            },
             model,
             moe,
             fp8,
@@ -135,10 +142,11 @@ impl Plan {
             notes,
             merged_recipe: loaded.merged(),
         };
-        match memory {
-            MemoryMode::Manual => Ok(plan),
-            MemoryMode::Auto => memory::resolve(plan, loaded, env),
-        }
+        let plan = match memory {
+            MemoryMode::Manual => plan,
+            MemoryMode::Auto => memory::resolve(plan, loaded, env)?,
+        };
+        Ok(micro_batch::resolve(plan, env))
     }
 }
 
