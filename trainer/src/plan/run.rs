@@ -17,7 +17,7 @@ use super::setting::ResolvedSetting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{FloatDtype, MemoryMode, OnNonfinite, Prompt, SpikeAction};
+use crate::recipe::{DeterministicMode, FloatDtype, MemoryMode, OnNonfinite, Prompt, SpikeAction};
 use crate::schedule::Schedule;
 
 /// A resolved run.
@@ -84,6 +84,8 @@ pub struct Plan {
     pub profiling: ProfilingPlan,
     /// The reaction to a loss or gradient that is not finite.
     pub on_nonfinite: OnNonfinite,
+    /// The independence of results from the batch.
+    pub deterministic: DeterministicMode,
     /// The loss watchdog.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_watchdog: Option<LossWatchdogPlan>,

@@ -264,6 +264,9 @@ pub struct Recipe {
     pub resume_from_checkpoint: Option<String>,
     /// The reaction to a loss or gradient that is not finite: `stop` (default; exit code 5) or `skip` the step.
     pub on_nonfinite: Option<OnNonfinite>,
+    /// `batch_invariant` selects kernels whose result for a row does not depend on the number of rows: with them, evaluation does not depend on
+    /// its batches. It costs speed. Default `none`.
+    pub deterministic: Option<DeterministicMode>,
     /// The loss watchdog. Default: off.
     pub loss_watchdog: Option<LossWatchdogSection>,
     /// Sample generations, printed after training and, with `on_evaluate`, after each evaluation.
@@ -289,6 +292,16 @@ pub enum PipelineScheduleName {
     /// All forwards, then all backwards.
     #[serde(rename = "afab", alias = "gpipe")]
     AllForwardAllBackward,
+}
+
+/// The independence of results from the batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DeterministicMode {
+    /// A row's bits may depend on the number of rows that are computed with it.
+    None,
+    /// A row's bits depend on the row alone.
+    BatchInvariant,
 }
 
 /// The part of a run whose memory is profiled.

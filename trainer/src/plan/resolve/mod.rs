@@ -41,7 +41,7 @@ use candlewick_ops::DeviceChoice;
 
 use crate::plan::{MicroBatchChoice, Plan, ResolvedSetting};
 use crate::recipe::{
-    Loaded, MemoryMode, MicroBatchSize, OnNonfinite, RecipeError, missing_feature_advice,
+    DeterministicMode, Loaded, MemoryMode, MicroBatchSize, OnNonfinite, RecipeError, missing_feature_advice,
 };
 
 pub(crate) use environment::is_path;
@@ -99,6 +99,7 @@ impl Plan {
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
+        let deterministic = resolver.pick("deterministic", recipe.deterministic, DeterministicMode::None);
         let memory = resolver.pick("memory", recipe.memory, MemoryMode::Manual);
         let (settings, notes) = resolver.finish()?;
         let written = summarized_keys(loaded, &settings);
@@ -134,6 +135,7 @@ impl Plan {
             log,
             profiling,
             on_nonfinite,
+            deterministic,
             loss_watchdog,
             generate,
             logger,

@@ -4,6 +4,8 @@ use candle_core::{DType, Device, Result, bail};
 
 use super::call::{GroupedGemmImpl, OP};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::batch_invariance::is_batch_invariant;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::cuda::{DeviceAddress, Gpu};
 
 /// Implementation that computes one call.
@@ -93,6 +95,7 @@ fn explain_cutlass(_: &Device, _: DType, _: [usize; 2]) -> Supported {
 pub(super) fn choose(implementation: GroupedGemmImpl, on: Gpu, operands: GroupedOperands<'_>) -> Result<GroupedKernel> {
     let by_cutlass = || has_cutlass(on).and_then(|()| operands.fit(GroupedLibrary::Cutlass));
     let (name, library, supported) = match implementation {
+        GroupedGemmImpl::Auto if is_batch_invariant() => return Ok(GroupedKernel::Fused),
         GroupedGemmImpl::Fused => return Ok(GroupedKernel::Fused),
         GroupedGemmImpl::Auto if is_emulated(on) || by_cutlass().is_err() => return Ok(GroupedKernel::Fused),
         GroupedGemmImpl::Auto => return Ok(GroupedKernel::Library(GroupedLibrary::Cutlass)),
@@ -100,6 +103,11 @@ pub(super) fn choose(implementation: GroupedGemmImpl, on: Gpu, operands: Grouped
         GroupedGemmImpl::Cutlass => ("cutlass", GroupedLibrary::Cutlass, by_cutlass()),
     };
     match supported {
+        Ok(()) if is_batch_invariant() => {
+            bail!(
+                "{OP}: {name} is requested, but its rows depend on their number; choose `experts_implementation: fused`"
+            )
+        }
         Ok(()) => Ok(GroupedKernel::Library(library)),
         Err(why) => {
             bail!("{OP}: {name} is requested but unusable: {why}; choose `experts_implementation: fused`")
