@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from gpu_batch_invariance import line as invariance_line
 from gpu_bench import SIDES, compared, line as step_line
 from gpu_ceilings import line as ceiling_line
 from gpu_fp8_advice import lines as advice_lines
@@ -28,7 +29,7 @@ def main():
     out = Path(sys.argv[1])
     of = {name: read(out / f"{name}.json") for name in (
         "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "fp8", "fp8-advise", "host", "fp8-steps", "moe-steps",
-        "long", "long-2", "ceilings", "small", "h100")}
+        "long", "long-2", "ceilings", "small", "h100", "batch-invariant")}
     grouped = {path.stem: read(path) for path in sorted(out.glob("grouped*.json"))}
     for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
@@ -70,6 +71,8 @@ def main():
         print(f"\ntime by {of['where']['by']}:", *map(where_line, of["where"]["rows"][:25]), sep="\n")
     if of["ceilings"]:
         print("\nceilings of matmuls:", *map(ceiling_line, of["ceilings"]), sep="\n")
+    if of["batch-invariant"]:
+        print(invariance_line(of["batch-invariant"]))
     for found in (of["long"], of["long-2"]):
         if found:
             print(f"\nlong, {found['layers']} layers:", *map(long_line, found["steps"]), f"end: {found['end'][:300]}", sep="\n")

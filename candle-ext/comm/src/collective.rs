@@ -40,6 +40,18 @@ pub trait Collective: Send + Sync {
     /// Starts [`reduce_scatter`](Self::reduce_scatter).
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending>;
 
+    /// Starts a sum like [`start_all_reduce`](Self::start_all_reduce), which may round partial sums to the dtype of `x`. NCCL then
+    /// sends that dtype, instead of f32 for bf16 and f16.
+    fn start_all_reduce_in_dtype(&self, x: &Tensor) -> Result<Pending> {
+        self.start_all_reduce(x, Reduce::Sum)
+    }
+
+    /// Starts [`reduce_scatter`](Self::reduce_scatter), with sums as in
+    /// [`start_all_reduce_in_dtype`](Self::start_all_reduce_in_dtype).
+    fn start_reduce_scatter_in_dtype(&self, x: &Tensor) -> Result<Pending> {
+        self.start_reduce_scatter(x)
+    }
+
     /// Starts [`all_to_all`](Self::all_to_all).
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending>;
 

@@ -83,6 +83,35 @@ fn three_and_four_ranks_do_all() {
     }
 }
 
+/// Sums bf16 vectors of this many ranks in the dtype; compares the sums with those that round each partial sum in rank order.
+#[track_caller]
+fn check_sums_in_dtype(size: usize) {
+    let n = 3 * size;
+    let inputs: Vec<Tensor> = (0..size).map(|rank| cases::input(rank, DType::BF16, &[n])).collect();
+    let want = inputs[1..].iter().fold(inputs[0].clone(), |sum, x| (sum + x).unwrap());
+    let sums = run(size, PATIENT, |world, device| {
+        let (group, own) = (world.group(), inputs[world.rank()].to_device(device)?);
+        let whole = group.start_all_reduce_in_dtype(&own)?.wait()?.to_device(&Device::Cpu)?;
+        let shard = group.start_reduce_scatter_in_dtype(&own)?.wait()?.to_device(&Device::Cpu)?;
+        Ok((whole, shard))
+    });
+    for (rank, sums) in sums.into_iter().flatten().enumerate() {
+        let (whole, shard) = sums.unwrap();
+        cases::same(&whole, &want, "an all-reduce");
+        cases::same(&shard, &want.narrow(0, 3 * rank, 3).unwrap(), "a reduce-scatter");
+    }
+}
+
+/// On real GPUs, NCCL adds more than two ranks in another order.
+#[test]
+fn sums_in_the_dtype_are_sent_in_bf16() {
+    check_sums_in_dtype(2);
+    if n_gpus() > 0 && CudaContext::new(0).unwrap().name().unwrap() == "stand-in" {
+        check_sums_in_dtype(3);
+        check_sums_in_dtype(4);
+    }
+}
+
 #[test]
 fn a_buffer_is_gathered_in_its_own_memory() {
     let gathered = run(2, PATIENT, |world, device| {

@@ -12,6 +12,7 @@ pub mod add;
 pub mod add_columns;
 pub mod attention;
 mod backward;
+mod batch_invariance;
 pub mod bytes;
 pub mod concat;
 mod cost;
@@ -80,6 +81,7 @@ pub use attention::{
     kv_cache_dtype,
 };
 pub use backward::{BackwardContext, PendingExchange};
+pub use batch_invariance::require_batch_invariance;
 pub use bytes::{tensor_from_bytes, with_bytes};
 pub use concat::concat;
 pub use cost::{Cost, DeviceKind, LinearInput};

@@ -94,6 +94,20 @@ pub(crate) fn tuned_gemms() -> Option<&'static std::path::Path> {
     TUNED_GEMMS.get().map(PathBuf::as_path)
 }
 
+/// Returns the version of NVIDIA's kernel driver, such as `580.65.06`; `unknown` where the kernel does not report it.
+#[cfg(feature = "cuda")]
+pub(crate) fn driver_version() -> String {
+    let report = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    version_of(&report).unwrap_or("unknown").to_owned()
+}
+
+/// Returns the version in the kernel driver's report: the first number with a point.
+#[cfg(any(feature = "cuda", test))]
+fn version_of(report: &str) -> Option<&str> {
+    let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    report.lines().next()?.split_whitespace().find(is_version)
+}
+
 /// Loads an NVIDIA library under any of the major versions that cudarc looks for.
 #[cfg(feature = "cuda")]
 pub(crate) fn load(file: &str) -> Option<libloading::Library> {
@@ -114,6 +128,17 @@ fn path(file: &str) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_version_of_the_kernel_driver_is_read_from_its_report() {
+        let proprietary = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12.2.0";
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)";
+        for (report, want) in
+            [(proprietary, Some("535.104.05")), (open, Some("580.65.06")), ("", None), ("garbage\n1.2", None)]
+        {
+            assert_eq!(version_of(report), want, "{report}");
+        }
+    }
 
     #[track_caller]
     fn check(found: &[&str], want: Option<&[&str]>) {

@@ -9,6 +9,7 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
+use crate::batch_invariance::is_batch_invariant;
 use crate::dot::{MatrixRows, dot, dots};
 use crate::floats::{Floats, first_of, wide_bf16};
 use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm, packs_bf16, prefetches_f32};
@@ -110,7 +111,7 @@ pub(crate) fn bf16_operands<'a>(a: Floats<'a>, b: impl Into<WeightOperand<'a>>) 
 /// Computes y = [y +] scale * x w^T, with x [t, k] and y [t, n].
 pub(crate) fn forward(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate, scale: f32, dims: Dims) {
     let Dims { t, n, k } = dims;
-    if t == 1 && k > 0 {
+    if t == 1 && k > 0 && !is_batch_invariant() {
         return one_row(x, w, y, accumulate, scale);
     }
     let x = Mat::new(x, t, k);

@@ -45,6 +45,8 @@ pub struct EngineSpec {
     pub fp8: Option<Fp8Config>,
     /// True if ZeRO stage 3 gathers weights that multiply in FP8 as codes of a byte.
     pub fp8_param_gather: bool,
+    /// Dtype in which data-parallel ranks send gradients; `None` sends the dtype of gradients, and sums in f32.
+    pub reduce_dtype: Option<DType>,
 }
 
 impl EngineSpec {
@@ -65,6 +67,7 @@ impl EngineSpec {
             router: RouterSettings::default(),
             fp8: None,
             fp8_param_gather: false,
+            reduce_dtype: None,
         }
     }
 
@@ -95,6 +98,9 @@ impl EngineSpec {
         let (optimizer, fp8_param_gather) = (self.optimizer, self.fp8_param_gather);
         let options = StoreOptions { dtypes, mode, cpu_offload, fp8_param_gather, optimizer };
         let mut store = ParamStore::sharing(model.units(), options, &device, sharding, base.map(Engine::store))?;
+        if let Some(dtype) = self.reduce_dtype {
+            store = store.with_reduce_dtype(dtype);
+        }
         if let Some(config) = self.fp8 {
             store = store.with_fp8(Fp8Layers::new(config, model.fp8_modules(), &device)?)?;
         }

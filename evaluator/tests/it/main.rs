@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod answers;
+mod batch_invariance;
 mod chat;
 mod encoding;
 mod lm_eval;

@@ -175,7 +175,8 @@ fn the_calls_of_a_draw_have_their_parts_and_fit_into_its_time() {
     };
     let one = [("A", "doctor smoke ops ceilings grouped moe-peers"), ("B", "lora micro-batches tune fp8-mlp host")];
     let two = [("A", "doctor tests fp8-peers fp8-8B peers lora-fp8"), ("B", "long-300")];
-    let in_place_of_b = check("2", "C", "sanitize where small-lora long-2-layers");
+    let in_place_of_b =
+        check("2", "C", "sanitize where small-lora batch-invariant").max(check("2", "D", "long-2-layers"));
     for (draw, calls) in [("1", one), ("2", two)] {
         let [a, b] = calls.map(|(call, parts)| check(draw, call, parts));
         // 15 minutes, with two for the start of a machine.
@@ -184,18 +185,47 @@ fn the_calls_of_a_draw_have_their_parts_and_fit_into_its_time() {
     check("3", "A", "doctor smoke h100");
 }
 
+/// Returns the seconds of a part in a list.
+fn seconds_of(options: &[&str], part: &str) -> Option<u64> {
+    let folder = tempfile::tempdir().unwrap();
+    let (said, _) = gpu_check(&[], folder.path(), &[options, &["--list"]].concat());
+    said.lines().filter_map(|line| line.split_once(' ')).find(|(_, name)| *name == part)?.0.parse().ok()
+}
+
+/// These parts cannot be shortened: a filter of tests, and steps of a fixed length.
+#[test]
+fn a_part_of_fixed_work_has_its_own_seconds_in_every_call() {
+    for part in ["tests", "batch-invariant", "long-300", "long-2-layers"] {
+        let own = seconds_of(&["--parts", part], part).unwrap();
+        let calls = [("1", "A"), ("1", "B"), ("2", "A"), ("2", "B"), ("2", "C"), ("2", "D"), ("3", "A")];
+        let in_calls = calls.iter().filter_map(|(draw, call)| seconds_of(&["--draw", draw, "--call", call], part));
+        let in_calls: Vec<u64> = in_calls.collect();
+        assert!(
+            !in_calls.is_empty() && in_calls.iter().all(|seconds| *seconds >= own),
+            "{part}: {in_calls:?}, not {own}"
+        );
+    }
+}
+
 /// A dry run takes our program's steps on the CPU; without torch its sides are errors.
 #[test]
 fn a_call_runs_dry_on_the_cpu() {
     let folder = tempfile::tempdir().unwrap();
     let trainer = format!("exec {} \"$@\"", trainer());
+    let evaluator = format!("exec {} \"$@\"", suite::program("evaluator").display());
     let (said, code) = gpu_check(
-        &[("trainer", &trainer)],
+        &[("trainer", &trainer), ("evaluator", &evaluator)],
         folder.path(),
-        &["--dry-run", "--parts", "micro-batches,where,long-2-layers", "--seconds", "2000"],
+        &["--dry-run", "--parts", "micro-batches,where,long-2-layers,batch-invariant", "--seconds", "2000"],
     );
     assert_eq!(code, Some(0), "{said}");
-    for line in ["4B-mb2          ours", "linear forward", "long, 2 layers:", "end: all lengths were trained"] {
+    for line in [
+        "4B-mb2          ours",
+        "linear forward",
+        "long, 2 layers:",
+        "end: all lengths were trained",
+        "batch invariance: ok; of 8",
+    ] {
         assert!(said.contains(line), "{line}: {said}");
     }
 }
@@ -374,4 +404,82 @@ fn programs_of_another_commit_are_not_packed() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("are not of this commit") && said.contains("--any-commit"), "{said}");
     assert_eq!(output.status.code(), Some(1), "{said}");
+}
+
+/// Packs stand-ins of the programs. They need the libraries that a fake `readelf` prints.
+fn pack(folder: &Path, needed: &str) -> (Option<i32>, String) {
+    let (bin, path) = (folder.join("bin"), folder.join("path"));
+    for folder in [&bin, &path] {
+        fs::create_dir_all(folder).unwrap();
+    }
+    put_program(
+        &path.join("readelf"),
+        &format!(
+            "case $1 in -d) printf ' 0x1 (NEEDED) Shared library: [%s]\\n' {needed} ;; *) echo 'Name: GLIBC_2.34 Flags' ;; esac"
+        ),
+    );
+    let calls = folder.join("calls");
+    for name in ["trainer", "evaluator", "ops-test", "comm-test", "ops-bench"] {
+        put_program(&bin.join(name), &format!("echo \"{name} $*\" >>{}; echo said by {name}", calls.display()));
+    }
+    let path = format!("{}:{}", path.display(), std::env::var("PATH").unwrap());
+    let mut pack = Command::new("scripts/pack-gpu");
+    let output = pack.arg(&bin).arg("--any-commit").current_dir(root()).env("PATH", path).output().unwrap();
+    (output.status.code(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+}
+
+#[test]
+fn the_archive_has_the_programs_and_the_files_of_the_check() {
+    let folder = tempfile::tempdir().unwrap();
+    let (code, said) = pack(folder.path(), "libc.so.6 libm.so.6");
+    if code != Some(0) && said.contains("xz: ") {
+        eprintln!("skipped: there is no xz here");
+        return;
+    }
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("the programs need a C library with GLIBC_2.34"), "{said}");
+    // Each program was started, and the trainer took a step.
+    let calls = fs::read_to_string(folder.path().join("calls")).unwrap();
+    for call in [
+        "trainer --version",
+        "trainer doctor",
+        "trainer -q train recipes/quickstart.yaml device=cpu train_iters=1",
+        "evaluator --version",
+        "ops-test --list",
+        "comm-test --list",
+        "ops-bench --device cpu --quick --filter add",
+    ] {
+        assert!(calls.lines().any(|line| line.starts_with(call)), "{call}: {calls}");
+    }
+    let unpacked = folder.path().join("unpacked");
+    fs::create_dir(&unpacked).unwrap();
+    let archive = folder.path().join("bin.tar.xz");
+    assert!(Command::new("tar").arg("-xf").arg(archive).arg("-C").arg(&unpacked).status().unwrap().success());
+    // The scripts of every part are there, and the check runs from the unpacked folder.
+    let check = fs::read_to_string(root().join("scripts/gpu-check")).unwrap();
+    let scripts = check.split_whitespace().filter(|word| word.starts_with("tests/reference/") && word.ends_with(".py"));
+    for file in scripts.chain(["trainer", "evaluator", "ops-test", "comm-test", "ops-bench", "recipes/quickstart.yaml"])
+    {
+        assert!(unpacked.join(file).is_file(), "{file} is not in the archive");
+    }
+    let output = Command::new(unpacked.join("scripts/gpu-check"))
+        .args(["--parts", "comm"])
+        .arg(folder.path().join("out"))
+        .output();
+    let output = output.unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && said.contains("ok  comm ("),
+        "{said}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+#[test]
+fn a_program_that_links_a_library_of_the_driver_is_not_packed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (code, said) = pack(folder.path(), "libc.so.6 libcuda.so.1");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("libcuda.so.1") && said.contains("failed: trainer needs these libraries to start"), "{said}");
+    assert!(!folder.path().join("bin.tar.xz").exists());
 }

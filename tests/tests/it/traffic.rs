@@ -102,6 +102,28 @@ fn ranks_send_what_the_formulas_say() {
     }
 }
 
+/// Gradients take 2 bytes per element instead of 4; all-gathers of weights and broadcasts take as many as before.
+#[test]
+fn gradients_that_ranks_sum_in_bf16_take_half_the_bytes() {
+    let block = 2 * D * D + 2 * KV * D + 3 * F * D + 2 * D;
+    let params = (V * D + N_BLOCKS * block + D) as f64;
+    let (reduced, bf16) = (params / 2.0, "deepspeed.communication_data_type=bf16");
+    let stage = |stage| format!("deepspeed.zero_optimization.stage={stage}");
+    let (one, two, three) = (stage(1), stage(2), stage(3));
+    // An all-reduce is a reduce-scatter and an all-gather; stage 2 reduces each of two micro-batches.
+    for (n_reductions, arguments) in [
+        (2.0, vec!["gradient_accumulation_steps=2"]),
+        (1.0, vec!["gradient_accumulation_steps=2", &one]),
+        (2.0, vec!["gradient_accumulation_steps=2", &two]),
+        (1.0, vec![&three]),
+    ] {
+        let [wide, narrow] = [vec![], vec![bf16]].map(|more| sent(2, &[&arguments[..], &more].concat()));
+        let (saved, want) = (wide - narrow, 2.0 * n_reductions * reduced);
+        eprintln!("{arguments:?}: {saved:.0} bytes less, {want:.0} by the formula");
+        assert!((saved / want - 1.0).abs() < 0.02, "{arguments:?}: {saved} bytes less, {want} by the formula");
+    }
+}
+
 /// A step in bf16 gathers the linear layers of a block in a byte per weight instead of two, and the embedding in two.
 #[test]
 fn gathered_fp8_weights_take_half_the_bytes_of_bf16() {

@@ -5,8 +5,9 @@ use clap::Args;
 
 use super::Ui;
 use super::options::{RecipeArgs, Verbosity, at_least_one, plan};
-use crate::estimate::{Capacity, EstimateReport, FixedModes, Setup, choose};
+use crate::estimate::{Capacity, EstimateReport, FixedModes, Setup, choose, choose_micro_batch};
 use crate::exit::ExitCode;
+use crate::plan::MicroBatchChoice;
 use crate::recipe::{Loaded, MemoryMode};
 use crate::resolve::WorldInfo;
 
@@ -36,7 +37,7 @@ The exit code is 4 if the run does not fit.";
 
 pub(super) fn run(args: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&args.recipe.path, &args.recipe.overrides)?;
-    // `WorldInfo::first_of` leaves `memory: auto` unresolved, because the choice depends on --device.
+    // `WorldInfo::first_of` leaves `memory: auto` and `micro_batch_size: auto` unresolved: the choices depend on --device.
     let plan = plan(&args.recipe, verbosity, WorldInfo::first_of(args.ranks))?;
     let capacity = match &args.device {
         Some(text) => {
@@ -53,7 +54,15 @@ pub(super) fn run(args: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<
     {
         setup.modes = found.modes;
     }
-    let report = EstimateReport::new(plan.recipe.display().to_string(), &setup, &capacity);
+    let is_open = plan.micro_batch == MicroBatchChoice::FreeMemory;
+    if is_open && capacity.bytes.is_some() && plan.reason_for_one_row().is_none() {
+        let rows = choose_micro_batch(&setup, &capacity.usable()).rows;
+        setup = Setup { rows: rows as u64, n_micros: setup.n_micros / rows, ..setup };
+    }
+    let mut report = EstimateReport::new(plan.recipe.display().to_string(), &setup, &capacity);
+    if is_open {
+        report.modes.insert("micro_batch_size".to_owned(), setup.rows.into());
+    }
     match args.json {
         true => ui.print(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
         false => ui.print(report.to_string().trim_end())?,

@@ -41,7 +41,7 @@ pub(super) const RULES: KeyRules = &[
     ("dataloader_pin_memory", KeyRule::BuiltIn(LOADER)),
     ("dataloader_prefetch_factor", KeyRule::BuiltIn(LOADER)),
     ("remove_unused_columns", KeyRule::BuiltIn("unused columns are never read")),
-    ("auto_find_batch_size", KeyRule::Unless("`trainer estimate` compares the micro-batch with the memory")),
+    ("auto_find_batch_size", KeyRule::Elsewhere),
     // Precision and memory.
     ("tf32", KeyRule::BuiltIn("matmuls of f32 are computed in f32")),
     ("torch_compile", KeyRule::BuiltIn("there is nothing to compile")),
@@ -372,6 +372,18 @@ pub(super) fn batch(converter: &mut Converter<'_>, keys: BatchKeys, packs: bool)
     let both = |rows: u64, micros: u64| {
         [("micro_batch_size", Json::from(rows)), ("gradient_accumulation_steps", Json::from(micros))]
     };
+    if let Some(item) = converter.get("auto_find_batch_size") {
+        if item.flag() == Some(true) {
+            let settings =
+                [("micro_batch_size", "auto".into()), ("gradient_accumulation_steps", (n_rows * n_micro).into())];
+            let note = "the rows of a micro-batch follow from the free memory, and a step keeps its rows";
+            for item in [Some(&item), micro.as_ref(), accumulation.as_ref()].into_iter().flatten() {
+                converter.change(item, settings.clone(), note);
+            }
+            return;
+        }
+        converter.built_in(&item, "off");
+    }
     if packs && n_rows > 1 {
         let note = format!(
             "a micro-batch has one packed row, so {n_rows} rows x {n_micro} micro-batches become {} micro-batches",

@@ -7,6 +7,7 @@ use super::converter::Converter;
 use super::item::ForeignItem;
 
 const STAGE: &str = "deepspeed.zero_optimization.stage";
+const REDUCE_DTYPE: &str = "deepspeed.communication_data_type";
 const OFFLOAD_OPTIMIZER: &str = "deepspeed.zero_optimization.offload_optimizer";
 const OFFLOAD_PARAM: &str = "deepspeed.zero_optimization.offload_param";
 
@@ -44,6 +45,9 @@ fn apply(converter: &mut Converter<'_>, item: &ForeignItem<'_>, config: &Json, o
         if zero[key]["device"] == "cpu" {
             settings.push((path, serde_json::json!({"device": "cpu"})));
         }
+    }
+    if let Some(dtype) = config["communication_data_type"].as_str() {
+        settings.push((REDUCE_DTYPE, Json::from(dtype)));
     }
     let note = format!("stage and offloading {origin}; the recipe's keys replace its batch, dtype and optimizer");
     match settings.is_empty() {

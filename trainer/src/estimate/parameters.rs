@@ -133,7 +133,8 @@ fn shard_of(setup: &Setup, from_stage: usize, amount: ByGroup) -> u64 {
 }
 
 /// Returns the bytes of a step's buffers for all-gathered weights and for gradients that are being reduced. From ZeRO
-/// stage 2 on there are two full gradients: one in backward, one in a reduce-scatter. Two reduced shards are added.
+/// stage 2 on there are two full gradients: one in backward, one in a reduce-scatter. Two reduced shards are added. With a dtype
+/// of communication there are two full gradients and two shards in it, besides the full gradient in backward and a converted shard.
 pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
     // The head's weights are in use while MTP layers are computed one by one.
@@ -149,7 +150,12 @@ pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     let two_units = 2 * units().map(ByGroup::total).max().unwrap_or(0);
     let n_full = if zero_stage >= 2 { two_units.max(with_head(setup, 2, n_trained)) } else { 0 };
     let shard = units().map(|trained| shard_of(setup, 1, trained)).max().unwrap_or(0);
-    weights + (n_full + 2 * shard) * setup.masters.n_bytes()
+    let bytes = setup.masters.n_bytes();
+    weights
+        + match setup.ranks.reduce_dtype {
+            None => (n_full + 2 * shard) * bytes,
+            Some(sent) => (n_full / 2 + shard) * bytes + (n_full.max(two_units) + 2 * shard) * sent.n_bytes(),
+        }
 }
 
 /// Returns the size of the head and of up to `n_layers` MTP layers together; 0 without MTP layers on this stage.

@@ -39,7 +39,7 @@ pub struct EstimateReport {
     pub tokens: u64,
     /// Stages of a pipeline; 1 without one.
     pub n_stages: usize,
-    /// The modes that trade time for memory, as recipe keys: the recipe's, or those that `memory: auto` selects.
+    /// The modes that trade time for memory, as recipe keys: the recipe's, or those that `memory: auto` and `micro_batch_size: auto` select.
     pub modes: Map<String, Value>,
     /// The bytes of the phase that needs most.
     pub peak_bytes: u64,

@@ -22,7 +22,8 @@ pub use profiling::{MemoryProfilePlan, ProfilingPlan};
 pub use ranks::RanksPlan;
 pub use router::{RouterLossTerm, RouterPlan, RoutingReplayPlan};
 pub use run::{
-    ExitPlan, GeneratePlan, LoggerPlan, LossWatchdogPlan, OptimizerGroupPlan, OptimizerKindPlan, OptimizerPlan, Plan,
+    ExitPlan, GeneratePlan, LoggerPlan, LossWatchdogPlan, MicroBatchChoice, OptimizerGroupPlan, OptimizerKindPlan,
+    OptimizerPlan, Plan,
 };
 pub use setting::ResolvedSetting;
 pub(crate) use setting::value_in_words;

@@ -4,7 +4,7 @@ use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{SequenceParallel, SplitSizes, TokenDispatcher, ZeroStage};
 use serde::Serialize;
 
-use crate::recipe::{DdpBackend, TokenDispatcherType};
+use crate::recipe::{DdpBackend, FloatDtype, TokenDispatcherType};
 
 /// The degrees of parallelism of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -35,6 +35,9 @@ pub struct RanksPlan {
     pub backend: DdpBackend,
     /// The ZeRO stage: it shards nothing (0), optimizer state (1), gradients too (2), weights too (3).
     pub zero_stage: usize,
+    /// The dtype in which data-parallel ranks send gradients; `None` is the dtype of gradients.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reduce_dtype: Option<FloatDtype>,
 }
 
 impl RanksPlan {
@@ -54,6 +57,7 @@ impl RanksPlan {
             timeout: 1800,
             backend: DdpBackend::Auto,
             zero_stage: 0,
+            reduce_dtype: None,
         }
     }
 

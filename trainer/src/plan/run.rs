@@ -21,7 +21,7 @@ use super::setting::ResolvedSetting;
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{FloatDtype, MemoryMode, OnNonfinite, Prompt, SpikeAction};
+use crate::recipe::{DeterministicMode, FloatDtype, MemoryMode, OnNonfinite, Prompt, SpikeAction};
 use crate::schedule::Schedule;
 
 /// A resolved run.
@@ -40,6 +40,8 @@ pub struct Plan {
     pub pipeline: PipelinePlan,
     /// The mode of memory settings: `manual` or `auto`.
     pub memory: MemoryMode,
+    /// The selection of the rows of a micro-batch.
+    pub micro_batch: MicroBatchChoice,
     /// The model.
     pub model: ModelPlan,
     /// The losses of the routers; `None` for a dense model.
@@ -88,6 +90,8 @@ pub struct Plan {
     pub profiling: ProfilingPlan,
     /// The reaction to a loss or gradient that is not finite.
     pub on_nonfinite: OnNonfinite,
+    /// The independence of results from the batch.
+    pub deterministic: DeterministicMode,
     /// The loss watchdog.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_watchdog: Option<LossWatchdogPlan>,
@@ -252,4 +256,14 @@ impl Default for LoggerPlan {
 
 fn shown<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
+}
+
+/// The selection of the rows of a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MicroBatchChoice {
+    /// By the recipe.
+    Recipe,
+    /// By the free memory: `micro_batch_size: auto`.
+    FreeMemory,
 }

@@ -23,6 +23,7 @@ const ROPE: &str = "`model.hf_config_kwargs: {rope_scaling: {…}}`";
 const ALWAYS: &str = "remove the key: this is always on";
 const OF_MODEL: &str = "with a loaded model in model.hf_config_kwargs";
 const HUB: &str = "pushing to the Hub is not part of a run; `trainer export --push-to-hub` or `hf upload` does it";
+const REDUCE: &str = "deepspeed.communication_data_type";
 const ZERO: &str = "the ZeRO stage: 0, 1, 2 or 3";
 const LORA: &str = "`model.peft_config: {peft_type: LORA, r: 16, lora_alpha: 32, target_modules: all-linear}`";
 const MASKS: &str = "by default the loss covers the assistant's tokens only; `train_on_all` covers all tokens";
@@ -58,7 +59,7 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("eval_batch_size", "micro_batch_size", "evaluation uses the same number of rows"),
     key("gradient_accumulation", "gradient_accumulation_steps", ""),
     key("grad_accum", "gradient_accumulation_steps", ""),
-    key("auto_find_batch_size", "", "`trainer estimate RECIPE` compares the micro-batch with the memory"),
+    key("auto_find_batch_size", "micro_batch_size", "`micro_batch_size: auto` keeps the rows of a step"),
     key("group_by_length", "", GROUPS),
     key("length_column_name", "", GROUPS),
     key("dataloader_drop_last", "data.drop_last", ""),
@@ -164,6 +165,11 @@ pub(crate) const FOREIGN_KEYS: &[ForeignKey] = &[
     key("use_unsloth", "", KERNELS),
     key("torch_compile", "", "remove the key: there is nothing to compile"),
     key("compile", "", "remove the key: there is nothing to compile"),
+    key("reduce_dtype", REDUCE, "FSDP's dtype of the gradients that ranks send"),
+    key("mixed_precision_reduce", REDUCE, "torchtitan's dtype of the gradients that ranks send"),
+    key("grad_reduce_in_bf16", REDUCE, "`bf16`"),
+    key("accumulate_allreduce_grads_in_fp32", REDUCE, "the default is `fp32`"),
+    key("communication_data_type", REDUCE, ""),
     key("mixed_precision", "model.dtype", "master weights are f32 with every dtype"),
     key("amp", "model.dtype", "master weights are f32 with every dtype"),
     key("device_map", "deepspeed.zero_optimization.stage", "ZeRO and the parallel sizes place the weights"),

@@ -41,8 +41,8 @@ pub enum Origin {
     Default,
     /// Another setting or the model's config.
     Derived,
-    /// The free memory, by `memory: auto`.
-    Memory,
+    /// The free memory, by this key with the value `auto`.
+    Memory(&'static str),
     /// An environment variable.
     Variable(&'static str),
 }
@@ -184,7 +184,7 @@ impl fmt::Display for Origin {
             Origin::Argument => f.write_str("argument"),
             Origin::Default => f.write_str("default"),
             Origin::Derived => f.write_str("derived"),
-            Origin::Memory => f.write_str("memory: auto"),
+            Origin::Memory(key) => write!(f, "{key}: auto"),
             Origin::Variable(name) => write!(f, "environment variable {name}"),
         }
     }

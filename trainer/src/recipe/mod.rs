@@ -16,6 +16,7 @@ mod foreign_keys;
 mod key_docs;
 mod keys;
 mod load;
+mod micro_batch_size;
 mod missing_features;
 mod model;
 mod moe;
@@ -49,6 +50,7 @@ pub use eval::EvalSection;
 pub use key_docs::{KeyDoc, NamedKey, ValueDoc, find_key, key_docs};
 pub(crate) use keys::{foreign_key_advice, numbered, of_option as key_of_option};
 pub use load::{Loaded, Origin};
+pub use micro_batch_size::MicroBatchSize;
 pub(crate) use missing_features::missing_feature_advice;
 pub use missing_features::{MISSING_FEATURES, MissingFeature};
 pub use model::{
@@ -140,9 +142,11 @@ pub struct Recipe {
     pub exit_iteration_this_run: Option<HumanInt>,
     /// The minimum number of steps in an epoch, which repeats the data to reach it. Default 0: off.
     pub min_iterations: Option<HumanInt>,
-    /// The number of rows in a micro-batch. Default 1.
-    pub micro_batch_size: Option<HumanInt>,
-    /// The number of micro-batches of a step on each data-parallel rank. Default 1.
+    /// The number of rows in a micro-batch, or `auto`: as many rows as the device needs for full speed and the free memory holds.
+    /// `auto` keeps the rows of a step: `gradient_accumulation_steps` for each data-parallel rank. Default 1.
+    pub micro_batch_size: Option<MicroBatchSize>,
+    /// The number of micro-batches of a step on each data-parallel rank; with `micro_batch_size: auto` the number of its rows.
+    /// Default 1.
     pub gradient_accumulation_steps: Option<HumanInt>,
     /// The device: `auto`, `cpu`, `cuda` or `cuda:1`. Default `auto`: the first GPU if the build supports CUDA and finds
     /// one, else the CPU.
@@ -261,6 +265,9 @@ pub struct Recipe {
     pub resume_from_checkpoint: Option<String>,
     /// The reaction to a loss or gradient that is not finite: `stop` (default; exit code 5) or `skip` the step.
     pub on_nonfinite: Option<OnNonfinite>,
+    /// `batch_invariant` selects kernels whose result for a row does not depend on the number of rows: with them, evaluation does not depend on
+    /// its batches. It costs speed. Default `none`.
+    pub deterministic: Option<DeterministicMode>,
     /// The loss watchdog. Default: off.
     pub loss_watchdog: Option<LossWatchdogSection>,
     /// Sample generations, printed after training and, with `on_evaluate`, after each evaluation.
@@ -286,6 +293,16 @@ pub enum PipelineScheduleName {
     /// All forwards, then all backwards.
     #[serde(rename = "afab", alias = "gpipe")]
     AllForwardAllBackward,
+}
+
+/// The independence of results from the batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DeterministicMode {
+    /// A row's bits may depend on the number of rows that are computed with it.
+    None,
+    /// A row's bits depend on the row alone.
+    BatchInvariant,
 }
 
 /// The part of a run whose memory is profiled.

@@ -10,7 +10,7 @@ use crate::data::{
     default_cache_dir,
 };
 use crate::plan::{ModelPlan, TokenizerPlan};
-use crate::recipe::{DataType, Origin, PadTo};
+use crate::recipe::{DataType, MicroBatchSize, Origin, PadTo};
 
 pub(super) fn resolve(
     resolver: &mut Resolver,
@@ -260,13 +260,23 @@ fn padding(resolver: &mut Resolver, max_length: usize) -> Padding {
 
 fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
     let recipe = resolver.recipe();
-    let micro_batch_size = resolver.positive("micro_batch_size", recipe.micro_batch_size, 1);
+    let accumulation_key = "gradient_accumulation_steps";
+    let given = match recipe.micro_batch_size {
+        // One row until the memory is known: the number of rows of a step is final.
+        Some(MicroBatchSize::Auto) => {
+            resolver.record("micro_batch_size", "auto", resolver.loaded.origin(&["micro_batch_size"]));
+            return (1, resolver.positive(accumulation_key, recipe.gradient_accumulation_steps, 1));
+        }
+        Some(MicroBatchSize::Rows(rows)) => Some(rows),
+        None => None,
+    };
+    let micro_batch_size = resolver.positive("micro_batch_size", given, 1);
     if packing != Packing::Off && recipe.data.pack_samples == Some(true) && micro_batch_size > 1 {
         let message = format!("micro_batch_size: expected 1 with data.pack_samples, found {micro_batch_size}");
         let advice = "for larger batches raise data.max_length or gradient_accumulation_steps";
         resolver.report_with_advice(&["micro_batch_size"], message, advice);
     }
-    let accumulation = resolver.positive("gradient_accumulation_steps", recipe.gradient_accumulation_steps, 1);
+    let accumulation = resolver.positive(accumulation_key, recipe.gradient_accumulation_steps, 1);
     (micro_batch_size, accumulation)
 }
 

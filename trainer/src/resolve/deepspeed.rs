@@ -11,7 +11,6 @@ use crate::recipe::{FloatDtype, foreign_key_advice, parse_number};
 /// Keys that only tune bucket sizes or overlap. Here each unit is communicated while others are computed.
 const WITHOUT_EFFECT: &[&str] = &[
     "allgather_bucket_size",
-    "communication_data_type",
     "seq_parallel_communication_data_type",
     "steps_per_print",
     "zero_optimization.allgather_bucket_size",
@@ -45,6 +44,9 @@ pub(super) const SHARD_SIZE: &str = "deepspeed.zero_optimization.mics_shard_size
 
 /// The key of the ZeRO stage.
 pub(super) const STAGE: &str = "zero_optimization.stage";
+
+/// The key of the dtype in which data-parallel ranks send gradients.
+const REDUCE_DTYPE: &str = "communication_data_type";
 
 /// The key of the times of a step's phases.
 const WALL_CLOCK: &str = "wall_clock_breakdown";
@@ -105,6 +107,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
             resolver.report(&[&path], format!("{path}: expected a number of ranks, found {value}"));
         }
         "zero_optimization.mics_shard_size" => {}
+        REDUCE_DTYPE => check_reduce_dtype(resolver, &path, value),
         "bf16.enabled" | "bfloat16.enabled" => check_dtype(resolver, &path, value, FloatDtype::Bf16),
         "fp16.enabled" => check_dtype(resolver, &path, value, FloatDtype::F16),
         _ if BF16_STATES.contains(&key) => {
@@ -236,6 +239,34 @@ pub(super) fn leaves_stage_open(resolver: &Resolver) -> bool {
 pub(super) fn stage(resolver: &Resolver) -> Option<usize> {
     let given = lookup(&resolver.recipe().deepspeed, STAGE).and_then(number);
     given.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage)).map(|stage| stage as usize)
+}
+
+/// Reports an unknown dtype of communication, and one that has no effect or loses small gradients.
+fn check_reduce_dtype(resolver: &mut Resolver, path: &str, value: &Value) {
+    match parse_reduce_dtype(value) {
+        None => resolver.report(&[path], format!("{path}: expected fp32, bf16 or fp16, found {value}")),
+        Some(_) if resolver.env.world.n_ranks == 1 => resolver.note(format!("{path} has no effect on a single rank")),
+        Some(FloatDtype::F16)
+            if resolver.recipe().model.dtype != Some(FloatDtype::F16) && !autocast::is_fp16(resolver) =>
+        {
+            resolver.note(format!(
+                "{path}: fp16 rounds gradients below 6e-8 to 0, because nothing scales the loss; use bf16"
+            ));
+        }
+        Some(_) => {}
+    }
+}
+
+fn parse_reduce_dtype(value: &Value) -> Option<FloatDtype> {
+    serde_json::from_value(value.clone()).ok()
+}
+
+/// Returns the dtype in which data-parallel ranks send gradients, if the section sets it and there are several ranks.
+pub(super) fn reduce_dtype(resolver: &mut Resolver) -> Option<FloatDtype> {
+    let given = given(resolver, REDUCE_DTYPE).and_then(parse_reduce_dtype);
+    let given = given.filter(|_| resolver.env.world.n_ranks > 1)?;
+    let path = format!("deepspeed.{REDUCE_DTYPE}");
+    Some(resolver.pick(&path, Some(given), given))
 }
 
 /// Returns the number of ranks in a shard group, if the section sets it.

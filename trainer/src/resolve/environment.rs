@@ -14,7 +14,9 @@ use serde_json::{Map, Value};
 use super::{TempDir, TrackingEnv};
 use crate::estimate::Capacity;
 use crate::metrics::Console;
-use crate::recipe::{ConfigSource, ExpertsImplementation, Fault, Loaded, MemoryMode, ModelType, RecipeError};
+use crate::recipe::{
+    ConfigSource, ExpertsImplementation, Fault, Loaded, MemoryMode, MicroBatchSize, ModelType, Recipe, RecipeError,
+};
 
 /// The facts from outside of the recipe.
 #[derive(Clone, Debug)]
@@ -35,7 +37,7 @@ pub struct Environment {
     pub tasks_generate: bool,
     /// The verbosity of the terminal output.
     pub console: Console,
-    /// The free memory of the run's device, if the recipe's `memory: auto` needs it.
+    /// The free memory of the run's device, if the recipe's `memory: auto` or `micro_batch_size: auto` needs it.
     pub capacity: Option<Capacity>,
     /// The reason why this machine has no usable GPU, if a run here needs one.
     pub missing_gpu: Option<String>,
@@ -156,7 +158,9 @@ impl Environment {
 
     /// Inspects the machine, but neither the model nor a lock file.
     pub fn with_config(config: Option<Config>, loaded: &Loaded, console: Console, world: WorldInfo) -> Self {
-        let wants_capacity = loaded.recipe.memory == Some(MemoryMode::Auto) && world.machines != Machines::Unknown;
+        let Recipe { memory, micro_batch_size, .. } = &loaded.recipe;
+        let selects = *memory == Some(MemoryMode::Auto) || *micro_batch_size == Some(MicroBatchSize::Auto);
+        let wants_capacity = selects && world.machines != Machines::Unknown;
         Self {
             config,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),

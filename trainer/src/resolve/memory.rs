@@ -72,7 +72,7 @@ fn apply(plan: &mut Plan, found: Candidate, fixed: FixedModes, free: u64) {
     plan.model.activations = found.modes.activations;
     let key = super::model::ACTIVATIONS[0];
     if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key && !fixed.activations) {
-        *setting = ResolvedSetting::new(key, &found.modes.activations.to_recipe(), Origin::Memory);
+        *setting = ResolvedSetting::new(key, &found.modes.activations.to_recipe(), Origin::Memory("memory"));
     }
     let (modes, peak, free) = (modes_as_arguments(found.modes), format_bytes(found.peak_bytes), format_bytes(free));
     plan.notes.push(format!("memory: auto selects {modes}: about {peak} of the {free} that are free"));

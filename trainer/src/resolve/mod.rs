@@ -15,6 +15,7 @@ mod intervals;
 mod lock_file;
 mod masking;
 mod memory;
+mod micro_batch;
 mod mixture;
 mod model;
 mod moe;
@@ -39,8 +40,10 @@ mod watchdog;
 
 use candlewick_ops::DeviceChoice;
 
-use crate::plan::{ObjectivePlan, Plan, ResolvedSetting};
-use crate::recipe::{Loaded, MemoryMode, OnNonfinite, RecipeError, missing_feature_advice};
+use crate::plan::{MicroBatchChoice, ObjectivePlan, Plan, ResolvedSetting};
+use crate::recipe::{
+    DeterministicMode, Loaded, MemoryMode, MicroBatchSize, OnNonfinite, RecipeError, missing_feature_advice,
+};
 
 pub(crate) use environment::is_path;
 pub use environment::{
@@ -98,6 +101,7 @@ impl Plan {
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
+        let deterministic = resolver.pick("deterministic", recipe.deterministic, DeterministicMode::None);
         let memory = resolver.pick("memory", recipe.memory, MemoryMode::Manual);
         let (settings, notes) = resolver.finish()?;
         let written = summarized_keys(loaded, &settings);
@@ -108,6 +112,10 @@ impl Plan {
             ranks,
             pipeline,
             memory,
+            micro_batch: match recipe.micro_batch_size {
+                Some(MicroBatchSize::Auto) => MicroBatchChoice::FreeMemory,
+                _ => MicroBatchChoice::Recipe,
+            },
             model,
             moe,
             fp8,
@@ -130,6 +138,7 @@ impl Plan {
             log,
             profiling,
             on_nonfinite,
+            deterministic,
             loss_watchdog,
             generate,
             logger,
@@ -138,10 +147,11 @@ impl Plan {
             notes,
             merged_recipe: loaded.merged(),
         };
-        match memory {
-            MemoryMode::Manual => Ok(plan),
-            MemoryMode::Auto => memory::resolve(plan, loaded, env),
-        }
+        let plan = match memory {
+            MemoryMode::Manual => plan,
+            MemoryMode::Auto => memory::resolve(plan, loaded, env)?,
+        };
+        Ok(micro_batch::resolve(plan, env))
     }
 }
 

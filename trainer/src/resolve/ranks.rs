@@ -79,6 +79,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         timeout,
         backend,
         zero_stage,
+        reduce_dtype: deepspeed::reduce_dtype(resolver),
     }
 }
 

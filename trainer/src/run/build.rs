@@ -3,12 +3,13 @@
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::Config;
-use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate};
+use candlewick_ops::{AttentionPasses, gpus, measure_cpu_gemm_rate, require_batch_invariance};
 use candlewick_parallel::{CpuOffload, Engine, EngineSpec, OffloadTarget, ParamDtypes};
 
 use crate::exit::ExitCode;
 use crate::metrics::{PeakRate, gpu_peak};
 use crate::plan::{OptimizerPlan, PipelinePlan, Plan, RanksPlan, RouterPlan, checkpointing, dtype};
+use crate::recipe::DeterministicMode;
 
 use super::initial_weights::InitialWeights;
 use super::slower_modules::{self, EarlierRun};
@@ -42,6 +43,10 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
     let device = ranks.device.clone();
     let supported = ranks.groups.dp.check_device(&device);
     supported.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
+    if plan.deterministic == DeterministicMode::BatchInvariant {
+        let required = require_batch_invariance(&device);
+        required.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
+    }
     // Measure before the model is allocated, so that the allocator reuses this memory.
     let peak = peak(&device, dtype(plan.model.dtype));
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
@@ -67,7 +72,9 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &RankContext, earlier:
     };
     let (model, slower_modules) = slower_modules::exclude(plan, model, ranks, earlier, &mut notes)?;
     let dtypes = ParamDtypes { compute, masters, optimizer_states };
-    let spec = EngineSpec { dtypes, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
+    let reduce_dtype = plan.ranks.reduce_dtype.map(dtype);
+    let spec = engine_spec(plan, &plan.ranks, &plan.pipeline, model.config());
+    let spec = EngineSpec { dtypes, cpu_offload, reduce_dtype, ..spec };
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)

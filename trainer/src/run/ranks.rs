@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::rank_info::RankInfo;
 use crate::data::ReaderShard;
 use crate::exit::{ExitCode, classify};
-use crate::plan::{CheckpointingMode, Plan, RanksPlan};
+use crate::plan::{CheckpointingMode, MicroBatchChoice, Plan, RanksPlan};
 use crate::profiling::Instruments;
 use crate::recipe::MemoryMode;
 use crate::signals::{Signal, StopRequest};
@@ -106,13 +106,16 @@ impl<'w> RankContext<'w> {
     }
 
     /// Returns the plan that all ranks use. With `memory: auto`, all ranks use the checkpointing mode of the rank with
-    /// the least free memory, because they compute each layer together.
+    /// the least free memory, because they compute each layer together. With `micro_batch_size: auto` they use its rows, too.
     ///
     /// Fails if the plans of the ranks differ. All ranks call this.
     pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
         let mut plan = plan.clone();
         if plan.memory == MemoryMode::Auto {
             plan.model.activations = self.lowest_memory_mode(plan.model.activations)?;
+        }
+        if plan.micro_batch == MicroBatchChoice::FreeMemory {
+            plan.set_micro_batch_size(self.smallest(plan.data.micro_batch_size)?);
         }
         self.check_compatible(&plan)?;
         Ok(plan)
@@ -122,6 +125,12 @@ impl<'w> RankContext<'w> {
         let all = self.process.exchange(Ok(serde_json::to_vec(&own)?))?;
         all.iter()
             .try_fold(own, |lowest_memory_mode, other| Ok(lowest_memory_mode.leaner(serde_json::from_slice(other)?)))
+    }
+
+    /// Returns the smallest count of any rank, on all ranks.
+    fn smallest(&self, own: usize) -> Result<usize> {
+        let all = self.process.exchange(Ok(serde_json::to_vec(&own)?))?;
+        all.iter().try_fold(own, |smallest, other| Ok(smallest.min(serde_json::from_slice(other)?)))
     }
 
     fn check_compatible(&self, plan: &Plan) -> Result<()> {

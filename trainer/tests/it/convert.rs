@@ -409,3 +409,19 @@ fn learning_rates_of_groups_become_optimizer_groups() {
         convert_text(refused, Some(ForeignFormat::Axolotl)).unwrap_err().to_string().contains("lr_groups: expected")
     );
 }
+
+/// The rows of a step are those of the file, also where packed rows become micro-batches.
+#[test]
+fn a_batch_size_that_is_found_by_memory_is_an_automatic_one() {
+    for packing in ["false", "true"] {
+        let text = format!(
+            "{AXOLOTL}micro_batch_size: 4\ngradient_accumulation_steps: 3\nsample_packing: {packing}\nauto_find_batch_size: true\n"
+        );
+        let conversion = convert_text(&text, None).unwrap();
+        for line in ["micro_batch_size: auto", "gradient_accumulation_steps: 12"] {
+            assert!(conversion.recipe.lines().any(|found| found == line), "{}", conversion.recipe);
+        }
+        let off = convert_text(&text.replace("size: true", "size: false"), None).unwrap();
+        assert!(!off.recipe.contains("auto"), "{}", off.recipe);
+    }
+}

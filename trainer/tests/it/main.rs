@@ -19,6 +19,7 @@ mod loss_watchdog;
 mod masking;
 mod measurements;
 mod memory_auto;
+mod micro_batch_auto;
 mod modes;
 mod mtp;
 mod naive_llama;

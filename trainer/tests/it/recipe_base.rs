@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use trainer::recipe::{ActivationCheckpoint, Loaded, Origin, RecipeError, shipped};
+use trainer::recipe::{ActivationCheckpoint, HumanInt, Loaded, MicroBatchSize, Origin, RecipeError, shipped};
 
 /// A folder of recipe files.
 struct Folder(tempfile::TempDir);
@@ -104,8 +104,9 @@ fn a_base_may_have_a_base_of_its_own() {
     ]);
     let loaded = folder.load("r.yaml", &[]).unwrap();
     let recipe = &loaded.recipe;
-    let values = [recipe.seed, recipe.micro_batch_size, recipe.gradient_accumulation_steps];
-    assert_eq!(values.map(|n| n.unwrap().0), [1, 3, 4]);
+    let values = [recipe.seed, recipe.gradient_accumulation_steps];
+    assert_eq!(values.map(|n| n.unwrap().0), [1, 4]);
+    assert_eq!(recipe.micro_batch_size, Some(MicroBatchSize::Rows(HumanInt(3))));
     assert_eq!(recipe.epochs.unwrap().0, 2.0);
     assert_eq!(loaded.origin(&["seed"]), Origin::Line(2));
     assert_eq!(loaded.origin(&["epochs"]), Origin::Base(folder.path("b/1.yaml"), 3));

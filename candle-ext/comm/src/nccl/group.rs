@@ -183,6 +183,25 @@ impl NcclGroup {
     }
 }
 
+impl NcclGroup {
+    /// Starts an all-reduce of `own`, which is `x` on the device, in the dtype to send. The result has the dtype of `x`.
+    fn start_reduce(&self, x: &Tensor, own: Tensor, op: Reduce) -> Result<Pending> {
+        let (dtype, out) = (x.dtype(), self.empty(own.dtype(), own.dims())?);
+        let plan = NcclCall { ops: vec![reduce(&own, &out, op)?], inputs: vec![own], outputs: vec![out] };
+        self.start_call(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
+    }
+
+    /// Starts a reduce-scatter of `own`, as [`Self::start_reduce`].
+    fn start_scattered_sum(&self, x: &Tensor, own: Tensor) -> Result<Pending> {
+        let n_rows = arguments::shard_rows(x, self.size)?;
+        let (dtype, out) = (x.dtype(), self.empty(own.dtype(), &[&[n_rows], &own.dims()[1..]].concat())?);
+        let (from, to, n) = (address(&own)?, address(&out)?, out.elem_count());
+        let ops = vec![NcclOp::ReduceScatter { from, to, n, dtype: number(&own) }];
+        let plan = NcclCall { ops, inputs: vec![own], outputs: vec![out] };
+        self.start_call(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
+    }
+}
+
 impl Collective for NcclGroup {
     fn rank(&self) -> usize {
         self.rank
@@ -201,10 +220,12 @@ impl Collective for NcclGroup {
         if op != Reduce::Sum && own.dtype().is_float() {
             return self.start_compare(x, own, op);
         }
-        let (dtype, wide) = (own.dtype(), widened(&own, op)?);
-        let out = self.empty(wide.dtype(), wide.dims())?;
-        let plan = NcclCall { ops: vec![reduce(&wide, &out, op)?], inputs: vec![wide], outputs: vec![out] };
-        self.start_call(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
+        let wide = widened(&own, op)?;
+        self.start_reduce(x, wide, op)
+    }
+
+    fn start_all_reduce_in_dtype(&self, x: &Tensor) -> Result<Pending> {
+        self.start_reduce(x, self.to_device("all_reduce", x)?, Reduce::Sum)
     }
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
@@ -233,14 +254,12 @@ impl Collective for NcclGroup {
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        let n_rows = arguments::shard_rows(x, self.size)?;
-        let own = self.to_device("reduce_scatter", x)?;
-        let (dtype, wide) = (own.dtype(), widened(&own, Reduce::Sum)?);
-        let out = self.empty(wide.dtype(), &[&[n_rows], &own.dims()[1..]].concat())?;
-        let (from, to, n) = (address(&wide)?, address(&out)?, out.elem_count());
-        let ops = vec![NcclOp::ReduceScatter { from, to, n, dtype: number(&wide) }];
-        let plan = NcclCall { ops, inputs: vec![wide], outputs: vec![out] };
-        self.start_call(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
+        let wide = widened(&self.to_device("reduce_scatter", x)?, Reduce::Sum)?;
+        self.start_scattered_sum(x, wide)
+    }
+
+    fn start_reduce_scatter_in_dtype(&self, x: &Tensor) -> Result<Pending> {
+        self.start_scattered_sum(x, self.to_device("reduce_scatter", x)?)
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {

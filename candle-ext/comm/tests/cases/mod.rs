@@ -76,7 +76,7 @@ pub(crate) fn bits(x: &Tensor) -> Vec<u8> {
 }
 
 #[track_caller]
-fn same(got: &Tensor, want: &Tensor, what: &str) {
+pub(crate) fn same(got: &Tensor, want: &Tensor, what: &str) {
     assert_eq!((got.dtype(), got.dims()), (want.dtype(), want.dims()), "{what}");
     assert!(bits(got) == bits(want), "{what}: {:?} {:?} differs bitwise", want.dtype(), want.dims());
 }

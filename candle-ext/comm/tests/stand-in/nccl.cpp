@@ -122,7 +122,8 @@ void reduce(const std::vector<const char *> &from, std::vector<char> &to, size_t
         for (size_t rank = 1; rank < from.size(); rank++) {
             auto other = wide(reinterpret_cast<const T *>(from[rank])[i]);
             // Comparisons ignore NaN, as in NCCL.
-            if (op == 0) value += other;
+            // Each partial sum is sent in the dtype of the call.
+            if (op == 0) value = wide(T(value + other));
             else if (op == 2 ? (other > value || value != value) : (other < value || value != value)) value = other;
         }
         out[i] = T(value);

@@ -6,7 +6,7 @@ use anyhow::{Result, anyhow, bail};
 use candle_core::{DType, Device};
 use candlewick_model::Config;
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
+use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice, require_batch_invariance};
 use candlewick_parallel::ParallelGroups;
 use candlewick_text::hub::{Hub, HubError, ModelAndAdapter, ModelFiles};
 use candlewick_text::long_integer;
@@ -52,6 +52,9 @@ pub struct ComputeOptions {
     /// Quantization of the inputs and weights of linear layers and routed experts; none computes in the dtype
     #[arg(long, value_enum, default_value_t = QuantizationOption::None)]
     pub quantization: QuantizationOption,
+    /// Independence of the results; batch_invariant costs speed
+    #[arg(long, value_enum, default_value_t = DeterministicOption::None)]
+    deterministic: DeterministicOption,
 }
 
 /// Compute dtype option.
@@ -77,6 +80,15 @@ pub enum QuantizationOption {
     None,
     /// FP8 (E4M3) with the fixed scales in the export of a run with `precision.recipe: delayed`
     Fp8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum DeterministicOption {
+    /// Results depend on the request and, by rounding, on the requests that are computed with it
+    None,
+    /// Results depend on the request alone: kernels do not depend on the number of rows
+    #[value(name = "batch_invariant", alias = "batch-invariant")]
+    BatchInvariant,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -202,6 +214,10 @@ impl ComputeOptions {
         device: Device,
         parallel_config: (ParallelConfig, &ParallelGroups),
     ) -> Result<Lm> {
+        if self.deterministic == DeterministicOption::BatchInvariant {
+            let required = require_batch_invariance(&device);
+            required.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
+        }
         let config = Config::read(&folders.model)?;
         let dtype = self.dtype.of(&config, &folders.model)?;
         let attention = self.attention();

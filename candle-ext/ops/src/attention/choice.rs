@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::cu_seqlens::CuSeqlens;
 use super::layout::HeadCounts;
 use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, ModelAttention};
+use crate::batch_invariance::is_batch_invariant;
 
 /// Implementation that computes one call.
 pub(super) enum AttentionKernel {
@@ -72,6 +73,11 @@ pub(super) fn choose(
     heads: HeadCounts,
     passes: AttentionPasses,
 ) -> Result<(AttentionKernel, Option<String>)> {
+    if is_batch_invariant() && matches!(spec.choice.implementation, AttentionImpl::Cudnn | AttentionImpl::Flash) {
+        bail!(
+            "attention: the rows of cuDNN and flash depend on the batch; with batch_invariant choose `fused` or `auto`"
+        )
+    }
     match spec.choice.implementation {
         AttentionImpl::Reference => Ok((AttentionKernel::Reference, None)),
         AttentionImpl::Fused => Ok((AttentionKernel::Fused, None)),
@@ -93,6 +99,9 @@ pub(super) fn choose(
 
 /// Returns the reason why `auto` prefers the fused kernel over cuDNN, if any.
 fn left_to_cudnn(seqs: &CuSeqlens, spec: &AttentionSpec) -> std::result::Result<(), String> {
+    if is_batch_invariant() {
+        return Err("its plan depends on the batch".into());
+    }
     if spec.choice.deterministic {
         return Err("its deterministic backward takes memory quadratic in the length".into());
     }

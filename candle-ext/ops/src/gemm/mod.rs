@@ -41,6 +41,7 @@ mod transpose;
 #[cfg(target_arch = "x86_64")]
 mod widened;
 
+use crate::batch_invariance::is_batch_invariant;
 pub(crate) use accumulate::Accumulate;
 use by_crate::{by_crate, by_crate_bf16};
 use half::bf16;
@@ -58,7 +59,7 @@ pub(crate) use selection::{has_bf16_row_kernel, has_bf16_unit, packs_bf16, prefe
 /// Computes out = [out +] scale * a b.
 pub(crate) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     check_shapes(&out, a, b);
-    if a.cols > 0 && row::takes(&out, a, b) {
+    if a.cols > 0 && row::takes(&out, a, b) && !is_batch_invariant() {
         return row::gemm(out, accumulate, a, b, scale);
     }
     blocked(out, accumulate, a, b, scale, threads);

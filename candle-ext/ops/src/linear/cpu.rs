@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use half::bf16;
 
+use crate::batch_invariance::is_batch_invariant;
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::{Accumulate, Mat, Output, Threads, gemm_bf16, has_bf16_row_kernel};
 use crate::weight_matmul::{self, Dims, WeightOperand, bf16_operands};
@@ -19,7 +20,7 @@ const COLUMNS: usize = 256;
 
 /// Computes y = x w^T + b.
 pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
-    if let (Some((x, w)), true) = (bf16_operands(x, w), dims.t > 1 || has_bf16_row_kernel()) {
+    if let (Some((x, w)), true) = (bf16_operands(x, w), dims.t > 1 || has_bf16_row_kernel() || is_batch_invariant()) {
         return forward_bf16(x, w, bias, y, dims);
     }
     let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use super::args::{LabelSmoothing, Sizes, Target};
 use super::chunk::rows_per_chunk;
 use super::vocab_shard::{NOT_IN_SHARD, VocabShard};
+use crate::batch_invariance::is_batch_invariant;
 use crate::cost::DeviceKind;
 use crate::exp;
 use crate::floats::{Floats, FloatsMut, write_bf16};
@@ -200,7 +201,7 @@ impl CpuLmHead<'_> {
         if let Some((from, w)) = bf16 {
             x_bf16.clear();
             targets.iter().for_each(|target| x_bf16.extend_from_slice(&from[target.row * d..(target.row + 1) * d]));
-            if t > 1 {
+            if t > 1 || is_batch_invariant() {
                 let (x, w) = (Mat::new(x_bf16, t, d), Mat::new(w, v, d));
                 let logits = MatMut::with_stride(logits, t, v, self.logit_stride());
                 return gemm_bf16(logits, Accumulate::Overwrite, x, w.t(), 1.0, Threads::All);

@@ -162,7 +162,7 @@ extern "C" {
 
 // Refusals that a test sets. Same layout as in tests.rs.
 struct Rules {
-    int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest, is_old;
+    int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest, is_old, by_rows;
 } stand_in_rules = {};
 
 // Request of the last matmul of FP8 operands: types of a, b and the output, scaling modes, accumulation, epilogue, and
@@ -173,7 +173,7 @@ struct Fp8Call {
 
 // Calls so far, and the last algorithm that computed. As in tests.rs.
 struct Calls {
-    int heuristics, products, gemm_ex, last;
+    int heuristics, products, gemm_ex, last, reductions;
 } stand_in_calls = {};
 
 size_t cublasLtGetVersion() { return stand_in_rules.is_old ? 130100 : 130400; }
@@ -259,9 +259,10 @@ Status cublasLtMatmulPreferenceSetAttribute(Preference *preference, int attribut
     return memcpy(&preference->alignments[attribute - 5], value, 4), SUCCESS;
 }
 
-Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *of_a, Layout *, Layout *, Layout *,
+Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *of_a, Layout *, Layout *, Layout *of_d,
                                       Preference *preference, int n, Heuristic *results, int *n_found) {
     stand_in_calls.heuristics++;
+    stand_in_calls.reductions = preference->reductions;
     *n_found = 0;
     bool is_refused = stand_in_rules.heuristics || (stand_in_rules.mask && preference->reductions == 2);
     for (uint32_t alignment : preference->alignments) {
@@ -273,14 +274,18 @@ Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *of_a, Layou
         if ((average > 0) != (of_a->n_groups > 0)) return INVALID_VALUE;
     }
     for (int i = 0; i < n && i < 5; i++, (*n_found)++) {
-        results[i] = {{{MAGIC, uint64_t(i), 0, 0, 0, 0, 0, MAGIC}}, WORKSPACE, SUCCESS, 1.0f, {}};
+        // The row-major output's rows are the columns here.
+        uint64_t number = stand_in_rules.by_rows ? (i + of_d->columns) % 5 : i;
+        results[i] = {{{MAGIC, number, 0, 0, 0, 0, 0, MAGIC}}, WORKSPACE, SUCCESS, 1.0f, {}};
     }
     return SUCCESS;
 }
 
-Status cublasLtMatmulAlgoCheck(void *, Description *, Layout *, Layout *, Layout *, Layout *, const Algorithm *algorithm,
+Status cublasLtMatmulAlgoCheck(void *, Description *, Layout *, Layout *, Layout *, Layout *of_d, const Algorithm *algorithm,
                                Heuristic *result) {
     if (algorithm->words[0] != MAGIC || algorithm->words[7] != MAGIC) return INVALID_VALUE;
+    // The heuristic's first algorithm for 1024 rows does not support a single row.
+    if (stand_in_rules.by_rows && of_d->columns == 1 && algorithm->words[1] == 1024 % 5) return NOT_SUPPORTED;
     *result = {*algorithm, WORKSPACE, SUCCESS, 1.0f, {}};
     return SUCCESS;
 }

@@ -120,6 +120,13 @@ impl ParamStore {
         Ok(Self { fp8: Some(fp8), ..self })
     }
 
+    /// Sends gradients in `reduce_dtype` to the ranks that sum them. Partial sums may be rounded to it. Gradients that tensor
+    /// parallel ranks or tied pipeline stages sum stay in the dtype of gradients.
+    #[must_use]
+    pub fn with_reduce_dtype(self, reduce_dtype: DType) -> Self {
+        Self { reducer: self.reducer.with_reduce_dtype(reduce_dtype), ..self }
+    }
+
     /// Returns the linear layers that multiply in FP8.
     pub fn fp8(&self) -> Option<&Fp8Layers> {
         self.fp8.as_deref()

@@ -22,6 +22,8 @@ pub(crate) struct GradReducer {
     grads: BTreeMap<usize, GroupGrads>,
     sinks: HashMap<String, GradSink>,
     dtype: DType,
+    /// Dtype in which ranks send gradients and may round partial sums; `None` sends `dtype` and sums in f32.
+    reduce_dtype: Option<DType>,
     device: Device,
     in_flight: Mutex<InFlight>,
     /// Copies to host memory of this step's gradients, by group index: those that offloaded optimizers read.
@@ -66,10 +68,16 @@ impl GradReducer {
             grads,
             sinks,
             dtype,
+            reduce_dtype: None,
             device: device.clone(),
             in_flight: Mutex::default(),
             host_copies: Mutex::default(),
         })
+    }
+
+    /// Sends gradients in `reduce_dtype` to other ranks.
+    pub(crate) fn with_reduce_dtype(self, reduce_dtype: DType) -> Self {
+        Self { reduce_dtype: Some(reduce_dtype), ..self }
     }
 
     /// Returns the gradient sink of a trainable parameter.
@@ -103,7 +111,12 @@ impl GradReducer {
     pub(crate) fn start(&self, layout: &ParamLayout, group_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         let unreduced = self.grads[&group_idx].take_unreduced()?;
         let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
-        let pending = layout.groups[group_idx].ranks.shard.start_reduce_scatter(&unreduced)?;
+        let ranks = &layout.groups[group_idx].ranks;
+        let pending = match self.reduce_dtype.filter(|_| ranks.shard.size() * ranks.replicate.size() > 1) {
+            Some(dtype) => ranks.shard.start_reduce_scatter_in_dtype(&unreduced.to_dtype(dtype)?)?,
+            None => ranks.shard.start_reduce_scatter(&unreduced)?,
+        };
+        drop(unreduced);
         in_flight.scattering.push_back(ReductionInFlight { group_idx, micro_batch, pending });
         self.advance(&mut in_flight, layout, MAX_IN_FLIGHT)
     }
@@ -120,12 +133,16 @@ impl GradReducer {
         while scattering.len() > max_in_flight {
             let Some(ReductionInFlight { group_idx, micro_batch, pending }) = scattering.pop_front() else { break };
             let replicate = &layout.groups[group_idx].ranks.replicate;
-            let pending = replicate.start_all_reduce(&pending.wait()?, Reduce::Sum)?;
+            let sum = pending.wait()?;
+            let pending = match self.reduce_dtype {
+                Some(_) => replicate.start_all_reduce_in_dtype(&sum)?,
+                None => replicate.start_all_reduce(&sum, Reduce::Sum)?,
+            };
             summing.push_back(ReductionInFlight { group_idx, micro_batch, pending });
         }
         while summing.len() > max_in_flight {
             let Some(ReductionInFlight { group_idx, micro_batch, pending }) = summing.pop_front() else { break };
-            self.grads[&group_idx].store_reduced(pending.wait()?)?;
+            self.grads[&group_idx].store_reduced(pending.wait()?.to_dtype(self.dtype)?)?;
             if micro_batch == MicroBatch::Last {
                 self.start_host_copy(layout, group_idx)?;
             }

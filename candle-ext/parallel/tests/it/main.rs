@@ -11,4 +11,5 @@ mod mixer;
 mod modes;
 mod mtp;
 mod optimizer_groups;
+mod reduce_dtype;
 mod transformers_loss;

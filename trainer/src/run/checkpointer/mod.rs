@@ -105,7 +105,11 @@ impl<'a> Checkpointer<'a> {
 
     /// Lists the settings that differ from the checkpoint's, one line for each key.
     pub(super) fn changed_settings(&self, run: &RunState) -> Vec<String> {
-        run.settings.differences(&self.settings).iter().map(|line| with_recipe_key(line)).collect()
+        // Checkpoints of earlier versions do not have the rows of a micro-batch.
+        let is_unknown =
+            |line: &&String| line.starts_with(MICRO_BATCH_SIZE) && run.settings.get(MICRO_BATCH_SIZE).is_none();
+        let differences = run.settings.differences(&self.settings);
+        differences.iter().filter(|line| !is_unknown(line)).map(|line| with_recipe_key(line)).collect()
     }
 
     /// Moves the checkpoints of other runs aside. Fails if an entry of another origin has the name of a checkpoint that
@@ -332,12 +336,16 @@ fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
     Fingerprint::of(&json!({"model": model}))
 }
 
+/// The key of the rows of a micro-batch, in the settings that may change.
+const MICRO_BATCH_SIZE: &str = "micro_batch_size";
+
 /// Returns the settings that may change when a run resumes, such as the learning rate. Changes are logged.
 pub(super) fn settings(plan: &Plan) -> Fingerprint {
     let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
     let model = plan.model.name_or_path.as_deref();
     let mut settings = json!({
         "optimizer": optimizer, "scheduler": scheduler, "horizon": horizon, "seed": plan.seed, "model": model,
+        (MICRO_BATCH_SIZE): plan.data.micro_batch_size,
     });
     if plan.label_smoothing_factor > 0.0 {
         settings["label_smoothing_factor"] = json!(plan.label_smoothing_factor);

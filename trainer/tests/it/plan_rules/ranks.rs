@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use trainer::plan::{Plan, RanksPlan};
-use trainer::recipe::{DdpBackend, Loaded};
+use trainer::recipe::{DdpBackend, FloatDtype, Loaded};
 use trainer::resolve::{BuildFeatures, Environment, Machines, WorldInfo};
 
 use super::{BASE, known, plan};
@@ -40,6 +40,28 @@ fn the_zero_stage_sets_the_sharding_groups() {
     let both = ["sequence_parallel_size=2", "context_parallel_size=2"];
     assert_eq!(of_ranks(8, &both), in_ring(2, plan(2, 1, 2, 0)));
     assert_eq!(of_ranks(8, &[&both[..], &[STAGE_3, GROUPS_OF_4]].concat()), in_ring(2, plan(2, 1, 2, 3)));
+}
+
+#[test]
+fn the_dtype_of_communication_is_deepspeeds() {
+    let given = |n_ranks, value: &str| plan_of(n_ranks, &[&format!("deepspeed.communication_data_type={value}")]);
+    let sent = |value| given(2, value).unwrap().ranks.reduce_dtype;
+    assert_eq!(plan_of(2, &[]).unwrap().ranks.reduce_dtype, None);
+    assert_eq!(sent("fp32"), Some(FloatDtype::F32));
+    assert_eq!(sent("bf16"), Some(FloatDtype::Bf16));
+    assert_eq!(sent("fp16"), Some(FloatDtype::F16));
+    let note = |n_ranks, value| given(n_ranks, value).unwrap().notes.join("\n");
+    assert!(note(2, "fp16").contains("nothing scales the loss"));
+    assert!(!note(2, "bf16").contains("communication_data_type"));
+    let alone = given(1, "bf16").unwrap();
+    assert_eq!(alone.ranks.reduce_dtype, None);
+    assert!(alone.notes.join("\n").contains("communication_data_type has no effect on a single rank"));
+    for value in ["int8", "8", "true"] {
+        let error = given(2, value).unwrap_err();
+        assert!(error.contains("communication_data_type: expected fp32, bf16 or fp16"), "{error}");
+    }
+    let error = plan_of(2, &["reduce_dtype=bf16"]).unwrap_err();
+    assert!(error.contains("deepspeed.communication_data_type"), "{error}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! File of tuned cuBLASLt algorithms, so that later runs use the same algorithms and give the same bits.
 //!
-//! A file belongs to a GPU model and a cuBLASLt version, because only that version can restore an algorithm. Concurrent
-//! processes share the file: the first to store a GEMM decides for all.
+//! A file belongs to a GPU model and a cuBLASLt version, because only that version can restore an algorithm. It also belongs to
+//! a driver, with which the times may differ. Concurrent processes share the file: the first to store a GEMM decides for all.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,7 +15,7 @@ use super::key::GemmKey;
 use super::search::{self, Algorithm, GemmError, Library, Timed};
 
 /// Version of the file format. Raise it when older files can no longer be read.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 pub(super) struct Choices {
     path: PathBuf,
@@ -23,11 +23,22 @@ pub(super) struct Choices {
     has_warned: bool,
 }
 
+/// The device and the software that a file of choices belongs to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct TunedOn {
+    /// Name of the GPU model.
+    pub(super) device: String,
+    /// Version of cuBLASLt.
+    pub(super) cublas_lt: usize,
+    /// Version of NVIDIA's driver.
+    pub(super) driver: String,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Content {
     format: u32,
-    device: String,
-    cublas_lt: usize,
+    #[serde(flatten)]
+    tuned_on: TunedOn,
     /// Choices by the name of their key.
     choices: BTreeMap<String, Choice>,
 }
@@ -42,11 +53,10 @@ struct Choice {
 }
 
 impl Choices {
-    /// Reads the file of a device. A damaged file, or one of another device, is ignored with a warning.
-    pub(super) fn open(folder: &Path, device: &str, cublas_lt: usize) -> Self {
-        let name: String = device.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
-        let path = folder.join(format!("{name}-{cublas_lt}.json"));
-        let content = Content { format: FORMAT, device: device.to_owned(), cublas_lt, choices: BTreeMap::new() };
+    /// Reads the file of a device. A damaged file, or one of another device or version, is ignored with a warning.
+    pub(super) fn open(folder: &Path, tuned_on: TunedOn) -> Self {
+        let path = folder.join(tuned_on.file_name());
+        let content = Content { format: FORMAT, tuned_on, choices: BTreeMap::new() };
         let mut choices = Self { path, content, has_warned: false };
         choices.read();
         choices
@@ -124,16 +134,28 @@ impl Choices {
     }
 }
 
+impl TunedOn {
+    fn file_name(&self) -> String {
+        let Self { device, cublas_lt, driver } = self;
+        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' };
+        let [device, driver] = [device, driver].map(|name| name.chars().map(plain).collect::<String>());
+        format!("{device}-{cublas_lt}-{driver}.json")
+    }
+}
+
+impl fmt::Display for TunedOn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, cuBLASLt {} and driver {}", self.device, self.cublas_lt, self.driver)
+    }
+}
+
 impl Content {
-    /// Parses a file's choices. Fails unless they belong to this device and library.
+    /// Parses a file's choices. Fails unless they belong to this device and these versions.
     fn parse(&self, bytes: &[u8]) -> Result<BTreeMap<String, Choice>, String> {
         let found: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        let identity = |content: &Self| (content.format, content.device.clone(), content.cublas_lt);
-        if identity(&found) != identity(self) {
-            return Err(format!(
-                "they are of {} and cuBLASLt {} in format {}, not of {} and {} in {FORMAT}",
-                found.device, found.cublas_lt, found.format, self.device, self.cublas_lt
-            ));
+        if (found.format, &found.tuned_on) != (self.format, &self.tuned_on) {
+            let (theirs, ours) = (&found.tuned_on, &self.tuned_on);
+            return Err(format!("they are of {theirs} in format {}, not of {ours} in {FORMAT}", found.format));
         }
         match found.choices.iter().find(|(_, choice)| algorithm_of(&choice.algorithm).is_none()) {
             Some((key, _)) => Err(format!("the algorithm of {key} is not 128 hexadecimal digits")),
@@ -165,6 +187,10 @@ mod tests {
 
     const DEVICE: &str = "NVIDIA H200";
 
+    fn h200() -> TunedOn {
+        TunedOn { device: DEVICE.into(), cublas_lt: 130_100, driver: "580.65.06".into() }
+    }
+
     /// Temporary folder, removed on drop.
     struct Folder(PathBuf);
 
@@ -176,11 +202,11 @@ mod tests {
         }
 
         fn open(&self) -> Choices {
-            Choices::open(&self.0, DEVICE, 130_100)
+            Choices::open(&self.0, h200())
         }
 
         fn file(&self) -> PathBuf {
-            self.0.join("NVIDIA-H200-130100.json")
+            self.0.join("NVIDIA-H200-130100-580.65.06.json")
         }
     }
 
@@ -240,11 +266,21 @@ mod tests {
     }
 
     #[test]
-    fn another_device_and_another_library_have_other_files() {
+    fn another_device_another_library_and_another_driver_have_other_files() {
         let folder = Folder::new("others");
         folder.open().store("k", &timed(3));
-        assert_eq!(Choices::open(&folder.0, "NVIDIA H100", 130_100).get("k"), None);
-        assert_eq!(Choices::open(&folder.0, DEVICE, 130_200).get("k"), None);
+        let others = [
+            TunedOn { device: "NVIDIA H100".into(), ..h200() },
+            TunedOn { cublas_lt: 130_200, ..h200() },
+            TunedOn { driver: "580.82.07".into(), ..h200() },
+        ];
+        for other in others {
+            assert_eq!(Choices::open(&folder.0, other.clone()).get("k"), None, "{other}");
+            let mut choices = Choices::open(&folder.0, other);
+            choices.store("k", &timed(4));
+            assert!(!choices.has_warned, "a file of its own");
+        }
+        assert_eq!(folder.open().get("k"), Some(timed(3).algorithm));
     }
 
     #[test]
@@ -268,7 +304,9 @@ mod tests {
             good[..good.len() / 2].to_owned(),
             good.replace(DEVICE, "NVIDIA H100"),
             good.replace("130100", "120900"),
-            good.replace("\"format\": 1", "\"format\": 2"),
+            good.replace("580.65.06", "570.86.15"),
+            good.replace("\"format\": 2", "\"format\": 1"),
+            good.replace("driver", "river"),
             good.replace(&hex(&timed(3).algorithm), "12"),
             good.replace(&hex(&timed(3).algorithm)[..2], "é"),
         ];
@@ -277,6 +315,7 @@ mod tests {
             fs::write(folder.file(), &damaged).unwrap();
             let mut choices = folder.open();
             assert_eq!(choices.get("k"), None, "{damaged}");
+            assert!(choices.has_warned, "{damaged}");
             choices.store("new", &timed(4));
             assert_eq!(folder.open().get("new"), Some(timed(4).algorithm), "{damaged}");
         }

@@ -14,22 +14,29 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, Error, Result};
 
-use super::choices::Choices;
+use super::choices::{Choices, TunedOn};
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
 use super::grouped::GroupedKey;
 use super::key::GemmKey;
 use super::lru_cache::LruCache;
 use super::operands::Gemm;
-use super::search::{self, Algorithm, GemmError, Library, Limits, Route};
+use super::search::{self, Algorithm, GemmError, Library, Limits, Reductions, Route};
+use crate::batch_invariance::is_batch_invariant;
 use crate::cuda::{DeviceAddress, Gpu};
-use crate::nvidia::tuned_gemms;
+use crate::nvidia::{driver_version, tuned_gemms};
 
 /// Most plans per device. A training step needs about a hundred; one takes about 2 KiB of host memory.
 const MAX_PLANS: usize = 2048;
 
+/// Most candidates for a batch-invariant algorithm.
+const MAX_CANDIDATES: usize = 64;
+
 /// Most fallbacks that are logged, each once.
 const MAX_LOGGED: usize = 64;
+
+/// Numbers of rows that a batch-invariant algorithm must support. The heuristic gets the first.
+const PROBED_ROWS: [usize; 6] = [1024, 1, 2, 16, 127, 16_384];
 
 /// Timed runs of an algorithm, after one warm-up run.
 const TIMED_RUNS: usize = 3;
@@ -44,6 +51,8 @@ struct CublasLt {
     grouped: LruCache<GroupedKey, Algorithm>,
     /// Streams by address. None is ever removed: a workspace keeps its stream alive.
     streams: HashMap<usize, Stream>,
+    /// Algorithms of all GEMMs that differ in rows only, with batch invariance.
+    batch_invariant: HashMap<GemmKey, Algorithm>,
     /// Tuned algorithms; `None` without tuning.
     choices: Option<Choices>,
     logged: HashSet<String>,
@@ -80,6 +89,7 @@ pub(crate) fn forget_plans() {
     devices.values_mut().for_each(|library| {
         library.plans.clear();
         library.grouped.clear();
+        library.batch_invariant.clear();
     });
 }
 
@@ -113,9 +123,10 @@ impl CublasLt {
         let handle = result::create_handle().map_err(|error| failed(&error))?;
         let choices = match tuned_gemms() {
             Some(folder) => {
-                let name = device.cuda_stream().context().name().map_err(|error| failed(&error))?;
+                let device = device.cuda_stream().context().name().map_err(|error| failed(&error))?;
                 // SAFETY: the library is loaded.
-                Some(Choices::open(folder, &name, unsafe { sys::cublasLtGetVersion() }))
+                let cublas_lt = unsafe { sys::cublasLtGetVersion() };
+                Some(Choices::open(folder, TunedOn { device, cublas_lt, driver: driver_version() }))
             }
             None => None,
         };
@@ -124,6 +135,7 @@ impl CublasLt {
             plans: LruCache::new(MAX_PLANS),
             grouped: LruCache::new(MAX_PLANS),
             streams: HashMap::new(),
+            batch_invariant: HashMap::new(),
             choices,
             logged: HashSet::new(),
         })
@@ -135,21 +147,35 @@ impl CublasLt {
     ///
     /// As for [`Gemm::run`].
     unsafe fn run(&mut self, gemm: &Gemm, device: &CudaDevice) -> std::result::Result<(), String> {
-        let Self { handle, plans, streams, choices, logged, .. } = self;
+        let Self { handle, plans, streams, choices, logged, batch_invariant, .. } = self;
         let (handle, key) = (*handle, GemmKey::of(gemm));
         let stream = Self::stream_of(streams, device)?;
+        // A transposed a has rows of weight gradients, which sum over the batch.
+        let is_invariant = is_batch_invariant() && !gemm.a.is_transposed;
         if let Some(Plan { problem, route }) = plans.get(&key) {
             let ran = Call::new(handle, gemm, problem, stream, device).and_then(|mut call| call.follow(*route));
             match ran {
                 Ok(()) => return Ok(()),
                 // cublasGemmEx has overwritten c before it refuses, so nothing can be retried.
-                Err(GemmError::Refused(why)) if *route == Route::GemmEx => return Err(why),
+                Err(GemmError::Refused(why)) if *route == Route::GemmEx || is_invariant => return Err(why),
                 Err(GemmError::Refused(_)) => {}
                 Err(GemmError::Fatal(why)) => return Err(why),
             }
         }
         fp8::check(gemm.inputs, device)?;
         let problem = Problem::new(gemm).map_err(|failure| failure.to_string())?;
+        if is_invariant {
+            let algorithm = match batch_invariant.entry(key.without_rows()) {
+                hash_map::Entry::Occupied(entry) => *entry.get(),
+                hash_map::Entry::Vacant(entry) => {
+                    *entry.insert(batch_invariant_algorithm(handle, gemm, (key.without_rows(), stream, device))?)
+                }
+            };
+            let mut call = Call::new(handle, gemm, &problem, stream, device).map_err(|failure| failure.to_string())?;
+            call.multiply(&algorithm).map_err(|failure| format!("batch_invariant: {failure}"))?;
+            plans.insert(key, Plan { problem, route: Route::Lt(algorithm) });
+            return Ok(());
+        }
         let mut call = Call::new(handle, gemm, &problem, stream, device).map_err(|failure| failure.to_string())?;
         let tuned = match choices {
             Some(choices) => choices.choose(&mut call, &key)?,
@@ -162,6 +188,29 @@ impl CublasLt {
         plans.insert(key, Plan { problem, route: found.route });
         Ok(())
     }
+}
+
+/// Finds an algorithm for GEMMs like `gemm` with any number of rows. It splits no sum, so a row's bits do not depend on the
+/// number of rows.
+fn batch_invariant_algorithm(
+    handle: sys::cublasLtHandle_t,
+    gemm: &Gemm,
+    (key, stream, device): (GemmKey, &mut Stream, &CudaDevice),
+) -> std::result::Result<Algorithm, String> {
+    let gemms = PROBED_ROWS.map(|m| Gemm { m, ..*gemm });
+    let problems = gemms.iter().map(Problem::new).collect::<std::result::Result<Vec<_>, _>>();
+    let problems = problems.map_err(|failure| failure.to_string())?;
+    let limits = Limits { reductions: Reductions::Unsplit, alignments: key.alignments };
+    let mut call = Call::new(handle, &gemms[0], &problems[0], stream, device).map_err(|failure| failure.to_string())?;
+    let candidates =
+        call.candidates(&limits, MAX_CANDIDATES).map_err(|failure| format!("batch_invariant: {failure}"))?;
+    let mut supports = |algorithm: &Algorithm| {
+        gemms.iter().zip(&problems).all(|(gemm, problem)| {
+            Call::new(handle, gemm, problem, stream, device).and_then(|mut call| call.check(algorithm)).is_ok()
+        })
+    };
+    let found = candidates.into_iter().find(|algorithm| supports(algorithm));
+    found.ok_or_else(|| format!("batch_invariant: no algorithm of cuBLASLt computes {key} with every number of rows"))
 }
 
 /// Logs a warning about a fallback, once.

@@ -14,6 +14,9 @@ pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 /// Reduction mask: split-K sums in f32. The other schemes round partial sums to the output's dtype.
 const SUMS_IN_F32: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
+/// Reduction mask: no split-K.
+const NO_PARTIAL_SUMS: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32;
+
 /// Descriptors of a GEMM. cuBLASLt is column-major: a row-major c = a b is a column-major c^T = b^T a^T.
 pub(super) struct Problem {
     pub(super) description: Description,
@@ -195,6 +198,8 @@ impl Preference {
         match reductions {
             // SAFETY: the attribute is a mask of 32 bits.
             Reductions::InF32 => unsafe { self.set(attribute, &SUMS_IN_F32) },
+            // SAFETY: as above.
+            Reductions::Unsplit => unsafe { self.set(attribute, &NO_PARTIAL_SUMS) },
             Reductions::Any => Ok(()),
         }
     }

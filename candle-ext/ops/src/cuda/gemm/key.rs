@@ -68,6 +68,20 @@ impl GemmKey {
         }
     }
 
+    /// Returns the key of all GEMMs that differ from this one in the number of rows of a and c, or in the first row. a is not
+    /// transposed. Their addresses have the alignment of a row.
+    pub(super) fn without_rows(&self) -> Self {
+        const MAX_ALIGNMENT_OF_ROWS: u32 = 16;
+        let [of_a, of_b, of_c, of_plus] = self.alignments.map(|alignment| alignment.min(MAX_ALIGNMENT_OF_ROWS));
+        let [a, _, c, plus] = self.element_sizes();
+        let [lda, _, ldc] = self.strides.map(|stride| stride as u64);
+        let of_row =
+            |alignment: u32, stride: u64, element: u32| alignment.min(self::alignment(stride * u64::from(element)));
+        let alignments = [of_row(of_a, lda, a), of_b, of_row(of_c, ldc, c), of_row(of_plus, ldc, plus)];
+        let [_, n, k] = self.sizes;
+        Self { sizes: [0, n, k], alignments, ..*self }
+    }
+
     /// Returns the element sizes in bytes of a, b, c and the addend.
     pub(super) fn element_sizes(&self) -> [u32; 4] {
         let input = match self.inputs {
@@ -194,5 +208,27 @@ mod tests {
         assert_eq!(GemmKey::of(&at(0x1100)), GemmKey::of(&at(0x4_0000)));
         assert_eq!(GemmKey::of(&at(0x1004)).alignments, [256, 256, 4, 4]);
         assert_eq!(GemmKey::of(&at(0x1004)).to_string(), "m4 n4 k4 NN f32->f32 ld 4,4,4 aligned 256,256,4,4");
+    }
+
+    #[test]
+    fn gemms_that_differ_in_the_rows_of_a_and_c_alone_have_one_key_without_rows() {
+        let plain = Gemm {
+            a: Matrix::plain(0x1000),
+            b: Matrix::transposed(0x2000),
+            c: 0x3000,
+            ..Gemm::new([16, 32, 64], DType::BF16)
+        };
+        let of = |gemm: Gemm| GemmKey::of(&gemm).without_rows();
+        // Rows of 128 bytes in a and of 64 in c. Their first row may have any place in a buffer.
+        for (m, first) in [(1, 0), (17, 1), (1000, 2)] {
+            let (a, c) = (Matrix::plain(0x1000 + 128 * first), 0x3000 + 64 * first);
+            assert_eq!(of(Gemm { m, a, c, ..plain }), of(plain), "{m} rows from row {first}");
+        }
+        for other in [Gemm { n: 33, ..plain }, Gemm { k: 65, ..plain }, Gemm { c_dtype: DType::F32, ..plain }] {
+            assert_ne!(of(other), of(plain), "{other:?}");
+        }
+        // Rows of 6 bytes start at multiples of 2.
+        let narrow = |first: u64| Gemm { k: 3, a: Matrix::plain(0x1000 + 6 * first), ..plain };
+        assert_eq!(of(narrow(0)), of(narrow(1)));
     }
 }

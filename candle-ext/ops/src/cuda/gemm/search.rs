@@ -43,6 +43,8 @@ impl GemmError {
 pub(super) enum Reductions {
     /// Sums in f32, rounded once.
     InF32,
+    /// None: k is not split, so that a row's bits do not depend on the number of rows.
+    Unsplit,
     /// Any scheme, including sums in the output's dtype.
     Any,
 }
@@ -103,6 +105,7 @@ impl fmt::Display for Limits {
         let [a, b, c, plus] = self.alignments;
         let reductions = match self.reductions {
             Reductions::InF32 => "partial sums in f32",
+            Reductions::Unsplit => "no partial sums",
             Reductions::Any => "partial sums in any dtype",
         };
         write!(f, "{reductions}, alignments {a},{b},{c},{plus}")

@@ -1,5 +1,7 @@
 //! Description of a grouped linear call: number of tokens and implementation.
 
+use crate::batch_invariance::is_batch_invariant;
+
 /// Name of the op in spans and errors.
 pub(super) const OP: &str = "grouped_linear";
 
@@ -43,8 +45,8 @@ impl From<TokensPerCall> for GroupedCall {
 }
 
 impl TokensPerCall {
-    /// Returns the variant for `n_tokens` tokens.
+    /// Returns the variant for `n_tokens` tokens. With batch invariance one token rounds as many do.
     pub fn of(n_tokens: usize) -> Self {
-        if n_tokens == 1 { Self::One } else { Self::Many }
+        if n_tokens == 1 && !is_batch_invariant() { Self::One } else { Self::Many }
     }
 }

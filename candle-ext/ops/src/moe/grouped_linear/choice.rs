@@ -6,6 +6,8 @@ use super::call::{GroupedGemmImpl, OP};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::{tile, winners};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::batch_invariance::is_batch_invariant;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::cuda::gemm::grouped::GroupedOutput;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::cuda::{DeviceAddress, Gpu};
@@ -119,6 +121,7 @@ pub(super) fn choose(implementation: GroupedGemmImpl, on: Gpu, operands: Grouped
     let fits = |dtypes: &[DType]| fit(dtypes, dtype, [dims.k, dims.n], addresses);
     let by_cutlass = |tile| has_hopper(on).and_then(|()| fits(&[DType::BF16])).and_then(|()| usable(on, tile));
     let (name, library, supported) = match implementation {
+        GroupedGemmImpl::Auto if is_batch_invariant() => return Ok(GroupedKernel::Fused),
         GroupedGemmImpl::Fused => return Ok(GroupedKernel::Fused),
         GroupedGemmImpl::Auto => {
             let winner = gpu_name(on).ok().and_then(|gpu| winners::of(&gpu, &operands));
@@ -134,6 +137,11 @@ pub(super) fn choose(implementation: GroupedGemmImpl, on: Gpu, operands: Grouped
         }
     };
     match supported {
+        Ok(()) if is_batch_invariant() => {
+            bail!(
+                "{OP}: {name} is requested, but its rows depend on their number; choose `experts_implementation: fused`"
+            )
+        }
         Ok(()) => Ok(GroupedKernel::Library(library)),
         Err(why) => {
             bail!("{OP}: {name} is requested but unusable: {why}; choose `experts_implementation: fused`")

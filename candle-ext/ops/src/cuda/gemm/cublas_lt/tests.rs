@@ -12,6 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use libloading::os::unix::{Library as Loaded, Symbol};
 
 use super::*;
+use crate::batch_invariance::with_batch_invariance;
 use crate::cuda::address;
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput};
 use crate::cuda::gemm::{Matrix, Scaling};
@@ -30,10 +31,12 @@ struct Rules {
     fastest: i32,
     /// 1 for a release without grouped GEMMs.
     is_old: i32,
+    /// 1 for a heuristic whose first algorithm depends on the number of rows.
+    by_rows: i32,
 }
 
 const NOTHING_REFUSED: Rules =
-    Rules { mask: 0, heuristics: 0, max_alignment: 0, n_algorithms: 0, gemm_ex: 0, fastest: -1, is_old: 0 };
+    Rules { mask: 0, heuristics: 0, max_alignment: 0, n_algorithms: 0, gemm_ex: 0, fastest: -1, is_old: 0, by_rows: 0 };
 
 /// Counts of calls. Same layout as in cublas.cpp.
 #[repr(C)]
@@ -43,6 +46,8 @@ struct Calls {
     products: i32,
     gemm_ex: i32,
     last: i32,
+    /// Reduction mask of the last heuristic.
+    reductions: i32,
 }
 
 /// Rules and counts of the stand-in, for one test at a time.
@@ -277,7 +282,9 @@ fn tuned(folder: &std::path::Path, case: &Case) {
     let device = device();
     let mut library = CublasLt::open(device.as_cuda_device().unwrap()).unwrap();
     // SAFETY: the library is loaded.
-    library.choices = Some(Choices::open(folder, "stand-in", unsafe { sys::cublasLtGetVersion() }));
+    let cublas_lt = unsafe { sys::cublasLtGetVersion() };
+    let tuned_on = TunedOn { device: "stand-in".into(), cublas_lt, driver: "1.2".into() };
+    library.choices = Some(Choices::open(folder, tuned_on));
     DEVICES.lock().unwrap().insert(device.as_cuda_device().unwrap().id(), library);
     check(&device, case);
 }
@@ -300,6 +307,53 @@ fn a_tuned_gemm_computes_by_the_fastest_algorithm_of_the_first_run() {
         assert_eq!((stand_in.calls().products - calls.products, stand_in.calls().last), (1, 3), "{case:?}");
     }
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Returns the algorithms that compute GEMMs of these numbers of rows.
+fn algorithms_of_rows(stand_in: &StandIn, rows: &[usize]) -> Vec<i32> {
+    let device = device();
+    let of_rows = |m: &usize| {
+        let ones = |shape: (usize, usize)| Tensor::ones(shape, DType::BF16, &Device::Cpu).unwrap();
+        let tensors = [(*m, 64), (32, 64), (*m, 32)].map(|shape| ones(shape).to_device(&device).unwrap());
+        let at = |i: usize| address("gemm", &tensors[i]).unwrap();
+        let (a, b) = (Matrix::plain(at(0)), Matrix::transposed(at(1)));
+        let gemm = Gemm { a, b, c: at(2), ..Gemm::new([*m, 32, 64], DType::BF16) };
+        // SAFETY: the tensors are those of the GEMM.
+        unsafe { gemm.run(Gpu::Device(device.as_cuda_device().unwrap())).unwrap() };
+        let c = tensors[2].to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+        assert!(c.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|x| *x == 64.0), "{m} rows");
+        stand_in.calls().last
+    };
+    rows.iter().map(of_rows).collect()
+}
+
+#[test]
+fn with_batch_invariance_the_algorithm_does_not_depend_on_the_number_of_rows() {
+    let Some(stand_in) = StandIn::open() else { return };
+    stand_in.refuse(Rules { by_rows: 1, ..NOTHING_REFUSED });
+    let rows = [1, 2, 16, 3, 1, 77];
+    assert_eq!(algorithms_of_rows(&stand_in, &rows), [1, 2, 1, 3, 1, 2], "each number of rows has its own first");
+    // The first candidate for 1024 rows, 4, does not compute a single row; the second is 0.
+    let invariant = with_batch_invariance(|| algorithms_of_rows(&stand_in, &rows));
+    assert_eq!(invariant, [0; 6]);
+    assert_eq!(stand_in.calls().reductions, 0, "no algorithm may split k");
+    let before = stand_in.calls().heuristics;
+    with_batch_invariance(|| algorithms_of_rows(&stand_in, &[5]));
+    assert_eq!(stand_in.calls().heuristics - before, 1);
+}
+
+#[test]
+fn with_batch_invariance_a_gemm_without_an_algorithm_for_all_rows_fails() {
+    let Some(stand_in) = StandIn::open() else { return };
+    stand_in.refuse(Rules { heuristics: 1, ..NOTHING_REFUSED });
+    let error = with_batch_invariance(|| run_on(&device(), &PLAIN).unwrap_err().to_string());
+    assert!(error.contains("batch_invariant"), "{error}");
+    let before = stand_in.calls();
+    with_batch_invariance(|| assert!(run_on(&device(), &PLAIN).is_err()));
+    assert_eq!(stand_in.calls().products, before.products, "nothing else computes it");
+    // Weight gradients sum over the rows, and fall back as without batch invariance.
+    let of_gradients = Case { transposed: [true, false], ..PLAIN };
+    with_batch_invariance(|| assert!(run_on(&device(), &of_gradients).is_ok()));
 }
 
 /// A grouped GEMM: x [n, in], y [n, out] and w [e * out, in], with arrays that describe the groups.

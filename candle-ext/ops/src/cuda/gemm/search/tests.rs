@@ -183,3 +183,11 @@ fn a_status_refuses_the_matmul_or_is_fatal() {
     let name = "CUBLAS_STATUS_EXECUTION_FAILED";
     assert_eq!(GemmError::of_status(format_args!("{name}")), GemmError::Fatal(name.to_owned()));
 }
+
+#[test]
+fn limits_are_named_by_their_partial_sums_and_alignments() {
+    let named = |reductions| Limits { reductions, alignments: [16, 16, 8, 8] }.to_string();
+    assert_eq!(named(Reductions::InF32), "partial sums in f32, alignments 16,16,8,8");
+    assert_eq!(named(Reductions::Unsplit), "no partial sums, alignments 16,16,8,8");
+    assert_eq!(named(Reductions::Any), "partial sums in any dtype, alignments 16,16,8,8");
+}
