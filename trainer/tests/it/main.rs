@@ -21,6 +21,7 @@ mod measurements;
 mod memory_auto;
 mod modes;
 mod mtp;
+mod multimodal;
 mod naive_llama;
 mod nonfinite;
 mod plan_rules;
