@@ -90,7 +90,10 @@ fn exports_of_a_run_and_of_its_checkpoint_have_the_vision_tower() {
     check_export(&export, &folder);
     let sharded = run.path().join("checkpoints/epoch_0_global_step_5");
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(["export", sharded.to_str().unwrap(), "exported"]).current_dir(run.path()).env("HF_HUB_OFFLINE", "1");
+    command
+        .args(["export", sharded.to_str().unwrap(), "--output", "exported"])
+        .current_dir(run.path())
+        .env("HF_HUB_OFFLINE", "1");
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     check_export(&run.path().join("exported"), &folder);
