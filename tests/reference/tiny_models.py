@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 FIXTURES = Path(__file__).resolve().parents[2] / "candle-ext" / "model" / "tests" / "fixtures"
 LENGTHS = [9, 7]
@@ -64,6 +64,35 @@ MOE_MODELS = {
             n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=1, n_group=3,
             topk_group=2, routed_scaling_factor=2.5, first_k_dense_replace=1, head_dim=12, attention_bias=True,
             use_qk_norm=True, num_hidden_layers=3, partial_rotary_factor=0.5,
+        ),
+    ),
+}
+
+# Multimodal models: dtype on disk, further keys of the text and keys of the vision tower.
+MROPE = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e6)
+QWEN_VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16, patch_size=2, in_channels=1,
+)
+MULTIMODAL_MODELS = {
+    # The keys of the text at the top of config.json, as on the Hub.
+    "qwen2_vl": (
+        torch.bfloat16, dict(rope_parameters=MROPE, hidden_size=32),
+        dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=1, patch_size=2, in_channels=1),
+    ),
+    # The tensor names that transformers 4.52 wrote.
+    "qwen2_5_vl": (
+        torch.float32, dict(rope_parameters=MROPE, hidden_size=32, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        QWEN_VISION | dict(window_size=4, fullatt_block_indexes=[0], out_hidden_size=32),
+    ),
+    "qwen3_vl": (
+        torch.bfloat16, dict(rope_parameters=MROPE, head_dim=8),
+        QWEN_VISION | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
+    ),
+    "mistral3": (
+        torch.float16, dict(model_type="mistral", sliding_window=3, head_dim=8),
+        dict(
+            model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            head_dim=8, patch_size=4, image_size=8,
         ),
     ),
 }
@@ -121,8 +150,9 @@ def reference(model, ids, labels):
     result = {"ids": ids.int(), "labels": labels, "lengths": torch.tensor(LENGTHS)}
     result |= {"logits": torch.cat(logits).detach(), "loss": loss.detach()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            result[f"grad.{name}"] = parameter.grad.contiguous()
+        if parameter.requires_grad and parameter.grad is not None:
+            own_name = name.replace("model.language_model.", "model.")
+            result[f"grad.{own_name}"] = parameter.grad.contiguous()
     return result
 
 
@@ -170,6 +200,54 @@ def make(name, model_type, dtype, extra):
     ids, labels = inputs(config.vocab_size, config.pad_token_id)
     save_file(reference(model, ids, labels) | load_balancing(model, ids), folder / "reference.safetensors")
     return model
+
+
+def flat_config(folder):
+    """Writes config.json with the keys of the text at the top, as in older checkpoints of Qwen's multimodal models."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    del text["model_type"]
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(text | config, indent=2) + "\n")
+
+
+def make_multimodal(name, dtype, text, vision):
+    """Makes a multimodal model, and the reference of its text. Its vision tower gets no gradient."""
+    torch.manual_seed(sum(map(ord, name)))
+    config = AutoConfig.for_model(name, text_config={**SMALL, **text}, vision_config=vision, tie_word_embeddings=name == "qwen3_vl")
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    randomise(model)
+    folder = FIXTURES / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.to(dtype).save_pretrained(folder, save_original_format=name != "qwen2_5_vl")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if name == "qwen2_vl":
+        flat_config(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    save_file(reference(model, *inputs(config.text_config.vocab_size, None)), folder / "reference.safetensors")
+
+
+def make_multimodal_adapter(base):
+    """Makes an adapter on the text of a multimodal model, as a PEFT user selects it."""
+    torch.manual_seed(13)
+    model = AutoModelForImageTextToText.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
+    vocab_size = model.config.text_config.vocab_size
+    modules = [f"model.language_model.layers.{layer}.{module}" for layer in range(2) for module in ["self_attn.q_proj", "mlp.up_proj"]]
+    model = get_peft_model(model.eval(), LoraConfig(r=2, lora_alpha=5, task_type="CAUSAL_LM", target_modules=modules))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    folder = FIXTURES / f"{base}-lora"
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    drop_location(folder / "adapter_config.json")
+    result = reference(model, *inputs(vocab_size, None))
+    named = {key.replace(".default.", ".").replace("grad.base_model.model.", "grad."): t for key, t in result.items()}
+    save_file(named, folder / "reference.safetensors")
 
 
 def make_adapter(base):
@@ -244,6 +322,11 @@ def drop_location(path):
 
 def main():
     models = {name: make(name, *how) for name, how in (MODELS | MOE_MODELS).items() if name in (sys.argv[1:] or [name])}
+    for name, how in MULTIMODAL_MODELS.items():
+        if name in (sys.argv[1:] or [name]):
+            make_multimodal(name, *how)
+            if name == "qwen3_vl":
+                make_multimodal_adapter(name)
     if "qwen2" in models:
         make_adapter(models["qwen2"])
     for name in models.keys() & MOE_MODELS.keys() - {"qwen3_moe"}:

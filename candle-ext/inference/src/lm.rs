@@ -120,7 +120,11 @@ impl Lm {
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let (config, weights) = match &adapter {
             Some(adapter) => adapter.open_base(folder)?,
-            None => (Config::read(folder)?, Checkpoint::open(folder)?),
+            None => {
+                let config = Config::read(folder)?;
+                let weights = Checkpoint::of_model(folder, &config)?;
+                (config, weights)
+            }
         };
         let base = base.filter(|_| adapter.as_ref().is_none_or(|adapter| adapter.replacements().is_empty()));
         parallel_config.check_can_split(&config)?;

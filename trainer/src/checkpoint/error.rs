@@ -141,10 +141,10 @@ pub enum CheckpointError {
         /// One line for each setting, with both values.
         differences: Vec<String>,
     },
-    /// The adapter of a checkpoint was trained on other base weights.
+    /// The frozen weights of a checkpoint's run were others: the base of its adapter, or the vision tower of a multimodal model.
     #[error(
-        "use the adapter in {}: it was trained on other weights than those in {} (hash {trained_on}, found {found}). Give the \
-         base model that it was trained on with --base", dir.display(), base.display()
+        "use the checkpoint {}: it was trained on other weights than those in {} (hash {trained_on}, found {found}). Give the \
+         base model of an adapter with --base, or restore the folder of a multimodal model", dir.display(), base.display()
     )]
     OtherBase {
         /// The checkpoint folder.

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{ModelError, ParamSpec, ParamValues};
 use candlewick_ops::Fp8LinearScales;
 
@@ -28,16 +27,16 @@ impl CheckpointWeights {
         Ok(Self { complete, dtype })
     }
 
-    /// Checks that `base` has the frozen weights that the checkpoint's adapter was trained on, if the checkpoint records them.
-    pub fn check_base(&self, base: &Checkpoint) -> Result<(), CheckpointError> {
+    /// Checks that the frozen weights in the folder `base`, of which `found` is the hash, are those of the run, if the checkpoint
+    /// records them: the base of an adapter, or the carried tensors of a multimodal model.
+    pub fn check_frozen(&self, base: &Path, found: String) -> Result<(), CheckpointError> {
         let dir = &self.complete.dir;
         let run = read_state(&self.complete).map_err(|reason| CheckpointError::damaged(dir, reason))?;
         let trained_on =
             run.fingerprint.get(&format!("model.{FROZEN_WEIGHTS}")).and_then(|hash| Some(hash.as_str()?.to_owned()));
-        let found = base.identity();
         match trained_on {
             Some(trained_on) if trained_on != found => {
-                Err(CheckpointError::OtherBase { dir: dir.clone(), base: base.folder().to_owned(), trained_on, found })
+                Err(CheckpointError::OtherBase { dir: dir.clone(), base: base.to_owned(), trained_on, found })
             }
             _ => Ok(()),
         }

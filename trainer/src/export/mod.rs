@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_inference::logits_check::{LogitsDifference, PromptLogits};
-use candlewick_model::checkpoint::{AuxiliaryFiles, ExpertTensors, StagingFolder};
+use candlewick_model::checkpoint::{AuxiliaryFiles, CarriedTensors, ExpertTensors, StagingFolder};
 use candlewick_model::{FP8_SCALES, GgufExport, MergeReport, SafetensorsExport};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::render::{GENERATION_CONFIG, generation_config_with_end_of_turn};
@@ -123,7 +123,8 @@ impl Export<'_> {
         let n_params = self.source.model.n_elements();
         let safetensors = self.dtype.unwrap_or(self.source.model.dtype());
         let bits = self.formats.iter().map(|format| format.bits_per_weight(safetensors));
-        (bits.sum::<f64>() / 8.0 * n_params as f64) as u64
+        let carried = self.source.model.carried().map_or(0, CarriedTensors::n_bytes);
+        (bits.sum::<f64>() / 8.0 * n_params as f64) as u64 + carried
     }
 
     fn write(

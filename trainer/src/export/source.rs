@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_model::checkpoint::Checkpoint;
+use candlewick_model::checkpoint::{CarriedTensors, Checkpoint};
 use candlewick_model::{LoraConfig, MergedModel, Model, ParamValues, fp8_scales_to_json, read_fp8_scales};
 use candlewick_text::hub::{Hub, HubError, LocalModelKind, ModelFiles};
 
@@ -109,18 +109,28 @@ impl ExportSource {
                     base.or(name.as_deref()).ok_or_else(|| run.unusable("it names no base model; give --base"))?;
                 let revision = revision.filter(|_| Some(base) == name.as_deref());
                 let folder = hub.model(base, revision, ModelFiles::All).map_err(not_found)?;
-                let base = Checkpoint::open(&folder)?;
+                let base = Checkpoint::of_model(&folder, model.config())?;
                 base.check(model.base_params())?;
-                weights.check_base(&base)?;
+                weights.check_frozen(&folder, base.identity())?;
+                let carried = CarriedTensors::open(&folder, model.config())?;
                 folders.push(folder);
-                MergedModel::new(model, Box::new(base), Some(Box::new(weights) as Box<dyn ParamValues>), folders)
+                let adapter = Some(Box::new(weights) as Box<dyn ParamValues>);
+                MergedModel::new(model, Box::new(base), adapter, folders).with_carried(carried)
             }
             false => {
                 refuse_base(base, "is no adapter's")?;
-                // For generation_config.json.
-                let local = name.as_deref().map(|name| hub.model(name, revision, ModelFiles::WithoutWeights));
-                folders.extend(local.transpose().map_err(not_found)?);
-                MergedModel::new(model, Box::new(weights), None, folders)
+                // For generation_config.json, and for the carried tensors of a multimodal model.
+                let is_multimodal = model.config().family().is_multimodal();
+                let files = if is_multimodal { ModelFiles::All } else { ModelFiles::WithoutWeights };
+                let local = name.as_deref().map(|name| hub.model(name, revision, files));
+                let local = local.transpose().map_err(not_found)?;
+                let open = |folder: &PathBuf| CarriedTensors::open(folder, model.config());
+                let carried = local.as_ref().map(open).transpose()?.flatten();
+                if let (Some(folder), Some(carried)) = (&local, &carried) {
+                    weights.check_frozen(folder, carried.identity())?;
+                }
+                folders.extend(local);
+                MergedModel::new(model, Box::new(weights), None, folders).with_carried(carried)
             }
         };
         Ok(Self {

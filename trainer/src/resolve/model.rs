@@ -36,6 +36,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let mtp = mtp(resolver);
     let config = config.map(|config| config.with_mtp_layers(mtp.map_or(0, |mtp| mtp.n_layers)));
     let init = init(resolver, &reshaped);
+    refuse_random_multimodal(resolver, config.as_ref(), init);
     let dtype = resolver.pick("model.dtype", model.dtype, FloatDtype::Bf16);
     let dtype = autocast::compute_dtype(resolver, dtype);
     let fp32_residual_connection = fp32_residual_connection(resolver, dtype);
@@ -142,6 +143,21 @@ fn init(resolver: &mut Resolver, reshaped: &[String]) -> WeightInit {
         return resolver.record("weights", WeightInit::Random, Origin::Derived);
     }
     resolver.record("weights", WeightInit::Load, Origin::Derived)
+}
+
+/// Reports a multimodal model with random weights: its vision tower would be missing.
+fn refuse_random_multimodal(resolver: &mut Resolver, config: Option<&Config>, init: WeightInit) {
+    let Some(family) = config.map(Config::family).filter(|family| family.is_multimodal()) else { return };
+    if init == WeightInit::Random {
+        resolver.report_with_advice(
+            &["model.config", "model.hf_config_kwargs", "model.type", "model"],
+            format!(
+                "model: the weights of a {} cannot be initialized randomly: its vision tower is not computed here",
+                family.title()
+            ),
+            "load a checkpoint without changed shapes, or train a text model of the same family",
+        );
+    }
 }
 
 const MTP_LAYERS: &str = "model.mtp_num_layers";

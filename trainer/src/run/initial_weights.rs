@@ -23,7 +23,8 @@ impl InitialWeights {
     /// Opens the plan's checkpoint in `model_folder`, and its adapter.
     pub(super) fn open(plan: &Plan, model_folder: Option<&Path>) -> Result<Self, ModelError> {
         let model_folder = model_folder.filter(|_| plan.model.init == WeightInit::Load);
-        let base = model_folder.map(Checkpoint::open).transpose()?;
+        let folder_and_config = model_folder.zip(plan.model.config.as_ref());
+        let base = folder_and_config.map(|(folder, config)| Checkpoint::of_model(folder, config)).transpose()?;
         let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;
         if let Some(adapter) = &adapter {
             adapter.check_trainable()?;

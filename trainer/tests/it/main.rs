@@ -22,6 +22,7 @@ mod memory_auto;
 mod micro_batch_auto;
 mod modes;
 mod mtp;
+mod multimodal;
 mod naive_llama;
 mod nonfinite;
 mod plan_rules;

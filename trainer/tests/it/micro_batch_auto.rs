@@ -6,8 +6,10 @@ use candlewick_model::Config;
 use serde_json::json;
 use trainer::estimate::{Capacity, DeviceKind, Setup, choose_micro_batch, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{BuildFeatures, Environment, Machines, Plan, SettingsFilter, TempDir, TrackingEnv, WorldInfo};
+use trainer::plan::Plan;
+use trainer::plan_report::SettingsFilter;
 use trainer::recipe::{Loaded, RecipeError};
+use trainer::resolve::{BuildFeatures, Environment, Machines, TempDir, TrackingEnv, WorldInfo};
 
 use crate::support::{Run, stderr};
 

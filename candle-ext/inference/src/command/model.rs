@@ -294,7 +294,7 @@ impl DtypeOption {
         let named = config.to_json();
         let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));
         match named.as_deref() {
-            None => Ok(Checkpoint::open(folder)?.float_dtype().unwrap_or(DType::F32)),
+            None => Ok(Checkpoint::of_model(folder, config)?.float_dtype().unwrap_or(DType::F32)),
             Some("float32") => Ok(DType::F32),
             Some("bfloat16") => Ok(DType::BF16),
             Some("float16") => Ok(DType::F16),

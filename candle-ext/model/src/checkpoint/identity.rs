@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Checkpoint;
+use super::reader::TensorBytes;
 
 /// Hashed bytes of each tensor. Training changes nearly all values of a tensor, so a sample suffices.
 const SAMPLE: usize = 16 << 10;
@@ -10,13 +11,18 @@ const SAMPLE: usize = 16 << 10;
 impl Checkpoint {
     /// Returns a hash of every tensor's name, dtype, shape and sampled bytes. Sharding into files does not change it.
     pub fn identity(&self) -> String {
-        let mut hash = blake3::Hasher::new();
-        for (name, dtype, shape, bytes) in self.contents() {
-            hash.update(format!("{name} {dtype:?} {shape:?} {}\n", bytes.len()).as_bytes());
-            hash.update(&bytes[middle(bytes.len())]);
-        }
-        hash.finalize().to_hex()[..32].to_owned()
+        identity(self.contents())
     }
+}
+
+/// Returns a hash of every tensor's name, dtype, shape and sampled bytes.
+pub(super) fn identity<'t>(tensors: impl Iterator<Item = TensorBytes<'t>>) -> String {
+    let mut hash = blake3::Hasher::new();
+    for TensorBytes { name, dtype, shape, bytes } in tensors {
+        hash.update(format!("{name} {dtype:?} {shape:?} {}\n", bytes.len()).as_bytes());
+        hash.update(&bytes[middle(bytes.len())]);
+    }
+    hash.finalize().to_hex()[..32].to_owned()
 }
 
 fn middle(n_bytes: usize) -> Range<usize> {

@@ -3,6 +3,7 @@
 //! Reading memory-maps the files and converts one tensor at a time. Writing streams one tensor at a time, and the
 //! folder appears atomically.
 
+mod carried;
 mod durable;
 mod element;
 mod folder_lock;
@@ -16,6 +17,7 @@ mod unfinished;
 mod writer;
 mod written;
 
+pub use carried::CarriedTensors;
 pub use durable::DurableFile;
 pub(crate) use element::with_elements;
 pub use element::{Element, little_endian};

@@ -20,8 +20,9 @@ use super::{
     index,
 };
 use crate::config::json::read_bytes;
-use crate::unit::{EMBEDDING, LM_HEAD};
-use crate::{HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
+use crate::family::multimodal::{Multimodal, NameLayout};
+use crate::unit::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec};
 
 /// The memory-mapped safetensors files of a folder.
 #[derive(Debug)]
@@ -32,6 +33,19 @@ pub struct Checkpoint {
     tensors: BTreeMap<String, (usize, StoredTensor)>,
     /// Index of the file whose tensors replace those of the others.
     replacement: Option<usize>,
+    /// Names of a multimodal model's tensors on disk; `None` for a text model.
+    layout: Option<&'static NameLayout>,
+    /// File and entry of each carried tensor of a multimodal model, by its name on disk.
+    carried: BTreeMap<String, (usize, StoredTensor)>,
+}
+
+/// A tensor as it is on disk.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TensorBytes<'a> {
+    pub(super) name: &'a str,
+    pub(super) dtype: safetensors::Dtype,
+    pub(super) shape: &'a [usize],
+    pub(super) bytes: &'a [u8],
 }
 
 #[derive(Debug)]
@@ -62,6 +76,26 @@ impl Checkpoint {
             (false, true) => Self::open_shards(folder, &index),
             (false, false) => Err(ModelError::mismatch(folder, what_is_there(folder))),
         }
+    }
+
+    /// Opens the weights of a model with this config. Tensors of a multimodal model's text have the names of a text model.
+    pub fn of_model(folder: &Path, config: &Config) -> Result<Self, ModelError> {
+        let checkpoint = Self::open(folder)?;
+        Ok(match config.family().spec().multimodal {
+            Some(multimodal) => checkpoint.with_layout_of(multimodal),
+            None => checkpoint,
+        })
+    }
+
+    /// Renames the tensors of the text, and sets the carried ones apart.
+    fn with_layout_of(mut self, multimodal: &Multimodal) -> Self {
+        let has_norm = |layout: &&NameLayout| self.tensors.contains_key(&layout.stored_name(FINAL_NORM));
+        let Some(layout) = multimodal.layouts.iter().find(has_norm) else { return self };
+        let (carried, text): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            self.tensors.into_iter().partition(|(name, _)| layout.carries(name));
+        let own_name = |name: String| layout.own_name(&name).unwrap_or(name);
+        self.tensors = text.into_iter().map(|(name, place)| (own_name(name), place)).collect();
+        Self { layout: Some(layout), carried, ..self }
     }
 
     /// Opens one safetensors file.
@@ -99,7 +133,8 @@ impl Checkpoint {
     }
 
     fn empty(folder: &Path) -> Self {
-        Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new(), replacement: None }
+        let (files, tensors, carried) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        Self { folder: folder.to_path_buf(), files, tensors, replacement: None, layout: None, carried }
     }
 
     fn map(&mut self, path: PathBuf) -> Result<Vec<StoredTensor>, ModelError> {
@@ -143,12 +178,29 @@ impl Checkpoint {
         &self.folder
     }
 
-    /// Returns name, dtype, shape and bytes of all tensors, sorted by name.
-    pub(super) fn contents(&self) -> impl Iterator<Item = (&str, safetensors::Dtype, &[usize], &[u8])> {
-        self.tensors.iter().map(|(name, (file_idx, entry))| {
+    /// Returns all tensors, sorted by name.
+    pub(super) fn contents(&self) -> impl Iterator<Item = TensorBytes<'_>> {
+        self.bytes_of(&self.tensors)
+    }
+
+    /// Returns the carried tensors of a multimodal model, sorted by name.
+    pub(super) fn carried(&self) -> impl Iterator<Item = TensorBytes<'_>> {
+        self.bytes_of(&self.carried)
+    }
+
+    fn bytes_of<'t>(
+        &'t self,
+        tensors: &'t BTreeMap<String, (usize, StoredTensor)>,
+    ) -> impl Iterator<Item = TensorBytes<'t>> {
+        tensors.iter().map(|(name, (file_idx, entry))| {
             let bytes = &self.files[*file_idx].bytes[entry.bytes.clone()];
-            (name.as_str(), entry.dtype, entry.shape.as_slice(), bytes)
+            TensorBytes { name, dtype: entry.dtype, shape: &entry.shape, bytes }
         })
+    }
+
+    /// Returns the layout of a multimodal model's names; `None` for a text model.
+    pub(super) fn layout(&self) -> Option<&'static NameLayout> {
+        self.layout
     }
 
     /// Returns the names of all tensors, sorted.

@@ -10,11 +10,13 @@ use candle_core::{DType, Tensor};
 use candlewick_ops::WeightStorage;
 use serde_json::{Map, Value, json};
 
+use super::carried::CarriedShard;
 use super::{
-    DurableFile, HeaderEntry, StagingFolder,
+    CarriedTensors, DurableFile, HeaderEntry, StagingFolder,
     element::{self, disk_dtype},
     encode_header,
 };
+use crate::family::multimodal::NameLayout;
 use crate::{Config, HubLayout, HubTensor, HubTensors, ModelError, ParamSpec, unit::copies_in_mtp_layers};
 
 /// Default maximum shard size, in bytes: 5 GB, as in transformers.
@@ -34,6 +36,9 @@ const COMPANIONS: &[&str] = &[
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 ];
 
 /// Files of a checkpoint besides the weights.
@@ -80,7 +85,7 @@ pub struct CheckpointExport<'a> {
 impl CheckpointExport<'_> {
     /// Returns the size of the weights on disk, in bytes.
     pub fn n_bytes<'p>(&self, params: impl IntoIterator<Item = &'p ParamSpec>) -> u64 {
-        params.into_iter().map(|param| self.shard_tensor(param).n_bytes(self.dtype)).sum()
+        params.into_iter().map(|param| self.shard_tensor(None, param).n_bytes(self.dtype)).sum()
     }
 
     /// Writes `params`. `fetch` returns one value at a time. The folder appears atomically once all files are on disk.
@@ -89,28 +94,53 @@ impl CheckpointExport<'_> {
         params: impl IntoIterator<Item = &'p ParamSpec>,
         fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
+        self.save_with(None, params, fetch)
+    }
+
+    /// Writes `params`, and the carried tensors of a multimodal model in files of their own, as [`CheckpointExport::save`]
+    /// does.
+    ///
+    /// # Errors
+    /// If a file cannot be written, or a multimodal model has no `carried` tensors.
+    pub fn save_with<'p>(
+        &self,
+        carried: Option<&CarriedTensors>,
+        params: impl IntoIterator<Item = &'p ParamSpec>,
+        fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
+    ) -> Result<(), ModelError> {
         let staging = StagingFolder::begin(self.folder)?;
-        CheckpointExport { folder: staging.folder(), ..self.clone() }.write(params, fetch)?;
+        CheckpointExport { folder: staging.folder(), ..self.clone() }.write(carried, params, fetch)?;
         staging.commit()
     }
 
-    /// Writes the files of `params` into the folder, which must exist. `fetch` returns one value at a time.
+    /// Writes the files of `params` and of the carried tensors into the folder, which must exist. `fetch` returns one value at a
+    /// time.
     pub(crate) fn write<'p>(
         &self,
+        carried: Option<&CarriedTensors>,
         params: impl IntoIterator<Item = &'p ParamSpec>,
         mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
-        let tensors = params.into_iter().map(|param| self.shard_tensor(param)).collect();
+        let layout = self.layout(carried)?;
+        let tensors = params.into_iter().map(|param| self.shard_tensor(layout, param)).collect();
         let shards = split(tensors, self.dtype, self.shard_bytes);
+        let carried = carried.map_or(Vec::new(), |carried| carried.shards(self.shard_bytes));
+        let n_shards = shards.len() + carried.len();
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
-            let file = shard_name(shard_idx, shards.len());
+            let file = shard_name(shard_idx, n_shards);
             write_shard(&self.folder.join(&file), shard, self.dtype, &mut fetch)?;
             let names = shard.iter().flat_map(ShardTensor::stored_tensors).map(|(name, _)| name);
             weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
         }
-        if shards.len() > 1 {
-            let total: u64 = shards.iter().flatten().map(|tensor| tensor.n_bytes(self.dtype)).sum();
+        for (shard_idx, shard) in carried.iter().enumerate() {
+            let file = shard_name(shards.len() + shard_idx, n_shards);
+            shard.write(&self.folder.join(&file))?;
+            weight_map.extend(shard.names().map(|name| (name.to_owned(), Value::from(file.as_str()))));
+        }
+        if n_shards > 1 {
+            let of_params: u64 = shards.iter().flatten().map(|tensor| tensor.n_bytes(self.dtype)).sum();
+            let total = of_params + carried.iter().map(CarriedShard::n_bytes).sum::<u64>();
             let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
             write_json(&self.folder.join("model.safetensors.index.json"), &index)?;
         }
@@ -118,9 +148,23 @@ impl CheckpointExport<'_> {
         self.auxiliary_files.copy_into(self.folder)
     }
 
-    fn shard_tensor<'p>(&self, param: &'p ParamSpec) -> ShardTensor<'p> {
+    /// Returns the layout of a multimodal model's names; `None` for a text model.
+    fn layout(&self, carried: Option<&CarriedTensors>) -> Result<Option<&'static NameLayout>, ModelError> {
+        let family = self.config.family();
+        if carried.is_none() && family.is_multimodal() {
+            let problem = format!(
+                "a {} has tensors besides those of its text, and their source is not given; it cannot be written",
+                family.title()
+            );
+            return Err(ModelError::mismatch(self.folder, problem));
+        }
+        Ok(carried.map(CarriedTensors::layout))
+    }
+
+    fn shard_tensor<'p>(&self, layout: Option<&'static NameLayout>, param: &'p ParamSpec) -> ShardTensor<'p> {
         let copies = copies_in_mtp_layers(self.config, &param.name);
-        ShardTensor { prefix: "", param, expert_tensors: self.expert_tensors, copies }
+        let names = layout.map_or(StoredNames::Own, StoredNames::Layout);
+        ShardTensor { names, param, expert_tensors: self.expert_tensors, copies }
     }
 }
 
@@ -154,10 +198,20 @@ fn shard_name(shard_idx: usize, n_shards: usize) -> String {
     }
 }
 
+/// Names of tensors in a file.
+#[derive(Clone, Copy)]
+enum StoredNames {
+    /// Those of the parameters.
+    Own,
+    /// Those of a multimodal model.
+    Layout(&'static NameLayout),
+    /// Those of an adapter.
+    Adapter(fn(&str) -> String),
+}
+
 /// A parameter and its tensors in the file.
 pub(crate) struct ShardTensor<'a> {
-    /// Prefix of the names in the file.
-    prefix: &'static str,
+    names: StoredNames,
     pub(crate) param: &'a ParamSpec,
     expert_tensors: ExpertTensors,
     /// Names of copies of the parameter.
@@ -165,9 +219,18 @@ pub(crate) struct ShardTensor<'a> {
 }
 
 impl<'a> ShardTensor<'a> {
-    /// Creates the tensor of a LoRA factor.
-    pub(crate) fn of_factor(prefix: &'static str, param: &'a ParamSpec) -> Self {
-        Self { prefix, param, expert_tensors: ExpertTensors::Separate, copies: Vec::new() }
+    /// Creates the tensor of a LoRA factor, of which `stored_name` returns the name in the file.
+    pub(crate) fn of_factor(stored_name: fn(&str) -> String, param: &'a ParamSpec) -> Self {
+        let names = StoredNames::Adapter(stored_name);
+        Self { names, param, expert_tensors: ExpertTensors::Separate, copies: Vec::new() }
+    }
+
+    fn stored_name(&self, name: &str) -> String {
+        match self.names {
+            StoredNames::Own => name.to_owned(),
+            StoredNames::Layout(layout) => layout.stored_name(name),
+            StoredNames::Adapter(stored_name) => stored_name(name),
+        }
     }
 
     fn n_bytes(&self, dtype: DType) -> u64 {
@@ -178,7 +241,7 @@ impl<'a> ShardTensor<'a> {
     /// Returns names and shapes of the tensors in the file that hold the parameter, in the order of its elements: those of the
     /// Hub, if they are several. Copies follow.
     fn stored_tensors(&self) -> Vec<(String, Vec<usize>)> {
-        let named = |name: &str, shape| (format!("{}{name}", self.prefix), shape);
+        let named = |name: &str, shape| (self.stored_name(name), shape);
         let shape = &self.param.shape;
         match self.param.hub.as_deref() {
             None => {

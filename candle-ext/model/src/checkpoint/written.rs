@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::element::{Element, with_elements};
 use super::{Checkpoint, dtype_on_disk};
-use crate::{ModelError, ParamSpec};
+use crate::{Config, ModelError, ParamSpec};
 
 /// A checkpoint that was written with rounding to a dtype, read back.
 pub(crate) struct WrittenTensors {
@@ -20,8 +20,8 @@ pub(crate) struct WrittenTensors {
 
 impl WrittenTensors {
     /// Opens the folder that was written with `dtype`.
-    pub(crate) fn open(folder: &Path, dtype: DType) -> Result<Self, ModelError> {
-        Ok(Self { folder: folder.to_path_buf(), checkpoint: Checkpoint::open(folder)?, dtype })
+    pub(crate) fn open(folder: &Path, config: &Config, dtype: DType) -> Result<Self, ModelError> {
+        Ok(Self { folder: folder.to_path_buf(), checkpoint: Checkpoint::of_model(folder, config)?, dtype })
     }
 
     /// Returns the written values in the dtype on disk.

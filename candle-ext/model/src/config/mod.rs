@@ -9,6 +9,7 @@ mod moe_keys;
 mod overrides;
 mod rope;
 mod router;
+mod text_part;
 mod typed;
 
 use std::path::Path;
@@ -24,6 +25,7 @@ pub use moe::{ExpertWeighting, MoeConfig, SharedExpertConfig};
 pub(crate) use moe::{MAX_EXPERTS, ON_INPUT};
 pub(crate) use rope::{LongRope, RopeKind, Yarn};
 pub(crate) use router::{EXPERT_BIAS, ROUTER_KEYS, SCORE_FUNCTION, score_name};
+use text_part::MultimodalConfig;
 pub(crate) use typed::Typed;
 
 /// Key of config.json with the number of MTP layers, as in DeepSeek-V3 and GLM-4.5.
@@ -32,7 +34,10 @@ const N_MTP_LAYERS: &str = "num_nextn_predict_layers";
 /// Config of a model, from config.json. Unknown keys are preserved.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
+    /// Keys of config.json; of a multimodal model those of its text.
     raw: Map<String, Value>,
+    /// The whole file of a multimodal model, if the keys of its text are in an object of their own.
+    multimodal: Option<MultimodalConfig>,
     pub(crate) typed: Typed,
     n_mtp_layers: usize,
 }
@@ -97,14 +102,20 @@ impl Config {
         }
     }
 
-    fn from_map(mut raw: Map<String, Value>) -> Result<Self, ModelError> {
+    fn from_map(raw: Map<String, Value>) -> Result<Self, ModelError> {
+        let (text, multimodal) = text_part::split(raw)?;
+        Ok(Self { multimodal, ..Self::from_text(text)? })
+    }
+
+    /// Creates the config of a text model, or of the text of a multimodal model, from its keys.
+    fn from_text(mut raw: Map<String, Value>) -> Result<Self, ModelError> {
         let typed = build::typed(&raw)?;
         match (&typed.moe, typed.family.spec().moe) {
             (Some(moe), Some(family)) => layer_freq::write_family_keys(&mut raw, &moe.layers, family.layers),
             (None, Some(family)) => moe_keys::write_dense_layers(&mut raw, family, typed.n_layers),
             _ => {}
         }
-        Ok(Self { raw, typed, n_mtp_layers: 0 })
+        Ok(Self { raw, multimodal: None, typed, n_mtp_layers: 0 })
     }
 
     /// Returns the keys of config.json.
@@ -114,25 +125,29 @@ impl Config {
 
     /// Returns the config as JSON: all original keys in order, plus `architectures` and `model_type` if absent.
     pub fn to_json(&self) -> Value {
-        let mut raw = self.raw.clone();
+        self.to_json_with(self.raw.clone())
+    }
+
+    /// Returns [`Config::to_json`] with these keys of the text.
+    fn to_json_with(&self, mut raw: Map<String, Value>) -> Value {
         let family = self.typed.family;
         raw.entry("architectures").or_insert_with(|| Value::from(vec![family.architecture()]));
         raw.entry("model_type").or_insert_with(|| Value::from(family.model_type()));
-        Value::Object(raw)
+        Value::Object(self.multimodal.as_ref().map_or(raw.clone(), |whole| whole.with_text(&raw)))
     }
 
     /// Returns [`Config::to_json`] of an export, with its dtype and its number of MTP layers.
     pub fn to_json_as(&self, dtype: DType) -> Value {
-        let mut value = self.to_json();
-        if let (Some(name), Some(raw)) = (build::dtype_name(dtype), value.as_object_mut()) {
+        let mut raw = self.raw.clone();
+        if let Some(name) = build::dtype_name(dtype) {
             let key = if raw.contains_key("dtype") { "dtype" } else { "torch_dtype" };
             raw.insert(key.to_string(), Value::from(name));
         }
         // A model without the MTP layers of its source has no weights of them to save.
-        if let Some(n_mtp_layers) = value.get_mut(N_MTP_LAYERS) {
+        if let Some(n_mtp_layers) = raw.get_mut(N_MTP_LAYERS) {
             *n_mtp_layers = Value::from(self.n_mtp_layers);
         }
-        value
+        self.to_json_with(raw)
     }
 
     /// Sets the number of layers for multi-token prediction (MTP), which exports list as `num_nextn_predict_layers`.

@@ -113,7 +113,9 @@ impl Config {
         if !overrides.contains_key("layer_types") {
             shorten_layer_types(&mut raw);
         }
-        let changed = Self::from_map(raw)?;
+        let changed = Self::from_text(raw)?;
+        let multimodal = self.multimodal.clone().filter(|_| changed.typed.family == self.typed.family);
+        let changed = Self { multimodal, ..changed };
         changed.refuse_without_effect(overrides)?;
         let reshaped = reshaped(&self.typed, &changed.typed);
         *self = changed;

@@ -177,6 +177,8 @@ pub(super) fn kind(keys: Keys, shape: RotationShape) -> Result<RopeKind, ModelEr
     let scaling = || extended(keys, nested, max_positions);
     match type_of(nested)? {
         "default" => Ok(RopeKind::Default),
+        // Positions of text are equal in all axes.
+        MULTIMODAL if nested.get(SECTIONS).is_some() => Ok(RopeKind::Default),
         "linear" => Ok(RopeKind::Linear { factor: number("factor")? }),
         "llama3" => Ok(RopeKind::Llama3 {
             factor: number("factor")?,
@@ -216,6 +218,10 @@ fn extended<'a>(keys: Keys<'a>, nested: Keys<'a>, max_positions: usize) -> Resul
 }
 
 const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// Type of Qwen's rotation by time, height and width, in older files. Its sections are those of each axis.
+const MULTIMODAL: &str = "mrope";
+const SECTIONS: &str = "mrope_section";
 
 /// Types of scaling and their keys. All types have [`SHARED_KEYS`] too.
 const TYPES: [(&str, &[&str]); 6] = [

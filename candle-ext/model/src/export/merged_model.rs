@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{CarriedTensors, Checkpoint};
 use crate::{AdapterFolder, Config, Model, ModelError, ParamSpec};
 
 /// Values of parameters on disk, in any format.
@@ -37,6 +37,7 @@ pub struct MergedModel {
     adapter: Option<Box<dyn ParamValues>>,
     /// Folders of tokenizer and generation files; the first that has them counts.
     folders: Vec<PathBuf>,
+    carried: Option<CarriedTensors>,
 }
 
 impl MergedModel {
@@ -45,17 +46,33 @@ impl MergedModel {
     /// # Errors
     /// If tensors are missing or have other shapes, or the adapter was trained on other weights.
     pub fn open(base: &Path, adapter: Option<&Path>) -> Result<Self, ModelError> {
+        let base_folder = base;
         let folders = adapter.into_iter().chain([base]).map(Path::to_path_buf).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let (config, base) = match &adapter {
             Some(adapter) => adapter.open_base(base)?,
-            None => (Config::read(base)?, Checkpoint::open(base)?),
+            None => {
+                let config = Config::read(base)?;
+                let weights = Checkpoint::of_model(base, &config)?;
+                (config, weights)
+            }
         };
+        let carried = CarriedTensors::open(base_folder, &config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         base.check(model.base_params())?;
         adapter.as_ref().map_or(Ok(()), |adapter| model.check_adapter(&adapter.weights))?;
         let adapter = adapter.map(|adapter| Box::new(adapter.weights) as Box<dyn ParamValues>);
-        Ok(Self::new(model, Box::new(base), adapter, folders))
+        Ok(Self::new(model, Box::new(base), adapter, folders).with_carried(carried))
+    }
+
+    /// Sets the carried tensors of a multimodal model.
+    pub fn with_carried(self, carried: Option<CarriedTensors>) -> Self {
+        Self { carried, ..self }
+    }
+
+    /// Returns the carried tensors of a multimodal model.
+    pub fn carried(&self) -> Option<&CarriedTensors> {
+        self.carried.as_ref()
     }
 
     /// Creates a model from the sources of its values. `adapter` has the LoRA factors of `model`.
@@ -66,7 +83,7 @@ impl MergedModel {
         folders: Vec<PathBuf>,
     ) -> Self {
         let factors = model.adapter_params().map(|param| (param.name.clone(), param.clone())).collect();
-        Self { model, factors, base, adapter, folders }
+        Self { model, factors, base, adapter, folders, carried: None }
     }
 
     /// Returns the config.

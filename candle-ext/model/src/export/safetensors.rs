@@ -50,11 +50,12 @@ impl SafetensorsExport<'_> {
         let export = CheckpointExport { folder, config, auxiliary_files, dtype, shard_bytes, expert_tensors };
         let n_tensors = model.params().count();
         let mut n_done = 0;
-        export.write(model.params(), |param| {
+        export.write(model.carried(), model.params(), |param| {
             n_done += 1;
             on_tensor(n_done, 2 * n_tensors);
             model.value(param).map_err(candle_core::Error::wrap)
         })?;
+        model.carried().map_or(Ok(()), |carried| carried.verify(folder, config))?;
         verify(model, folder, dtype, &|n_done| on_tensor(n_tensors + n_done, 2 * n_tensors))
     }
 }
@@ -65,7 +66,7 @@ fn verify(
     dtype: DType,
     on_tensor: &dyn Fn(usize),
 ) -> Result<MergeReport, ModelError> {
-    let written = WrittenTensors::open(folder, dtype)?;
+    let written = WrittenTensors::open(folder, model.config(), dtype)?;
     let (mut n_matrices, mut n_params) = (0, 0);
     let (mut lost, mut changed) = (0.0, 0.0);
     for (idx, param) in model.params().enumerate() {

@@ -29,4 +29,5 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     divisible_hidden: true,
     moe: None,
     upcycles_to: Some("mixtral"),
+    multimodal: None,
 };

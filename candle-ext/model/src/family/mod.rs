@@ -5,9 +5,11 @@
 
 use std::fmt;
 
+pub(crate) mod multimodal;
 mod unsupported;
 
-use unsupported::{MISSING_FAMILIES, unsupported};
+use multimodal::Multimodal;
+use unsupported::{MISSING_FAMILIES, unsupported, unsupported_text};
 
 use crate::ModelError;
 
@@ -23,7 +25,10 @@ macro_rules! families {
     };
 }
 
-families![llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe, dots1, glm4_moe];
+families![
+    llama, mistral, mistral3, qwen2, qwen2_vl, qwen2_5_vl, qwen3, qwen3_vl, mixtral, qwen2_moe, qwen3_moe, olmoe,
+    dots1, glm4_moe,
+];
 
 /// A supported model family.
 #[derive(Clone, Copy)]
@@ -73,6 +78,8 @@ pub(crate) struct FamilySpec {
     pub(crate) moe: Option<&'static MoeFamily>,
     /// Model type of the family of experts with this attention, to which a dense checkpoint can be upcycled.
     pub(crate) upcycles_to: Option<&'static str>,
+    /// Names in checkpoints of a multimodal family, whose text part the other fields define; `None` for a text model.
+    pub(crate) multimodal: Option<&'static Multimodal>,
 }
 
 /// RMS norms of queries and keys.
@@ -210,7 +217,7 @@ impl Family {
     /// Returns the display name, such as "Qwen2".
     pub fn name(self) -> &'static str {
         let architecture = self.architecture();
-        architecture.strip_suffix("ForCausalLM").unwrap_or(architecture)
+        architecture.split("For").next().unwrap_or(architecture)
     }
 
     /// Returns the name in documents, such as "Qwen2-MoE".
@@ -221,6 +228,11 @@ impl Family {
     /// Returns the names of some models of the family.
     pub fn examples(self) -> &'static str {
         self.0.examples
+    }
+
+    /// Returns true if the family's checkpoints have tensors that are carried, such as a vision tower.
+    pub fn is_multimodal(self) -> bool {
+        self.0.multimodal.is_some()
     }
 
     /// Returns true if the family's layers have routed experts.
@@ -255,6 +267,19 @@ impl Family {
                 let supported: Vec<_> = Self::ALL.iter().map(|f| (f.architecture(), f.model_type())).collect();
                 Err(unsupported(architectures, model_type, &supported))
             }
+        }
+    }
+
+    /// Verifies the `model_type` of a multimodal model's `text_config`.
+    ///
+    /// # Errors
+    /// If the text part is a model of another family.
+    pub(crate) fn check_text_type(self, found: Option<&str>) -> Result<(), ModelError> {
+        match (found, self.0.multimodal) {
+            (Some(found), Some(multimodal)) if found != multimodal.text_type => {
+                Err(unsupported_text(self.architecture(), found, multimodal.text_type))
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -15,14 +15,11 @@ pub(super) struct MissingFamily {
 pub(super) const MISSING_FAMILIES: &[MissingFamily] = &[
     missing("Qwen3.5", &["qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]),
     missing("Qwen3-Next", &["qwen3_next"]),
-    missing(
-        "Qwen-VL and Qwen-Omni",
-        &["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe"],
-    ),
+    missing("Qwen3-VL with experts and Qwen-Omni", &["qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe"]),
     missing("Gemma", &["gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text"]),
     missing("gpt-oss", &["gpt_oss"]),
     missing("Phi-3 and Phi-4", &["phi", "phi3", "phi3small", "phi4mm", "phi4_multimodal", "phimoe"]),
-    missing("Mistral Small 3.1 and Ministral", &["mistral3", "ministral", "ministral3", "mistral4", "pixtral"]),
+    missing("Ministral and Pixtral", &["ministral", "ministral3", "mistral4", "pixtral"]),
     missing("Llama 4 and Llama 3.2 Vision", &["llama4", "llama4_text", "mllama"]),
     missing("DeepSeek", &["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"]),
     missing("OLMo", &["olmo", "olmo2", "olmo3"]),
@@ -76,6 +73,14 @@ pub(super) fn unsupported(architectures: &[&str], model_type: Option<&str>, supp
     ModelError::Unsupported(format!("{found}{why}; supported: {}", supported.collect::<Vec<_>>().join(", ")))
 }
 
+/// Returns the error for a text part of another family than that of the multimodal model `architecture`.
+pub(super) fn unsupported_text(architecture: &str, found: &str, supported: &str) -> ModelError {
+    let why = MissingFamily::find(&[], Some(found)).map(|family| format!(": the family {} is missing", family.name));
+    let why = why.unwrap_or_default();
+    let problem = format!("`{found}` is not supported as text part of {architecture}{why}; supported: {supported}");
+    ModelError::key("text_config.model_type", problem)
+}
+
 /// Suggests the supported name of which one of the names is a misspelling.
 fn misspelling(architectures: &[&str], model_type: Option<&str>, supported: &[(&str, &str)]) -> String {
     let is_supported = |name: &str| supported.iter().any(|names| names.0 == name || names.1 == name);
@@ -110,7 +115,7 @@ mod tests {
         check("Qwen3_5ForConditionalGeneration", "qwen3_5", "the family Qwen3.5 is missing");
         check("Gemma3ForConditionalGeneration", "gemma3", "the family Gemma is missing");
         check("GptOssForCausalLM", "gpt_oss", "the family gpt-oss is missing");
-        check("Mistral3ForConditionalGeneration", "mistral3", "the family Mistral Small 3.1 and Ministral is missing");
+        check("Ministral3ForCausalLM", "ministral3", "the family Ministral and Pixtral is missing");
         check("Olmo2ForCausalLM", "olmo2", "the family OLMo is missing");
         check("Llama4ForConditionalGeneration", "llama4", "the family Llama 4 and Llama 3.2 Vision is missing");
         check("DeepseekV3ForCausalLM", "deepseek_v3", "the family DeepSeek is missing");

@@ -136,7 +136,7 @@ impl LoraConfig {
             lora_alpha: alpha("lora_alpha", keys.number("lora_alpha")?.unwrap_or(8.0))?,
             lora_dropout: dropout(keys.number("lora_dropout")?.unwrap_or(0.0))?,
             use_rslora: keys.flag("use_rslora")?.unwrap_or(false),
-            target_modules: Names::read(keys, "target_modules")?.unwrap_or(Names::List(default)),
+            target_modules: Names::read(keys, "target_modules")?.unwrap_or(Names::List(default)).of_text_model(),
             target_parameters,
             has_exchanged_parameters: false,
             skips_expert_modules: false,

@@ -11,6 +11,7 @@ use crate::{
     Config, Model, ModelError, ParamSpec,
     checkpoint::{AuxiliaryFiles, Checkpoint, ShardTensor, StagingFolder, first_names, write_json, write_shard},
     config::json::read_object,
+    family::multimodal::{name_in_multimodal_model, name_in_text_model},
     unit::{EMBEDDING, LM_HEAD},
 };
 
@@ -79,9 +80,14 @@ impl AdapterFolder {
             return Err(ModelError::lora("peft_type", "the model has no adapter to save"));
         };
         let staging = StagingFolder::begin(folder)?;
-        let tensors: Vec<_> = model.adapter_params().map(|param| ShardTensor::of_factor(PREFIX, param)).collect();
+        let stored_name = if model.config().family().is_multimodal() { name_in_multimodal_peft } else { name_in_peft };
+        let tensors: Vec<_> = model.adapter_params().map(|param| ShardTensor::of_factor(stored_name, param)).collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
-        let config = config.with_module_names(model.config())?;
+        let modules = || model.adapter_params().filter_map(|param| Some(param.name.split_once(FACTOR)?.0));
+        let config = match model.config().family().is_multimodal() {
+            true => config.with_multimodal_names(modules()),
+            false => config.with_module_names(model.config())?,
+        };
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
         auxiliary_files.copy_into(staging.folder())?;
         staging.commit()
@@ -99,7 +105,8 @@ impl AdapterFolder {
     /// # Errors
     /// If the adapter was trained on other weights, or a tensor does not fit.
     pub fn open_base(&self, folder: &Path) -> Result<(Config, Checkpoint), ModelError> {
-        let (config, mut base) = (Config::read(folder)?, Checkpoint::open(folder)?);
+        let config = Config::read(folder)?;
+        let mut base = Checkpoint::of_model(folder, &config)?;
         self.check_base(&base)?;
         let embeddings = self.embedding_layers();
         let n_rows = self.n_embeddings(&config)?.unwrap_or(config.vocab_size());
@@ -218,10 +225,20 @@ impl Model {
     }
 }
 
+/// Returns PEFT's name of a text model's factor.
+fn name_in_peft(own: &str) -> String {
+    format!("{PREFIX}{own}")
+}
+
+/// Returns PEFT's name of a factor in the text of a multimodal model.
+fn name_in_multimodal_peft(own: &str) -> String {
+    name_in_peft(&name_in_multimodal_model(own))
+}
+
 /// Returns the name without PEFT's prefix, and that of a replacement without the marker of a layer with an adapter.
 fn name_in_model(name: &str) -> String {
-    let name = name.strip_prefix(PREFIX).unwrap_or(name);
-    if name.contains(FACTOR) { name.to_owned() } else { name.replace(BASE_LAYER, "") }
+    let name = name_in_text_model(name.strip_prefix(PREFIX).unwrap_or(name));
+    if name.contains(FACTOR) { name } else { name.replace(BASE_LAYER, "") }
 }
 
 /// Returns true for the tensor of a module of one expert, such as `mlp.experts.0.gate_proj`.

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use crate::{
     ModelError,
     config::json::{Keys, shorten},
+    family::multimodal::name_in_text_model,
 };
 
 /// PEFT's `target_modules`.
@@ -51,6 +52,14 @@ impl Names {
                 let want = "a list of names, a regular expression or \"all-linear\"";
                 Ok(Some(Self::List(list(key, value, want)?)))
             }
+        }
+    }
+
+    /// Returns the names of a text model in place of those of a multimodal model.
+    pub(super) fn of_text_model(self) -> Self {
+        match self {
+            Self::List(list) => Self::List(list.iter().map(|name| name_in_text_model(name)).collect()),
+            Self::Regex(_) | Self::AllLinear => self,
         }
     }
 

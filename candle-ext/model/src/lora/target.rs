@@ -6,6 +6,7 @@ use std::collections::{BTreeSet, HashSet};
 use super::model_names::ModelNames;
 use super::names::{NameMatcher, NamePattern, Names, suffixes};
 use super::{AdapterSpec, LoraConfig, factors};
+use crate::family::multimodal::name_in_multimodal_model;
 use crate::{Config, LinearSpec, ModelError, ParamScope, ParamSpec};
 
 /// The compiled rules of a [`LoraConfig`].
@@ -220,6 +221,14 @@ impl LoraConfig {
         let names = self.names(config);
         let target_modules = Names::List(self.targets(&names)?.module_names(&names)?);
         Ok(Self { target_modules, ..self.clone() })
+    }
+
+    /// Returns the configuration with the full names of these modules in a multimodal model. A shorter name could match modules
+    /// of its vision tower.
+    pub(super) fn with_multimodal_names<'m>(&self, modules: impl Iterator<Item = &'m str>) -> Self {
+        let names: BTreeSet<String> = modules.map(name_in_multimodal_model).collect();
+        let target_modules = Names::List(names.into_iter().collect());
+        Self { target_modules, exclude_modules: None, layers_to_transform: None, ..self.clone() }
     }
 
     /// Returns the error of a configuration that selects nothing.

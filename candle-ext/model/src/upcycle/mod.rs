@@ -105,7 +105,7 @@ impl Upcycling {
             on_tensor(n_done, 2 * n_tensors);
             self.value(by_name[param.name.as_str()]).map_err(candle_core::Error::wrap)
         };
-        export.write(self.tensors.iter().map(|tensor| &tensor.param), value)?;
+        export.write(None, self.tensors.iter().map(|tensor| &tensor.param), value)?;
         let on_compared = |n_done| on_tensor(n_tensors + n_done, 2 * n_tensors);
         self.verify(staging.folder(), dtype, &on_compared)?;
         staging.commit()?;
@@ -121,7 +121,7 @@ impl Upcycling {
     }
 
     fn verify(&self, folder: &Path, dtype: DType, on_tensor: &dyn Fn(usize)) -> Result<(), ModelError> {
-        let written = WrittenTensors::open(folder, dtype)?;
+        let written = WrittenTensors::open(folder, self.model.config(), dtype)?;
         for (idx, tensor) in self.tensors.iter().enumerate() {
             on_tensor(idx + 1);
             written.verify(&tensor.param, &self.value(tensor)?)?;

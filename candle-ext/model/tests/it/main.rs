@@ -11,6 +11,7 @@ mod expert_dropout;
 mod expert_weighting;
 mod gguf;
 mod merging;
+mod multimodal;
 mod parity;
 mod peft_folders;
 mod rope;

@@ -95,6 +95,26 @@ fn glm4_moe_with_half_rotated_heads_and_a_shared_expert_is_transformers() {
 }
 
 #[test]
+fn the_text_of_qwen2_vl_with_its_keys_at_the_top_is_transformers() {
+    check("qwen2_vl");
+}
+
+#[test]
+fn the_text_of_qwen2_5_vl_with_a_window_in_its_later_layer_is_transformers() {
+    check("qwen2_5_vl");
+}
+
+#[test]
+fn the_text_of_qwen3_vl_with_tied_embeddings_is_transformers() {
+    check("qwen3_vl");
+}
+
+#[test]
+fn the_text_of_mistral3_is_transformers() {
+    check("mistral3");
+}
+
+#[test]
 fn routers_in_f64_change_results_by_rounding_only() {
     let mut n_changed = 0;
     for name in ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe"] {

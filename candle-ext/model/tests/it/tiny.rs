@@ -28,8 +28,8 @@ pub(crate) struct Tiny {
 
 impl Tiny {
     pub(crate) fn load(name: &str) -> Self {
-        let checkpoint = Checkpoint::open(&fixture(name)).unwrap();
         let model = Model::new(Config::read(&fixture(name)).unwrap(), None).unwrap();
+        let checkpoint = Checkpoint::of_model(&fixture(name), model.config()).unwrap();
         assert!(checkpoint.check(model.base_params()).unwrap().is_empty());
         Self::with_weights(model, |param| read(&checkpoint, param))
     }
@@ -47,9 +47,9 @@ impl Tiny {
     }
 
     fn load_with_lora(name: &str, adapter: &Path, config: LoraConfig) -> Self {
-        let checkpoint = Checkpoint::open(&fixture(name)).unwrap();
         let adapter = AdapterFolder::open(adapter).unwrap();
         let model = Model::new(Config::read(&fixture(name)).unwrap(), Some(config)).unwrap();
+        let checkpoint = Checkpoint::of_model(&fixture(name), model.config()).unwrap();
         model.check_adapter(&adapter.weights).unwrap();
         let factors: Vec<String> = model.adapter_params().map(|param| param.name.clone()).collect();
         Self::with_weights(model, |param| match factors.contains(&param.name) {

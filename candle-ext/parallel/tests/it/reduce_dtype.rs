@@ -107,7 +107,7 @@ fn gradients_are_the_sums_of_gradients_rounded_to_the_dtype_of_communication() {
         check(data_parallel(2, 1), None, sent, f32);
         check(data_parallel(2, 2), Some(ZeroStage::Two), sent, f32);
     }
-    let bf16 = ParamDtypes { compute: DType::BF16, masters: DType::BF16, moments: DType::BF16 };
+    let bf16 = ParamDtypes { compute: DType::BF16, masters: DType::BF16, optimizer_states: DType::BF16 };
     check(data_parallel(1, 2), Some(ZeroStage::One), DType::F32, bf16);
 }
 

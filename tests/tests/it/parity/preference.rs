@@ -16,7 +16,7 @@ use candlewick_parallel::{
 
 use super::case::{Batching, DENSE_BASE, MODELS, ModelCase, packed, sequence};
 use super::faulty_group::GroupOp;
-use super::rank::{HYPER, Strategy, compare_tensors, data_rank, engine_with_reference, shards, unsharded};
+use super::rank::{LR, Strategy, compare_tensors, data_rank, engine_with_reference, shards, unsharded};
 use super::{ONE, dp, pipeline, ring, tensor, ulysses, zero};
 
 /// Column with 1 for a chosen sequence and -1 for a rejected one.
@@ -160,7 +160,7 @@ fn steps(
             let batch =
                 TrainBatch { micros: &micros, most_tokens: None, dropout_keys, normalizer, auxiliary: &[], routing };
             let optimizer = OptimizerStep {
-                adamw: HYPER,
+                lr: LR,
                 scaler: &scaler,
                 rounding: MasterRounding::Nearest,
                 grad_zeros: ZeroGradCount::Off,

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Tensor};
-use candlewick_model::checkpoint::{AuxiliaryFiles, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors};
+use candlewick_model::checkpoint::{
+    AuxiliaryFiles, CarriedTensors, CheckpointExport, DEFAULT_SHARD_BYTES, ExpertTensors,
+};
 use candlewick_model::{AdapterFolder, BASE_MODEL_RECORD, BaseModelRecord, FP8_SCALES, ParamSpec, fp8_scales_to_json};
 use candlewick_runtime::progress::{ProgressUnit, WorkProgress};
 use candlewick_text::render::{GENERATION_CONFIG, generation_config_with_end_of_turn};
@@ -76,7 +78,8 @@ impl Checkpointer<'_> {
             let (config, shard_bytes) = (model.config(), DEFAULT_SHARD_BYTES);
             let expert_tensors = ExpertTensors::default();
             let export = CheckpointExport { folder: &dir, config, auxiliary_files, dtype, shard_bytes, expert_tensors };
-            export.save(model.base_params(), fetch).context("failed to write the weights")?;
+            let carried = self.carried.as_ref();
+            export.save_with(carried, model.base_params(), fetch).context("failed to write the weights")?;
         }
         checkpoint.format.failpoint("renamed", state.step);
         Ok(checkpoint.finish_save(&LocalDisk, state.tag(), state)?)
@@ -122,6 +125,7 @@ impl Checkpointer<'_> {
             Some(_) => model.adapter_params().map(ParamSpec::numel).sum(),
             None => model.n_exported_elements(),
         };
-        (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
+        let carried = self.carried.as_ref().map_or(0, CarriedTensors::n_bytes);
+        (n * self.export_dtype(checkpoint).size_in_bytes()) as u64 + carried
     }
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candlewick_model::BaseModelRecord;
-use candlewick_model::checkpoint::Checkpoint;
+use candlewick_model::checkpoint::{CarriedTensors, Checkpoint};
 use candlewick_text::quantity::counted;
 use serde_json::{Value, json};
 
@@ -34,6 +34,8 @@ pub(super) struct Checkpointer<'a> {
     settings: Fingerprint,
     /// The identity of an adapter's frozen base weights.
     base: Option<BaseModelRecord>,
+    /// The carried tensors of a multimodal model whose own weights are trained.
+    carried: Option<CarriedTensors>,
     /// The newest checkpoint of each entry of the plan: its step and its folder.
     newest: HashMap<(CheckpointFormat, PathBuf), (usize, PathBuf)>,
     /// The scores in the checkpoint that the run resumed from. Their metric may be another one than the plan's.
@@ -64,20 +66,22 @@ pub(super) struct SavedCheckpoint {
 }
 
 impl<'a> Checkpointer<'a> {
-    pub(super) fn new(run: TrainingRun<'a>) -> Self {
-        let base = base_record(run);
-        let fingerprint = fingerprint(run.plan, base.as_ref());
-        Self {
+    pub(super) fn new(run: TrainingRun<'a>) -> Result<Self> {
+        let (base, carried) = (base_record(run), carried_tensors(run)?);
+        let frozen = base.as_ref().map(|base| base.weights.clone());
+        let fingerprint = fingerprint(run.plan, frozen.or_else(|| Some(carried.as_ref()?.identity())));
+        Ok(Self {
             run,
             fingerprint,
             settings: settings(run.plan),
             base,
+            carried,
             newest: HashMap::new(),
             resumed_scores: Scores::default(),
             started_from: RunOrigin::Beginning,
             async_save_in_progress: None,
             reserved: None,
-        }
+        })
     }
 
     /// Loads the newest complete checkpoint that this run wrote or resumed from, if there is one.
@@ -316,23 +320,33 @@ fn base_record(run: TrainingRun) -> Option<BaseModelRecord> {
     let model = &run.plan.model;
     let folder = run.assets.model_folder.as_deref().filter(|_| model.init == WeightInit::Load)?;
     let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
-    let weights = Checkpoint::open(folder).ok()?.identity();
+    let weights = Checkpoint::of_model(folder, model.config.as_ref()?).ok()?.identity();
     Some(BaseModelRecord { model: name.to_owned(), weights })
+}
+
+/// Returns the carried tensors of a multimodal model whose own weights are trained.
+fn carried_tensors(run: TrainingRun) -> Result<Option<CarriedTensors>> {
+    let model = &run.plan.model;
+    match (run.assets.model_folder.as_deref(), &model.config) {
+        (Some(folder), Some(config)) if model.init == WeightInit::Load && model.adapter.is_none() => {
+            Ok(CarriedTensors::open(folder, config)?)
+        }
+        _ => Ok(None),
+    }
 }
 
 /// Returns the settings that a resumed run must share with its checkpoint. The data cursor guards the settings that
 /// determine the data order.
 ///
-/// `base` identifies the frozen weights of an adapter, which are in no checkpoint. Their hash counts, their folder does
-/// not.
-fn fingerprint(plan: &Plan, base: Option<&BaseModelRecord>) -> Fingerprint {
+/// `frozen` is the hash of weights that are in no checkpoint: the base of an adapter, or the carried tensors of a multimodal
+/// model. Their folder does not count.
+fn fingerprint(plan: &Plan, frozen: Option<String>) -> Fingerprint {
     let config = plan.model.config.as_ref().map(|config| config.to_json());
     let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
     if let Some(Value::Object(adapter)) = &mut adapter {
         adapter.remove("base_model_name_or_path");
     }
-    let base = base.map(|base| &base.weights);
-    let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, (FROZEN_WEIGHTS): base});
+    let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, (FROZEN_WEIGHTS): frozen});
     Fingerprint::of(&json!({"model": model}))
 }
 

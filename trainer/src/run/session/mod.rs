@@ -65,7 +65,7 @@ impl<'a> Session<'a> {
     /// reports.
     pub(super) fn begin(run: TrainingRun<'a>, run_json: &'a mut RunJson) -> Result<Self> {
         let TrainingRun { plan, prepared, .. } = run;
-        let mut checkpointer = Checkpointer::new(run);
+        let mut checkpointer = Checkpointer::new(run)?;
         let resuming = Instant::now();
         let resumed = checkpointer.resume()?;
         let resume_time = resuming.elapsed();
