@@ -54,6 +54,9 @@ struct Step {
     grads: BTreeMap<String, Vec<f32>>,
 }
 
+/// Loss, auxiliary losses and number of zero gradients.
+type StepNumbers = (f64, BTreeMap<String, f64>, Option<u64>);
+
 fn auxiliary(coefficient: f64) -> Vec<AuxiliaryLoss> {
     vec![AuxiliaryLoss { name: "query_energy".to_owned(), coefficient, normalizer: 1000.0 }]
 }
@@ -64,7 +67,7 @@ fn with_energy(engine: Engine) -> Engine {
 
 /// Takes one step with `strategy`. Layers compute the auxiliary loss only if `auxiliary` is not empty.
 fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, auxiliary: &[AuxiliaryLoss]) -> Step {
-    let rank = |world: &World| -> Result<(f64, BTreeMap<String, f64>, Option<u64>, Vec<_>)> {
+    let rank = |world: &World| -> Result<(StepNumbers, Vec<_>)> {
         let (rank, n_ranks) = data_rank(world, strategy);
         let mut engine = engine(world, strategy, case, None)?;
         if !auxiliary.is_empty() {
@@ -88,17 +91,18 @@ fn step(strategy: Strategy, case: ModelCase, objective: &'static dyn Objective, 
         let loss = result.losses.iter().copied().map(f64::from).sum::<f64>() / n_targets;
         let names = auxiliary.iter().map(|loss| loss.name.clone());
         let means = names.map(|name| (name.clone(), result.outputs.total(&name).unwrap())).collect();
-        Ok((loss, means, result.zero_grads(), shards(&engine, |state| &state.grad)?))
+        Ok(((loss, means, result.zero_grads()), shards(&engine, |state| &state.grad)?))
     };
     let options = Options { timeout: Duration::from_secs(120), record: false };
     let ranks = threads::run(strategy.degrees.n_ranks(), options, rank).unwrap();
-    for (loss, auxiliary, ..) in &ranks {
-        assert_eq!((loss, auxiliary), (&ranks[0].0, &ranks[0].1), "{strategy:?}: ranks disagree");
+    for (numbers, _) in &ranks {
+        assert_eq!(numbers, &ranks[0].0, "{strategy:?}: ranks disagree");
     }
     let grads = unsharded(ranks.iter().flat_map(|(.., shards)| shards));
     let n_zeros = grads.values().flatten().filter(|grad| **grad == 0.0).count() as u64;
-    assert_eq!(ranks[0].2, Some(n_zeros), "{strategy:?}: zeros among the gradients");
-    Step { loss: ranks[0].0, auxiliary: ranks[0].1.clone(), grads }
+    let (loss, auxiliary, zeros) = ranks[0].0.clone();
+    assert_eq!(zeros, Some(n_zeros), "{strategy:?}: zeros among the gradients");
+    Step { loss, auxiliary, grads }
 }
 
 #[track_caller]

@@ -133,9 +133,10 @@ fn n_pairs(micros: &[Micro]) -> f64 {
     micros.iter().map(of_micro).sum::<usize>() as f64
 }
 
-/// Results of some steps: losses and metrics of each, and the gradients of the last.
+/// Results of some steps: losses, gradient norms and metrics of each, and the gradients of the last.
 struct Preference {
     losses: Vec<f64>,
+    norms: Vec<f64>,
     metrics: Vec<BTreeMap<&'static str, f64>>,
     grads: BTreeMap<String, Vec<f32>>,
     used: BTreeSet<GroupOp>,
@@ -150,7 +151,7 @@ fn steps(
     let rank = |world: &World| -> Result<_> {
         let engine = engine_with_reference(world, strategy, case, fault)?;
         let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
-        let (mut losses, mut metrics, n_before) = (Vec::new(), Vec::new(), world.calls().len());
+        let (mut losses, mut norms, mut metrics, n_before) = (Vec::new(), Vec::new(), Vec::new(), world.calls().len());
         for step in 0..N_STEPS {
             let micros = pairs(batching, step, data_rank(world, strategy));
             // Fault injection does not affect this sum.
@@ -168,20 +169,23 @@ fn steps(
             };
             let result = engine.train_step(&batch, &Dpo, &optimizer)?.wait()?;
             losses.push(result.losses.iter().copied().map(f64::from).sum::<f64>() / normalizer);
+            norms.push(result.decision.norm);
             metrics.push(METRICS.map(|metric| (metric.name, result.outputs.total(metric.name).unwrap())).into());
         }
         let used = GroupOp::used_in(&world.calls()[n_before..]);
-        Ok((losses, metrics, shards(&engine, |state| &state.grad)?, used))
+        Ok(((losses, norms, metrics), shards(&engine, |state| &state.grad)?, used))
     };
     let options = Options { timeout: Duration::from_secs(120), record: true };
     let ranks = threads::run(strategy.degrees.n_ranks(), options, rank)?;
-    for (losses, metrics, ..) in ranks.iter().filter(|_| fault.is_none()) {
-        assert_eq!((losses, metrics), (&ranks[0].0, &ranks[0].1), "{strategy:?}: ranks disagree");
+    for (numbers, ..) in ranks.iter().filter(|_| fault.is_none()) {
+        assert_eq!(numbers, &ranks[0].0, "{strategy:?}: ranks disagree");
     }
+    let (losses, norms, metrics) = ranks[0].0.clone();
     Ok(Preference {
-        losses: ranks[0].0.clone(),
-        metrics: ranks[0].1.clone(),
-        grads: unsharded(ranks.iter().flat_map(|(_, _, shards, _)| shards)),
+        losses,
+        norms,
+        metrics,
+        grads: unsharded(ranks.iter().flat_map(|(_, shards, _)| shards)),
         used: ranks.iter().flat_map(|(.., used)| used.clone()).collect(),
     })
 }
@@ -192,6 +196,11 @@ fn compare(ours: &Preference, one_rank: &Preference) -> std::result::Result<(), 
     for (step, (a, b)) in ours.losses.iter().zip(&one_rank.losses).enumerate() {
         if !is_close(*a, *b) {
             return Err(format!("loss of step {step}: {a} {b}"));
+        }
+    }
+    for (step, (a, b)) in ours.norms.iter().zip(&one_rank.norms).enumerate() {
+        if !is_close(*a, *b) {
+            return Err(format!("gradient norm of step {step}: {a} {b}"));
         }
     }
     for (a, b) in ours.metrics.iter().zip(&one_rank.metrics) {
