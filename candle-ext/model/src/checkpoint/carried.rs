@@ -3,7 +3,7 @@
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use super::reader::TensorBytes;
+use super::reader::DiskTensor;
 use super::{Checkpoint, DurableFile, HeaderEntry, encode_header, identity};
 use crate::family::multimodal::NameLayout;
 use crate::{Config, ModelError};
@@ -68,7 +68,7 @@ impl CarriedTensors {
     pub(crate) fn verify(&self, exported: &Path, config: &Config) -> Result<(), ModelError> {
         let written = Checkpoint::of_model(exported, config)?;
         let (wanted, found) = (self.source.carried(), written.carried());
-        let differs = |(a, b): &(TensorBytes<'_>, TensorBytes<'_>)| {
+        let differs = |(a, b): &(DiskTensor<'_>, DiskTensor<'_>)| {
             (a.name, a.dtype, a.shape) != (b.name, b.dtype, b.shape) || a.bytes != b.bytes
         };
         let n_found = written.carried().count();
@@ -91,7 +91,7 @@ impl CarriedTensors {
 
 /// Carried tensors of one file.
 pub(super) struct CarriedShard<'a> {
-    tensors: Vec<TensorBytes<'a>>,
+    tensors: Vec<DiskTensor<'a>>,
 }
 
 impl CarriedShard<'_> {
@@ -108,7 +108,7 @@ impl CarriedShard<'_> {
     /// Writes a safetensors file, and flushes it to disk.
     pub(super) fn write(&self, path: &Path) -> Result<(), ModelError> {
         let io = |e| ModelError::io("write", path)(e);
-        let entry = |tensor: &TensorBytes<'_>| HeaderEntry {
+        let entry = |tensor: &DiskTensor<'_>| HeaderEntry {
             name: tensor.name.to_owned(),
             dtype: tensor.dtype,
             shape: tensor.shape.to_vec(),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Checkpoint;
-use super::reader::TensorBytes;
+use super::reader::DiskTensor;
 
 /// Hashed bytes of each tensor. Training changes nearly all values of a tensor, so a sample suffices.
 const SAMPLE: usize = 16 << 10;
@@ -16,9 +16,9 @@ impl Checkpoint {
 }
 
 /// Returns a hash of every tensor's name, dtype, shape and sampled bytes.
-pub(super) fn identity<'t>(tensors: impl Iterator<Item = TensorBytes<'t>>) -> String {
+pub(super) fn identity<'t>(tensors: impl Iterator<Item = DiskTensor<'t>>) -> String {
     let mut hash = blake3::Hasher::new();
-    for TensorBytes { name, dtype, shape, bytes } in tensors {
+    for DiskTensor { name, dtype, shape, bytes } in tensors {
         hash.update(format!("{name} {dtype:?} {shape:?} {}\n", bytes.len()).as_bytes());
         hash.update(&bytes[middle(bytes.len())]);
     }

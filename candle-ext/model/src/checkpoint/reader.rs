@@ -41,7 +41,7 @@ pub struct Checkpoint {
 
 /// A tensor as it is on disk.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TensorBytes<'a> {
+pub(super) struct DiskTensor<'a> {
     pub(super) name: &'a str,
     pub(super) dtype: safetensors::Dtype,
     pub(super) shape: &'a [usize],
@@ -179,22 +179,22 @@ impl Checkpoint {
     }
 
     /// Returns all tensors, sorted by name.
-    pub(super) fn contents(&self) -> impl Iterator<Item = TensorBytes<'_>> {
+    pub(super) fn contents(&self) -> impl Iterator<Item = DiskTensor<'_>> {
         self.bytes_of(&self.tensors)
     }
 
     /// Returns the carried tensors of a multimodal model, sorted by name.
-    pub(super) fn carried(&self) -> impl Iterator<Item = TensorBytes<'_>> {
+    pub(super) fn carried(&self) -> impl Iterator<Item = DiskTensor<'_>> {
         self.bytes_of(&self.carried)
     }
 
     fn bytes_of<'t>(
         &'t self,
         tensors: &'t BTreeMap<String, (usize, StoredTensor)>,
-    ) -> impl Iterator<Item = TensorBytes<'t>> {
+    ) -> impl Iterator<Item = DiskTensor<'t>> {
         tensors.iter().map(|(name, (file_idx, entry))| {
             let bytes = &self.files[*file_idx].bytes[entry.bytes.clone()];
-            TensorBytes { name, dtype: entry.dtype, shape: &entry.shape, bytes }
+            DiskTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes }
         })
     }
 

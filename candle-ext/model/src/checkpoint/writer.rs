@@ -125,20 +125,20 @@ impl CheckpointExport<'_> {
         let tensors = params.into_iter().map(|param| self.shard_tensor(layout, param)).collect();
         let shards = split(tensors, self.dtype, self.shard_bytes);
         let carried = carried.map_or(Vec::new(), |carried| carried.shards(self.shard_bytes));
-        let n_shards = shards.len() + carried.len();
+        let n_files = shards.len() + carried.len();
         let mut weight_map = Map::new();
         for (shard_idx, shard) in shards.iter().enumerate() {
-            let file = shard_name(shard_idx, n_shards);
+            let file = shard_name(shard_idx, n_files);
             write_shard(&self.folder.join(&file), shard, self.dtype, &mut fetch)?;
             let names = shard.iter().flat_map(ShardTensor::stored_tensors).map(|(name, _)| name);
             weight_map.extend(names.map(|name| (name, Value::from(file.as_str()))));
         }
         for (shard_idx, shard) in carried.iter().enumerate() {
-            let file = shard_name(shards.len() + shard_idx, n_shards);
+            let file = shard_name(shards.len() + shard_idx, n_files);
             shard.write(&self.folder.join(&file))?;
             weight_map.extend(shard.names().map(|name| (name.to_owned(), Value::from(file.as_str()))));
         }
-        if n_shards > 1 {
+        if n_files > 1 {
             let of_params: u64 = shards.iter().flatten().map(|tensor| tensor.n_bytes(self.dtype)).sum();
             let total = of_params + carried.iter().map(CarriedShard::n_bytes).sum::<u64>();
             let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
@@ -191,21 +191,21 @@ fn split(tensors: Vec<ShardTensor>, dtype: DType, limit: u64) -> Vec<Vec<ShardTe
     shards
 }
 
-fn shard_name(shard_idx: usize, n_shards: usize) -> String {
-    match n_shards {
+fn shard_name(shard_idx: usize, n_files: usize) -> String {
+    match n_files {
         1 => "model.safetensors".to_string(),
-        _ => format!("model-{:05}-of-{n_shards:05}.safetensors", shard_idx + 1),
+        _ => format!("model-{:05}-of-{n_files:05}.safetensors", shard_idx + 1),
     }
 }
 
 /// Names of tensors in a file.
 #[derive(Clone, Copy)]
 enum StoredNames {
-    /// Those of the parameters.
+    /// Names of the parameters.
     Own,
-    /// Those of a multimodal model.
+    /// Names of a multimodal model.
     Layout(&'static NameLayout),
-    /// Those of an adapter.
+    /// Names of an adapter.
     Adapter(fn(&str) -> String),
 }
 

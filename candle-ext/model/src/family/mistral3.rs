@@ -8,6 +8,7 @@ pub(super) const SPEC: FamilySpec = FamilySpec {
     examples: "Mistral Small 3.1 and 3.2, trained on text",
     model_type: "mistral3",
     architecture: "Mistral3ForConditionalGeneration",
+    upcycles_to: None,
     multimodal: Some(&Multimodal { text_type: "mistral", layouts: LLAVA_LAYOUTS }),
     ..mistral::SPEC
 };

@@ -298,6 +298,13 @@ mod tests {
     }
 
     #[test]
+    fn no_multimodal_family_is_upcycled() {
+        for family in Family::ALL.iter().filter(|family| family.is_multimodal()) {
+            assert_eq!(family.spec().upcycles_to, None, "{family:?}");
+        }
+    }
+
+    #[test]
     fn a_config_without_names_is_refused() {
         assert!(Family::find(&[], None).unwrap_err().to_string().contains("names neither"));
     }

@@ -73,7 +73,10 @@ pub(crate) fn name_in_text_model(name: &str) -> String {
     of_part(TEXT_MODULE).or_else(of_llava).unwrap_or_else(|| name.to_owned())
 }
 
-/// Returns the name that a multimodal model of transformers 5 has for a module or parameter of its text part.
+/// Returns the name that a multimodal model of transformers 5 has for a module or parameter of its text part. Such a name stays.
 pub(crate) fn name_in_multimodal_model(own: &str) -> String {
-    own.strip_prefix(MODEL).map_or_else(|| own.to_owned(), |rest| format!("{TEXT_MODULE}{rest}"))
+    match own.strip_prefix(MODEL) {
+        Some(rest) if !own.starts_with(TEXT_MODULE) => format!("{TEXT_MODULE}{rest}"),
+        _ => own.to_owned(),
+    }
 }

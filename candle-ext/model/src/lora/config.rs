@@ -7,6 +7,7 @@ use super::names::{Names, list};
 use crate::{
     ModelError,
     config::json::{Keys, shorten},
+    family::multimodal::name_in_text_model,
 };
 
 /// LoRA configuration.
@@ -137,10 +138,12 @@ impl LoraConfig {
             lora_dropout: dropout(keys.number("lora_dropout")?.unwrap_or(0.0))?,
             use_rslora: keys.flag("use_rslora")?.unwrap_or(false),
             target_modules: Names::read(keys, "target_modules")?.unwrap_or(Names::List(default)).of_text_model(),
-            target_parameters,
+            target_parameters: target_parameters.iter().map(|name| name_in_text_model(name)).collect(),
             has_exchanged_parameters: false,
             skips_expert_modules: false,
-            exclude_modules: Names::read(keys, "exclude_modules")?.filter(|names| !names.is_empty()),
+            exclude_modules: Names::read(keys, "exclude_modules")?
+                .filter(|names| !names.is_empty())
+                .map(Names::of_text_model),
             layers_to_transform: layers(keys)?,
             rank_pattern: pattern(keys, "rank_pattern", |v| v.as_u64().and_then(|n| n.try_into().ok()))?,
             alpha_pattern: pattern(keys, "alpha_pattern", Value::as_f64)?,

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::{
     ModelError,
     config::json::{Keys, shorten},
-    family::multimodal::name_in_text_model,
+    family::multimodal::{name_in_multimodal_model, name_in_text_model},
 };
 
 /// PEFT's `target_modules`.
@@ -123,8 +123,12 @@ impl NamePattern {
         &self.text
     }
 
+    /// Returns true if the expression matches a name of a text model, or the name that a multimodal model has for it.
     pub(super) fn is_match(&self, name: &str) -> Result<bool, ModelError> {
-        self.regex.is_match(name).map_err(|e| ModelError::lora(self.key, format!("`{}`: {e}", self.text)))
+        let is_match = |name: &str| {
+            self.regex.is_match(name).map_err(|e| ModelError::lora(self.key, format!("`{}`: {e}", self.text)))
+        };
+        Ok(is_match(name)? || is_match(&name_in_multimodal_model(name))?)
     }
 }
 

@@ -227,8 +227,15 @@ impl LoraConfig {
     /// of its vision tower.
     pub(super) fn with_multimodal_names<'m>(&self, modules: impl Iterator<Item = &'m str>) -> Self {
         let names: BTreeSet<String> = modules.map(name_in_multimodal_model).collect();
-        let target_modules = Names::List(names.into_iter().collect());
-        Self { target_modules, exclude_modules: None, layers_to_transform: None, ..self.clone() }
+        Self {
+            target_modules: Names::List(names.into_iter().collect()),
+            target_parameters: Vec::new(),
+            exclude_modules: None,
+            layers_to_transform: None,
+            rank_pattern: with_multimodal_keys(&self.rank_pattern),
+            alpha_pattern: with_multimodal_keys(&self.alpha_pattern),
+            ..self.clone()
+        }
     }
 
     /// Returns the error of a configuration that selects nothing.
@@ -275,4 +282,12 @@ fn first_match<T: Copy>(patterns: &[(NamePattern, T)], name: &str) -> Result<Opt
         }
     }
     Ok(None)
+}
+/// Returns patterns whose full names are those of a multimodal model. Ends of names stay.
+fn with_multimodal_keys<T: Copy>(patterns: &[(String, T)]) -> Vec<(String, T)> {
+    let key = |text: &str| match text.strip_prefix(r"model\.") {
+        Some(rest) if !rest.starts_with("language_model") => format!(r"model\.language_model\.{rest}"),
+        _ => name_in_multimodal_model(text),
+    };
+    patterns.iter().map(|(text, value)| (key(text), *value)).collect()
 }

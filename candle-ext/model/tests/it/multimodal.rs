@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::{AuxiliaryFiles, CarriedTensors, Checkpoint, CheckpointExport, ExpertTensors};
-use candlewick_model::{AdapterFolder, Config, MergedModel, Model, ModelError};
+use candlewick_model::{AdapterFolder, Config, LoraConfig, MergedModel, Model, ModelError, ParamSpec};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -165,4 +165,52 @@ fn a_merged_adapter_keeps_the_carried_bytes() {
         ["mlp.up_proj", "self_attn.q_proj"].map(|module| format!("model.language_model.layers.{layer}.{module}.weight"))
     };
     assert_eq!(changed, [adapted(0), adapted(1)].concat());
+}
+
+/// Returns the adapted modules and their ranks, of an adapter on the text of `qwen3_vl`.
+fn ranks(config: &LoraConfig) -> Vec<(String, usize)> {
+    let model = Model::new(Config::read(&fixture("qwen3_vl")).unwrap(), Some(config.clone())).unwrap();
+    let is_down = |param: &&ParamSpec| param.name.ends_with("lora_A.weight");
+    model.adapter_params().filter(is_down).map(|param| (param.name.clone(), param.shape[0])).collect()
+}
+
+#[test]
+fn rules_of_peft_on_a_multimodal_model_select_its_text() {
+    let of = |rules: Value| LoraConfig::from_json(&rules).unwrap();
+    let short =
+        ranks(&of(serde_json::json!({"target_modules": ["q_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]})));
+    assert_eq!(short.len(), 1);
+    let by_expression = serde_json::json!({
+        "target_modules": r"model\.language_model\..*\.q_proj",
+        "exclude_modules": ["model.language_model.layers.1.self_attn.q_proj"],
+    });
+    assert_eq!(ranks(&of(by_expression)), short);
+    let by_parameter =
+        serde_json::json!({"target_parameters": ["model.language_model.layers.0.self_attn.q_proj.weight"]});
+    assert_eq!(ranks(&of(by_parameter)).len(), 1);
+}
+
+#[test]
+fn a_saved_adapter_has_the_ranks_of_its_rules() {
+    for key in [
+        "model.layers.0.self_attn.q_proj",
+        "model.language_model.layers.0.self_attn.q_proj",
+        r"model\.layers\.0\.self_attn\.q_proj",
+    ] {
+        let rules = serde_json::json!({"target_modules": ["q_proj"], "r": 2, "rank_pattern": {key: 3}, "alpha_pattern": {key: 5}});
+        let config = LoraConfig::from_json(&rules).unwrap();
+        let model = Model::new(Config::read(&fixture("qwen3_vl")).unwrap(), Some(config.clone())).unwrap();
+        let (_folder, target) = temporary();
+        let zeros = |param: &ParamSpec| Tensor::zeros(param.shape.as_slice(), DType::F32, &Device::Cpu);
+        AdapterFolder::save(&target, &model, DType::F32, AuxiliaryFiles::default(), zeros).unwrap();
+        let again = AdapterFolder::open(&target).unwrap();
+        let wanted: Vec<usize> = ranks(&config).into_iter().map(|(_, rank)| rank).collect();
+        assert_eq!(wanted, [3, 2], "{key}");
+        assert_eq!(ranks(&again.config).into_iter().map(|(_, rank)| rank).collect::<Vec<_>>(), wanted, "{key}");
+        let saved: Value = serde_json::from_slice(&fs::read(target.join("adapter_config.json")).unwrap()).unwrap();
+        for pattern in ["rank_pattern", "alpha_pattern"] {
+            let (found, _) = saved[pattern].as_object().unwrap().iter().next().unwrap();
+            assert!(found.contains("language_model"), "{found}");
+        }
+    }
 }

@@ -5,6 +5,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod head_rows;
 mod heads;
 mod split;
 

@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use candle_core::{Result, Tensor, bail};
 
+use super::head_rows::{HeadPart, HeadRows};
 use super::heads::{HeadSlice, RopeHeads, RotationDirection};
 use super::{check_table, cpu, rotated};
 use crate::device::on_device;
@@ -90,29 +91,6 @@ pub fn rms_norm_rope(x: &Tensor, weight: &Weight, eps: f64, cos: &Tensor, sin: &
     Ok(record("rms_norm_rope", [x.into(), weight.into()], y, move |dy, _| {
         Ok([Some(rows.join_grads(Some(&saved), std::slice::from_ref(dy))?.reshape(saved.shape())?), None])
     }))
-}
-
-/// Part of each row: queries, keys or values.
-#[derive(Clone)]
-pub(super) struct HeadPart {
-    pub(super) heads: RopeHeads,
-    pub(super) slice: HeadSlice,
-    pub(super) is_rotated: bool,
-    /// Weight [k] of the heads' norm.
-    pub(super) norm: Option<Weight>,
-}
-
-/// Joined rows of heads, and what is computed of them.
-pub(super) struct HeadRows {
-    pub(super) n_tokens: usize,
-    /// Elements of a row.
-    pub(super) stride: usize,
-    /// One to three parts in the order of their elements, each rotated and normed except the third.
-    pub(super) parts: Vec<HeadPart>,
-    /// Cosines and sines [t, r/2].
-    pub(super) table: [Tensor; 2],
-    /// Epsilon of all norms.
-    pub(super) eps: f32,
 }
 
 impl QkvHeads {

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::OutputGrad;
+use super::output_grad::OutputGrad;
 use super::source::{GateUp, Gated};
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Gpu, Out, address, gpu, kernels, suffix};
 

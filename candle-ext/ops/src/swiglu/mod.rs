@@ -3,6 +3,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod output_grad;
 mod source;
 
 use std::rc::Rc;
@@ -16,6 +17,7 @@ use crate::recording::{recompute_gated_in_backward, record};
 use crate::saved::Recomputable;
 use crate::span::span;
 use crate::storage::{self, host, update};
+use output_grad::OutputGrad;
 use source::GateUp;
 
 /// Computes y = gate * sigmoid(gate) * up, element by element, in f32 and rounded once.
@@ -74,15 +76,6 @@ fn backward_with_readers(source: &GateUp, dy: &Tensor, saved: Option<&Recomputab
         }
         _ => backward(source, dy, OutputGrad::Kept),
     }
-}
-
-/// Contents of the output's gradient after a backward.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum OutputGrad {
-    /// The gradient.
-    Kept,
-    /// The output y.
-    BecomesOutput,
 }
 
 fn forward(source: &GateUp) -> Result<Tensor> {

@@ -5,6 +5,7 @@ mod bias;
 mod counts_over_layers;
 mod replay;
 mod rows;
+mod step_routing;
 
 use candle_core::{Device, Result, Tensor, bail};
 use candlewick_model::{
@@ -17,7 +18,7 @@ use crate::batch::Micro;
 use crate::expert_parallel::{ExpertParallel, ExpertParallelOps};
 
 pub(crate) use replay::RoutingReadback;
-pub use replay::{RoutedMicro, StepRouting};
+pub use step_routing::{RoutedMicro, StepRouting};
 
 /// Part of the seed of the routers' noise in a micro-batch.
 const ROUTER_NOISE: u64 = 0x726f_7574_6572;

@@ -32,7 +32,7 @@ pub struct ModelAndAdapter {
 }
 
 /// Optional small files of a model.
-const SMALL: [&str; 13] = [
+const SMALL: [&str; 16] = [
     CONFIG,
     ADAPTER_CONFIG,
     "generation_config.json",
@@ -45,6 +45,9 @@ const SMALL: [&str; 13] = [
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     INDEX,
 ];
 

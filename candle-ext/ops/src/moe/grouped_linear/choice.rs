@@ -4,48 +4,15 @@ use candle_core::{DType, Device, Result, bail};
 
 use super::call::{GroupedGemmImpl, OP};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
+use super::operands::{GroupedKernel, GroupedLibrary, GroupedOperands};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::{tile, winners};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::batch_invariance::is_batch_invariant;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-use crate::cuda::gemm::grouped::GroupedOutput;
-#[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::cuda::{DeviceAddress, Gpu};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::grouped_tile::GroupedTile;
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-use crate::weight_matmul::Dims;
-
-/// Implementation that computes one call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-pub(super) enum GroupedKernel {
-    Fused,
-    Library(GroupedLibrary),
-}
-
-/// Library with a grouped GEMM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-pub(super) enum GroupedLibrary {
-    Cublas,
-    /// CUTLASS with this output tile.
-    Cutlass(&'static GroupedTile),
-}
-
-/// Dtypes and sizes of a grouped matmul, and addresses of its operands.
-#[derive(Clone, Copy, Debug)]
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-pub(super) struct GroupedOperands<'a> {
-    pub(super) output: GroupedOutput,
-    /// Dtype of x and y.
-    pub(super) dtype: DType,
-    pub(super) output_dtype: DType,
-    /// Number of groups.
-    pub(super) e: usize,
-    pub(super) dims: Dims,
-    pub(super) addresses: &'a [DeviceAddress],
-}
 
 impl GroupedGemmImpl {
     /// Describes the implementation that computes experts of this hidden size and width on a device; `None` if it is the only

@@ -4,7 +4,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::call::OP;
-use super::choice::GroupedLibrary;
+use super::operands::GroupedLibrary;
 use crate::cuda::gemm::grouped::{GroupedArrays, GroupedGemm, GroupedOutput, GroupedProblems, ProblemArrays};
 use crate::cuda::{Arg, DeviceAddress, Gpu, Out, address, gpu, same_dtype};
 use crate::gemm::Accumulate;

@@ -9,7 +9,11 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
+mod fused;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 mod library;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod operands;
 mod tasks;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod tile;

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::choice::GroupedLibrary;
-use super::{cuda, library};
+use super::operands::GroupedLibrary;
+use super::{fused, library};
 use crate::cuda::gemm::grouped::GroupedOutput;
 use crate::gemm::Accumulate;
 use crate::grouped_tile::{GroupedTile, TileUse};
@@ -94,7 +94,7 @@ impl CheckInputs {
         let from = if output == GroupedOutput::Y { &self.x } else { &self.dy };
         Ok([
             library::multiply(by, output, from, &self.w, &self.offsets, self.dims)?,
-            cuda::multiply_by_kernel(output, from, &self.w, &self.offsets, self.dims)?,
+            fused::multiply(output, from, &self.w, &self.offsets, self.dims)?,
         ])
     }
 
@@ -109,7 +109,7 @@ impl CheckInputs {
         };
         Ok([
             sum(&|dw, accumulate| library::grad_w(by, dy, x, offsets, (dw, accumulate), *dims))?,
-            sum(&|dw, accumulate| cuda::grad_w_by_kernel(dy, x, offsets, (dw, accumulate), *dims))?,
+            sum(&|dw, accumulate| fused::grad_w(dy, x, offsets, (dw, accumulate), *dims))?,
         ])
     }
 }

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use candle_core::DType;
 
-use super::choice::GroupedOperands;
+use super::operands::GroupedOperands;
 use crate::cuda::gemm::grouped::GroupedOutput;
 use crate::grouped_tile::{GroupedTile, folder};
 

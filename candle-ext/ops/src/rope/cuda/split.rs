@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::{KERNELS, OP};
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Out, address, columns, gpu, suffix};
-use crate::rope::split::HeadRows;
+use crate::rope::head_rows::HeadRows;
 use crate::weight::{GradSink, Weight};
 
 const WARP: usize = 32;
