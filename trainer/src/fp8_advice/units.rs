@@ -183,7 +183,7 @@ mod tests {
     /// A layer that is not in FP8 is computed with the others, and a unit without FP8 is not measured.
     #[test]
     fn excluded_layers_stay_in_their_unit_without_fp8() {
-        let qkv = linears(&[size(64, 32), dense(32, 32), size(32, 32)], false, true);
+        let qkv = linears(&[size(64, 32), dense(32, 32), size(32, 32)], true, true);
         let of_qv = (qkv, names(&["self_attn.q_proj", "self_attn.v_proj"]));
         assert_eq!(units_of(json!({}), None, &["k_proj"]), [of_mlp(), of_qv, of_o()]);
         assert_eq!(units_of(json!({}), None, &["self_attn"]), [of_mlp()]);

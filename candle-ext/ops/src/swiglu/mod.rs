@@ -6,7 +6,7 @@ mod cuda;
 mod output_grad;
 mod source;
 
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -27,7 +27,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let source = GateUp::Two(gate.contiguous()?, up.contiguous()?);
     let (y, saved) = forward_recomputable(&source)?;
     Ok(record("swiglu", [gate.into(), up.into()], y, move |dy, _| {
-        let mut grads = backward_with_readers(&source, dy, saved.as_deref())?.into_iter();
+        let mut grads = backward_with_readers(&source, dy, saved.upgrade().as_deref())?.into_iter();
         Ok([grads.next(), grads.next()])
     }))
 }
@@ -42,7 +42,7 @@ pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
     let source = GateUp::Joined(gate_up.contiguous()?);
     let (y, saved) = forward_recomputable(&source)?;
     Ok(record("swiglu", [gate_up.into()], y, move |dy, _| {
-        Ok([backward_with_readers(&source, dy, saved.as_deref())?.pop()])
+        Ok([backward_with_readers(&source, dy, saved.upgrade().as_deref())?.pop()])
     }))
 }
 
@@ -52,11 +52,12 @@ pub fn swiglu_cost(n_outputs: u64, dtype: DType) -> Cost {
 }
 
 /// Computes y, which backward may compute again.
-fn forward_recomputable(source: &GateUp) -> Result<(Tensor, Option<Rc<Recomputable>>)> {
+fn forward_recomputable(source: &GateUp) -> Result<(Tensor, Weak<Recomputable>)> {
     let y = forward(source)?;
     let again = source.clone();
     let saved = recompute_gated_in_backward(&y, move || forward(&again));
-    Ok((y, saved))
+    // Its readers alone keep y.
+    Ok((y, saved.as_ref().map(Rc::downgrade).unwrap_or_default()))
 }
 
 /// Returns the gradient of each tensor of the source, and runs the readers of y that wait for it.

@@ -60,7 +60,8 @@ fn the_dtype_of_communication_is_deepspeeds() {
         let error = given(2, value).unwrap_err();
         assert!(error.contains("communication_data_type: expected fp32, bf16 or fp16"), "{error}");
     }
-    let error = plan_of(2, &["reduce_dtype=bf16"]).unwrap_err();
+    let of_fsdp = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &["reduce_dtype=bf16".to_owned()]);
+    let error = of_fsdp.unwrap_err().to_string();
     assert!(error.contains("deepspeed.communication_data_type"), "{error}");
 }
 
