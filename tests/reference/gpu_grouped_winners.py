@@ -37,7 +37,9 @@ def winners(folder: Path) -> list[str]:
             continue
         for case, row in cases(path, "cutlass").items():
             ours = fused.get(case)
-            if ours and row["ms_max"] < ours["ms_min"] and (case not in best or row["ms"] < best[case][1]["ms"]):
+            if not ours:
+                print(f"{path.name}: no row of our kernels for {' '.join(map(str, case))}", file=sys.stderr)
+            elif row["ms_max"] < ours["ms_min"] and (case not in best or row["ms"] < best[case][1]["ms"]):
                 best[case] = tile, row, ours
     date = time.strftime("%Y-%m-%d")
     return [" ".join(map(str, (*case, tile, round(row["tflop_s"]), round(ours["tflop_s"]), date, gpu)))

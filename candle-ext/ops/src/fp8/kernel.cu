@@ -179,6 +179,14 @@ KERNEL(256) transpose_codes(const unsigned char* codes, unsigned char* transpose
     Cast{nullptr, nullptr, nullptr, transposed, nullptr, nullptr, rows, rows, columns, {0, false}}.transpose_tile(codes);
 }
 
+// ordered [n / padded, padded] = scales, whose blocks along both dims have these strides, and zeros after the `inner` scales of a row.
+KERNEL(256) order_scales(const float* scales, float* ordered, int n, int padded, int inner, int outer_stride, int inner_stride) {
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) return;
+    const int row = i / padded, column = i % padded;
+    ordered[i] = column < inner ? scales[row * outer_stride + column * inner_stride] : 0.0f;
+}
+
 // Updates delayed scaling, a warp per slot. Amaxes that are 0 or not finite change nothing. `max_0` to `max_2` are the
 // maxima of the formats of a layer's three slots; `is_max` selects the amax of the history, or its newest.
 KERNEL(256) update_delayed(const float* amaxes, float* history, float* scales, int n_slots, int length, int is_max,

@@ -12,9 +12,9 @@ use super::matrix::{Fp8Matrix, ScaleOrder};
 use super::operands::Fp8Operands;
 use super::recipe::{Fp8Orientation, ScaleRule};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-use crate::cuda::gemm::Scaling;
+use crate::cuda::address;
 use crate::device::on_device;
-use crate::transfer::to_host_contiguous;
+use crate::transfer::to_host;
 use crate::weight::StoredWeight;
 
 /// Returns the operands of a stored weight, which share its codes. A GPU copies the transposed ones, if a matmul reads them.
@@ -34,12 +34,11 @@ pub(super) fn stored_operands(
     }
     let (sizes, &[n, k]) = (storage.shape(shape)?, shape);
     let codes = bytes.narrow(0, 0, n * k)?.reshape((n, k))?;
-    let scales =
-        to_host_contiguous(&bytes.narrow(0, sizes.scales_start(), bytes.elem_count() - sizes.scales_start())?)?;
-    let scales: Vec<f32> =
-        scales.to_vec1::<u8>()?.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+    let scales = bytes.narrow(0, sizes.scales_start(), bytes.elem_count() - sizes.scales_start())?;
     on_device!("fp8", codes, {
         cpu => {
+            let scales = to_host(&scales)?.to_vec1::<u8>()?;
+            let scales: Vec<f32> = scales.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
             let scale_inv = Tensor::new(scales, codes.device())?;
             let matrix = Fp8Matrix { codes, scale_inv, format, block: storage.block, scale_order: ScaleOrder::Rows };
             Ok(Some(Fp8Operands { rowwise: Some(matrix.clone()), columnwise: Some(matrix) }))
@@ -48,24 +47,17 @@ pub(super) fn stored_operands(
             if !cuda::reads_codes(&codes)? {
                 return Ok(None);
             }
-            let blocks_a_row = sizes.blocks_a_row();
-            let matrix = |codes: Tensor, is_transposed: bool| -> Result<Fp8Matrix> {
-                let [outer, inner] = if is_transposed { [k, n] } else { [n, k] };
-                let (n_scales, [of_outer, of_inner]) = Scaling::Block128.layout(outer, inner);
-                let mut ordered = vec![0.0f32; n_scales];
-                for (i, scale) in scales.iter().enumerate() {
-                    let (row, column) = (i / blocks_a_row, i % blocks_a_row);
-                    let (outer, inner) = if is_transposed { (column, row) } else { (row, column) };
-                    ordered[outer * of_outer + inner * of_inner] = *scale;
-                }
-                let scale_inv = Tensor::new(ordered, codes.device())?;
+            let at = address("fp8", &scales)?;
+            let matrix = |codes: Tensor, orientation| -> Result<Fp8Matrix> {
+                // SAFETY: a stored weight has the scales of all blocks of 128x128 after its codes, row by row.
+                let scale_inv = unsafe { cuda::ordered_scales(&scales, at, [n, k], orientation)? };
                 Ok(Fp8Matrix::in_order_of_cublas_lt(codes, scale_inv, format, storage.block))
             };
             let transposed = match orientation.is_columnwise() {
-                true => Some(matrix(cuda::transpose(&codes)?, true)?),
+                true => Some(matrix(cuda::transpose(&codes)?, Fp8Orientation::Columnwise)?),
                 false => None,
             };
-            Ok(Some(Fp8Operands { rowwise: Some(matrix(codes, false)?), columnwise: transposed }))
+            Ok(Some(Fp8Operands { rowwise: Some(matrix(codes, Fp8Orientation::Rowwise)?), columnwise: transposed }))
         },
     })
 }

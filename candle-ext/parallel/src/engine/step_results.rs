@@ -125,6 +125,11 @@ impl FlatOutputs {
         self.tensors.push(values);
     }
 
+    /// Returns how many numbers were appended.
+    pub(super) fn n_numbers(&self) -> usize {
+        self.n_numbers
+    }
+
     /// Returns the layout and the numbers, f32 [n]; `None` without any.
     pub(super) fn finish(self) -> Result<(OutputLayout, Option<Tensor>)> {
         let flat = match self.tensors.is_empty() {

@@ -16,7 +16,7 @@ use super::mtp::MtpPass;
 use super::{ActivationCheckpointing, Engine};
 use crate::batch::{Micro, StepMicros};
 use crate::context_parallel::TokenShard;
-use crate::objective::{MicroLoss, TokenLosses};
+use crate::objective::{MetricReduction, MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{ChunkPass, StageStep};
@@ -505,7 +505,12 @@ impl Engine {
         let tokens = TokenLosses::new(state.whole, loss.objective.metrics(), &token_losses);
         let of_micro = loss.objective.loss(&tokens)?;
         for (i, value) in tokens.into_emitted() {
-            sums.add_metric(i, self.counted_once(value)?)?;
+            // All context parallel ranks have the metrics of the whole micro-batch.
+            let value = match loss.objective.metrics()[i].reduction {
+                MetricReduction::Max => value,
+                MetricReduction::Sum | MetricReduction::Mean => self.counted_once(value)?,
+            };
+            sums.add_metric(i, value)?;
         }
         match of_micro {
             MicroLoss::SumOfTokens => {

@@ -91,6 +91,8 @@ struct ReducedOutputs {
     /// Sums of this rank.
     own: Tensor,
     of_all: Tensor,
+    /// Number of sums before those of metrics.
+    n_before_metrics: usize,
     maxima: OutputLayout,
     /// Maxima over all ranks; `None` if nothing has a maximum.
     max: Option<Tensor>,
@@ -115,7 +117,7 @@ impl Engine {
         let outputs = self.reduce_outputs(losses, batch, objective)?;
         let _span = span("optimizer", "");
         let limit = LossLimit { n_losses: batch.micros.len(), max_sum: max_loss * batch.normalizer.max(1.0) };
-        scaler.update_within(limit, &self.store.grad_squares()?, &outputs.of_all)?;
+        scaler.update_within(limit, &self.store.grad_squares()?, &outputs.before_metrics()?)?;
         let zeros = match grad_zeros {
             ZeroGradCount::Off => None,
             ZeroGradCount::On => Some(count_as_f32(&self.store.grad_zeros()?)?),
@@ -151,6 +153,7 @@ impl Engine {
         for (spec, values) in self.layer_outputs.iter().zip(losses.layers) {
             sums.push(spec.name, EntryForm::OfLayer(spec.layer_idx), 1.0, values);
         }
+        let n_before_metrics = sums.n_numbers();
         for (metric, value) in objective.metrics().iter().zip(losses.metrics) {
             match metric.reduction {
                 MetricReduction::Sum => sums.push(metric.name, EntryForm::Scalar, 1.0, value),
@@ -162,11 +165,16 @@ impl Engine {
         let own = own.expect("a step has losses");
         let of_all = self.group.all_reduce(&own, Reduce::Sum)?;
         let max = max.map(|own| self.group.all_reduce(&own, Reduce::Max)).transpose()?;
-        Ok(ReducedOutputs { sums, own, of_all, maxima, max })
+        Ok(ReducedOutputs { sums, own, of_all, n_before_metrics, maxima, max })
     }
 }
 
 impl ReducedOutputs {
+    /// Returns the losses and the outputs of layers. All must be finite for an update; metrics need not be.
+    fn before_metrics(&self) -> Result<Tensor> {
+        self.of_all.narrow(0, 0, self.n_before_metrics)
+    }
+
     /// Returns the side outputs of layers.
     fn of_layers(&self, specs: &[LayerOutputSpec]) -> Result<Vec<Tensor>> {
         let of_layer = |spec: &LayerOutputSpec| self.sums.of_layer(spec.name, spec.layer_idx, &self.of_all);

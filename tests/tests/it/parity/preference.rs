@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::{Device, Result, Tensor};
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, sum, threads};
-use candlewick_ops::{self as ops, GradPolicy, GradScaler};
+use candlewick_ops::{self as ops, GradPolicy, GradScaler, UpdateOutcome};
 use candlewick_parallel::{
     ColumnScope, ColumnSpec, Engine, LossNormalizer, LossScale, MasterRounding, MetricReduction, MetricSpec, Micro,
     MicroColumn, MicroColumns, MicroLoss, Objective, OptimizerStep, PipelineScheduleKind, REFERENCE_LOG_PROBS,
@@ -31,6 +31,12 @@ const N_STEPS: usize = 2;
 /// DPO's sigmoid loss.
 struct Dpo;
 
+/// Cross-entropy with metrics that are not finite.
+struct InfiniteMetric;
+
+const INFINITE: [MetricSpec; 2] =
+    [mean("infinite_mean"), MetricSpec { name: "infinite_sum", reduction: MetricReduction::Sum }];
+
 /// Dpo without metrics of which the engine knows.
 struct Undeclared;
 
@@ -43,13 +49,15 @@ const fn mean(name: &'static str) -> MetricSpec {
     MetricSpec { name, reduction: MetricReduction::Mean }
 }
 
-const METRICS: [MetricSpec; 6] = [
+const METRICS: [MetricSpec; 7] = [
     mean("rewards/chosen"),
     mean("rewards/rejected"),
     mean("rewards/margins"),
     mean("rewards/accuracies"),
     MetricSpec { name: "pairs", reduction: MetricReduction::Sum },
     MetricSpec { name: "rewards/largest_margin", reduction: MetricReduction::Max },
+    // Negative on every rank: a zero from any of them would be the maximum.
+    MetricSpec { name: "rewards/largest_margin_below_10", reduction: MetricReduction::Max },
 ];
 
 impl Objective for Dpo {
@@ -91,8 +99,23 @@ impl Objective for Dpo {
             .emit("rewards/accuracies", margins_p.gt(0.0)?.to_dtype(is_pair_p.dtype())?.mul(&is_pair_p)?.sum_all()?)?;
         tokens.emit("pairs", is_pair_p.sum_all()?)?;
         let unpaired_p = is_pair_p.affine(1e9, -1e9)?;
-        tokens.emit("rewards/largest_margin", (&margins_p + unpaired_p)?.max(0)?)?;
+        let largest = (&margins_p + unpaired_p)?.max(0)?;
+        tokens.emit("rewards/largest_margin_below_10", (&largest - 10.0)?)?;
+        tokens.emit("rewards/largest_margin", largest)?;
         Ok(MicroLoss::Weighted { loss: (losses_p * is_pair_p)?.sum_all()?, weights: micro.to_tokens(&weights_s)? })
+    }
+}
+
+impl Objective for InfiniteMetric {
+    fn metrics(&self) -> &[MetricSpec] {
+        &INFINITE
+    }
+
+    fn loss(&self, tokens: &TokenLosses<'_>) -> Result<MicroLoss> {
+        for metric in &INFINITE {
+            tokens.emit(metric.name, Tensor::new(f32::INFINITY, &Device::Cpu)?)?;
+        }
+        Ok(MicroLoss::SumOfTokens)
     }
 }
 
@@ -337,6 +360,27 @@ fn the_gradient_of_a_preference_is_its_derivative() {
         Ok(((above - below) / (2.0 * h), norm))
     });
     assert!(norm > 0.1 && (difference - norm).abs() < 5e-3 * norm, "{difference} {norm}");
+}
+
+#[test]
+fn an_infinite_metric_does_not_skip_the_update() {
+    let result = on_one_rank(DENSE_BASE, |engine| {
+        let micros = pairs(Batching::Packed, 0, (0, 1));
+        let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 0, &Device::Cpu)?;
+        let (routing, dropout_keys) = (StepRouting::Select, &[5]);
+        let batch =
+            TrainBatch { micros: &micros, most_tokens: None, dropout_keys, normalizer: 100.0, auxiliary: &[], routing };
+        let optimizer = OptimizerStep {
+            lr: LR,
+            scaler: &scaler,
+            rounding: MasterRounding::Nearest,
+            grad_zeros: ZeroGradCount::Off,
+            max_loss: f64::INFINITY,
+        };
+        engine.train_step(&batch, &InfiniteMetric, &optimizer)?.wait()
+    });
+    assert_eq!(result.decision.outcome, UpdateOutcome::Applied);
+    assert!(INFINITE.iter().all(|metric| result.outputs.total(metric.name) == Some(f64::INFINITY)));
 }
 
 #[test]

@@ -8,9 +8,10 @@ mod plain;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::format::Fp8Format;
-use super::recipe::{AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand, ScaleRule};
+use super::format::{FP8_BLOCK, Fp8Format};
+use super::recipe::{AmaxHistoryPolicy, DelayedScaling, Fp8Formats, Fp8Operand, Fp8Orientation, ScaleRule};
 use super::rounding::Fp8Rounding;
+use crate::cuda::gemm::Scaling;
 use crate::cuda::{Arg, DeviceAddress, FLAT_THREADS, Out, address, columns, gpu, kernels, suffix};
 use crate::quantized::cuda::dequantize_parts;
 use crate::quantized::format::QuantShape;
@@ -158,6 +159,33 @@ pub(super) fn transpose(codes: &Tensor) -> Result<Tensor> {
     // SAFETY: both have rows * columns codes, aligned to 16 bytes; the grid has a block per tile.
     unsafe { KERNELS.launch(on, "transpose_codes", grid, FLAT_THREADS, &args)? };
     Ok(transposed.into_tensor((columns, rows)))
+}
+
+/// Returns the scales of blocks of 128x128 of a matrix [rows, columns] in the order of cuBLASLt: of the transposed
+/// matrix for columnwise operands, else of the matrix itself.
+///
+/// # Safety
+///
+/// The address must hold the f32 scales of all blocks, row by row, on the device of `owner`.
+pub(super) unsafe fn ordered_scales(
+    owner: &Tensor,
+    scales: DeviceAddress,
+    [rows, columns]: [usize; 2],
+    orientation: Fp8Orientation,
+) -> Result<Tensor> {
+    let blocks_a_row = columns.div_ceil(FP8_BLOCK);
+    let ([outer, inner], strides) = match orientation.is_columnwise() {
+        false => ([rows, columns], [blocks_a_row, 1]),
+        true => ([columns, rows], [1, blocks_a_row]),
+    };
+    let (n, [padded, _]) = Scaling::Block128.layout(outer, inner);
+    let on = gpu(OP, owner)?;
+    let ordered = Out::new(on, DType::F32, n)?;
+    let sizes = [n, padded, inner.div_ceil(FP8_BLOCK), strides[0], strides[1]].map(|size| Arg::I32(size as i32));
+    let args: Vec<Arg> = [scales, ordered.address].map(Arg::Address).into_iter().chain(sizes).collect();
+    // SAFETY: the caller's; `ordered` has n elements.
+    unsafe { KERNELS.launch_flat(on, "order_scales", n, 1, &args)? };
+    Ok(ordered.into_tensor(n))
 }
 
 /// Returns true if matmuls and [`transpose`] can read codes [rows, columns] at their address.

@@ -63,6 +63,9 @@ fn explain_cutlass(
     let on = Gpu::Device(cuda);
     has_hopper(on)?;
     fit(&[DType::BF16], dtype, sizes, &[])?;
+    if is_batch_invariant() {
+        return Err("its rows depend on their number, and batch_invariant is on".into());
+    }
     let (tiles, what) = match by {
         GroupedGemmImpl::Cutlass => (tile::selectable(), "CUTLASS"),
         _ => (winners::tiles(&gpu_name(on)?, sizes)?, "CUTLASS where it was measured to be faster, else fused"),

@@ -7,6 +7,7 @@ use super::{fused, library};
 use crate::cuda::gemm::grouped::GroupedOutput;
 use crate::gemm::Accumulate;
 use crate::grouped_tile::{GroupedTile, TileUse};
+use crate::transfer::to_host;
 use crate::weight_matmul::Dims;
 
 type Checked = std::result::Result<(), String>;
@@ -125,9 +126,9 @@ fn values(rows: usize, columns: usize, seed: u64) -> Result<Tensor> {
 fn agree(got: &Tensor, want: &Tensor) -> Checked {
     let most = if want.dtype() == DType::F32 { 1e-4 } else { 8e-3 };
     let norms = || -> Result<[f32; 2]> {
-        let [got, want] = [got, want].map(|x| x.to_device(&Device::Cpu)?.to_dtype(DType::F32));
+        let [got, want] = [got, want].map(|x| to_host(x)?.to_dtype(DType::F32));
         let (got, want) = (got?, want?);
-        let norm = |x: Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
+        let norm = |x: Tensor| to_host(&x.sqr()?.sum_all()?)?.to_scalar::<f32>();
         Ok([norm((got - &want)?)?, norm(want)?])
     };
     let [difference, size] = norms().map_err(|error| error.to_string())?;

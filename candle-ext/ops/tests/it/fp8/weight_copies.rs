@@ -176,6 +176,8 @@ fn assert_multiplies_codes<T>(test_device: &TestDevice, weight: &Weight, run: im
         let of_weight = |name: &&String| name.starts_with("dequantize") || name.starts_with("transpose_codes");
         let of_weight: Vec<&String> = work.launches.iter().filter(of_weight).collect();
         assert_eq!(of_weight, ["transpose_codes"], "{:?}", work.launches);
+        let n_orders = work.launches.iter().filter(|name| *name == "order_scales").count();
+        assert!(n_orders >= 2, "the device orders the scales: {:?}", work.launches);
         let n_of = |block: &str| work.launches.iter().filter(|name| name.contains(block)).count();
         assert_eq!([n_of("1x128"), n_of("128x128")], [2, 0], "the input and the gradient: {:?}", work.launches);
         return result;
