@@ -11,7 +11,8 @@ use super::{BASE, known, plan};
 /// Resolves the plan of rank 0 of `n_ranks`, or returns the error.
 pub(super) fn plan_of(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
-    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments);
+    let loaded = loaded.map_err(|error| error.to_string())?;
     let known = Environment { world: WorldInfo::first_of(n_ranks), ..known() };
     Plan::resolve(&loaded, &known).map_err(|error| error.to_string())
 }
@@ -51,11 +52,16 @@ fn the_dtype_of_communication_is_deepspeeds() {
     assert_eq!(sent("bf16"), Some(FloatDtype::Bf16));
     assert_eq!(sent("fp16"), Some(FloatDtype::F16));
     let note = |n_ranks, value| given(n_ranks, value).unwrap().notes.join("\n");
-    assert!(note(2, "fp16").contains("nothing scales the loss"));
+    assert!(note(2, "fp16").contains("nothing scales the loss; sums above 65504 become inf"));
     assert!(!note(2, "bf16").contains("communication_data_type"));
     let alone = given(1, "bf16").unwrap();
     assert_eq!(alone.ranks.reduce_dtype, None);
-    assert!(alone.notes.join("\n").contains("communication_data_type has no effect on a single rank"));
+    assert!(alone.notes.join("\n").contains("communication_data_type has no effect: no other rank"));
+    // Tensor-parallel ranks sum in the dtype of gradients.
+    let tensor = ["deepspeed.communication_data_type=bf16", "tensor_parallel_size=2"];
+    let tensor = plan_of(2, &tensor).unwrap();
+    assert_eq!(tensor.ranks.reduce_dtype, None);
+    assert!(tensor.notes.join("\n").contains("communication_data_type has no effect: no other rank"));
     for value in ["int8", "8", "true"] {
         let error = given(2, value).unwrap_err();
         assert!(error.contains("communication_data_type: expected fp32, bf16 or fp16"), "{error}");
