@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use candlewick_model::Config;
+use serde_json::json;
 use trainer::plan::{Plan, RanksPlan};
 use trainer::recipe::{DdpBackend, FloatDtype, Loaded};
 use trainer::resolve::{BuildFeatures, Environment, Machines, WorldInfo};
@@ -68,6 +70,49 @@ fn the_dtype_of_communication_is_deepspeeds() {
     }
     let error = plan_of(2, &["reduce_dtype=bf16"]).unwrap_err();
     assert!(error.contains("deepspeed.communication_data_type"), "{error}");
+}
+
+#[test]
+fn batch_invariance_refuses_settings_that_depend_on_the_batch() {
+    const INVARIANT: &str = "deterministic=batch_invariant";
+    let check = |argument: &str, wants: &[&str]| {
+        let error = plan_of(4, &[INVARIANT, argument]).unwrap_err();
+        for want in ["contradicts deterministic: batch_invariant", &format!("argument `{argument}`")] {
+            assert!(error.contains(want), "no {want:?} in {error}");
+        }
+        assert!(wants.iter().all(|want| error.contains(want)), "{error}");
+    };
+    check("model.attn_implementation=cudnn", &["the plan of cudnn", "use auto or fused"]);
+    for library in ["cublas", "cutlass"] {
+        let moe = resolve_experts(&[INVARIANT, &format!("model.experts_implementation={library}")]).unwrap_err();
+        assert!(moe.contains(&format!("the tiles of {library}")), "{moe}");
+    }
+    let four = |others: &[&str]| plan_wide(&[&[INVARIANT, "tensor_parallel_size=4"], others].concat());
+    let error = four(&[]).unwrap_err();
+    assert!(error.contains("argument `tensor_parallel_size=4`") && error.contains("use 1 or 2"), "{error}");
+    four(&["device=cpu"]).unwrap();
+    plan_wide(&["tensor_parallel_size=4"]).unwrap();
+    for allowed in ["tensor_parallel_size=2", "model.attn_implementation=fused", "context_parallel_size=4"] {
+        plan_of(4, &[INVARIANT, allowed]).unwrap();
+    }
+}
+
+/// Resolves the base recipe for four ranks and a model with four KV heads.
+fn plan_wide(arguments: &[&str]) -> Result<Plan, String> {
+    plan_of(4, &[arguments, &["model.hf_config_kwargs={num_key_value_heads: 4}"]].concat())
+}
+
+/// Resolves the base recipe for a model with experts.
+fn resolve_experts(arguments: &[&str]) -> Result<Plan, String> {
+    let config = Config::from_json(json!({
+        "model_type": "qwen3_moe", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    }));
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let known = Environment { config: Some(config.unwrap()), ..known() };
+    Plan::resolve(&loaded, &known).map_err(|error| error.to_string())
 }
 
 #[test]
