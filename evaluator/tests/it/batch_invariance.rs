@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
 use candlewick_ops::cpu_gemm_kernel;
 use serde_json::json;
@@ -33,12 +33,17 @@ fn requests() -> String {
     lines.iter().map(|line| format!("{line}\n")).collect()
 }
 
-/// Returns the responses of a model.
-fn answers(model: &Path, requests: &Path, arguments: &[&str]) -> String {
+/// Answers the requests on the CPU.
+fn answer(model: &Path, requests: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
     command.arg("answer").arg(requests).arg("-M").arg(model).args(["--device", "cpu"]).args(arguments);
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "2").stdin(Stdio::null());
-    let output = command.output().unwrap();
+    command.output().unwrap()
+}
+
+/// Returns the responses of a model.
+fn answers(model: &Path, requests: &Path, arguments: &[&str]) -> String {
+    let output = answer(model, requests, arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
@@ -64,4 +69,18 @@ fn a_request_has_the_same_bits_alone_and_in_a_batch() {
             }
         }
     }
+}
+
+#[test]
+fn attention_whose_plan_depends_on_the_batch_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = export(folder.path(), 3);
+    let path = folder.path().join("requests.jsonl");
+    fs::write(&path, requests()).unwrap();
+    let invariant = ["--deterministic", "batch_invariant", "--attn-implementation"];
+    let output = answer(&model, &path, &[&invariant[..], &["cudnn"]].concat());
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    let want = "--attn-implementation cudnn contradicts --deterministic batch_invariant: its plan depends on the batch";
+    assert!(error.contains(want), "{error}");
 }

@@ -62,6 +62,8 @@ pub(super) fn run(args: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<
     let mut report = EstimateReport::new(plan.recipe.display().to_string(), &setup, &capacity);
     if is_open {
         report.modes.insert("micro_batch_size".to_owned(), setup.rows.into());
+        // Both, because the recipe's number is that of the rows.
+        report.modes.insert("gradient_accumulation_steps".to_owned(), setup.n_micros.into());
     }
     match args.json {
         true => ui.print(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,

@@ -359,7 +359,7 @@ pub(super) struct BatchKeys {
     pub(super) default_micro: u64,
 }
 
-/// Converts rows and accumulation. A packed row is a micro-batch, so several packed rows become more micro-batches.
+/// Converts rows and accumulation. Several packed rows become more micro-batches of one row, which need less memory.
 pub(super) fn batch(converter: &mut Converter<'_>, keys: BatchKeys, packs: bool) {
     let (micro, accumulation) = (converter.get(keys.micro), converter.get(keys.accumulation));
     let of = |item: &Option<ForeignItem<'_>>, default| item.as_ref().map_or(Some(default), ForeignItem::whole);

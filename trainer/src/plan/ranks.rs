@@ -103,6 +103,12 @@ impl RanksPlan {
         self.n_data() * self.n_of_micro_batch() * self.tensor / self.n_expert_ranks()
     }
 
+    /// Returns the most ranks that sum the gradients of a parameter, dense or of an expert.
+    pub fn n_gradient_ranks(&self) -> usize {
+        let of_experts = self.expert.map_or(1, |_| self.n_expert_shards());
+        of_experts.max(self.dp_replicate * self.n_shards())
+    }
+
     /// Returns the number of ranks that hold the experts of a stage once: they exchange tokens.
     pub fn n_expert_ranks(&self) -> usize {
         self.expert.unwrap_or(1) * self.expert_tensor

@@ -29,7 +29,7 @@ pub(super) fn resolve(
     let packing = packing(resolver, kind);
     let truncation = truncation(resolver, kind, packing);
     let order = resolver.pick("data.order", data.order, RowOrder::Shuffle);
-    let (micro_batch_size, gradient_accumulation_steps) = batch(resolver, packing);
+    let (micro_batch_size, gradient_accumulation_steps) = batch(resolver);
     DataPlan {
         kind,
         sources,
@@ -258,7 +258,7 @@ fn padding(resolver: &mut Resolver, max_length: usize) -> Padding {
     }
 }
 
-fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
+fn batch(resolver: &mut Resolver) -> (usize, usize) {
     let recipe = resolver.recipe();
     let accumulation_key = "gradient_accumulation_steps";
     let given = match recipe.micro_batch_size {
@@ -271,11 +271,6 @@ fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
         None => None,
     };
     let micro_batch_size = resolver.positive("micro_batch_size", given, 1);
-    if packing != Packing::Off && recipe.data.pack_samples == Some(true) && micro_batch_size > 1 {
-        let message = format!("micro_batch_size: expected 1 with data.pack_samples, found {micro_batch_size}");
-        let advice = "for larger batches raise data.max_length or gradient_accumulation_steps";
-        resolver.report_with_advice(&["micro_batch_size"], message, advice);
-    }
     let accumulation = resolver.positive(accumulation_key, recipe.gradient_accumulation_steps, 1);
     (micro_batch_size, accumulation)
 }

@@ -241,19 +241,10 @@ pub(super) fn stage(resolver: &Resolver) -> Option<usize> {
     given.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage)).map(|stage| stage as usize)
 }
 
-/// Reports an unknown dtype of communication, and one that has no effect or loses small gradients.
+/// Reports an unknown dtype of communication.
 fn check_reduce_dtype(resolver: &mut Resolver, path: &str, value: &Value) {
-    match parse_reduce_dtype(value) {
-        None => resolver.report(&[path], format!("{path}: expected fp32, bf16 or fp16, found {value}")),
-        Some(_) if resolver.env.world.n_ranks == 1 => resolver.note(format!("{path} has no effect on a single rank")),
-        Some(FloatDtype::F16)
-            if resolver.recipe().model.dtype != Some(FloatDtype::F16) && !autocast::is_fp16(resolver) =>
-        {
-            resolver.note(format!(
-                "{path}: fp16 rounds gradients below 6e-8 to 0, because nothing scales the loss; use bf16"
-            ));
-        }
-        Some(_) => {}
+    if parse_reduce_dtype(value).is_none() {
+        resolver.report(&[path], format!("{path}: expected fp32, bf16 or fp16, found {value}"));
     }
 }
 
@@ -261,11 +252,22 @@ fn parse_reduce_dtype(value: &Value) -> Option<FloatDtype> {
     serde_json::from_value(value.clone()).ok()
 }
 
-/// Returns the dtype in which data-parallel ranks send gradients, if the section sets it and there are several ranks.
-pub(super) fn reduce_dtype(resolver: &mut Resolver) -> Option<FloatDtype> {
-    let given = given(resolver, REDUCE_DTYPE).and_then(parse_reduce_dtype);
-    let given = given.filter(|_| resolver.env.world.n_ranks > 1)?;
+/// Returns the dtype in which data-parallel ranks send gradients, if the section sets it. Adds a note if the dtype has no effect,
+/// or loses gradients. `n_ranks` is the number of ranks that sum a gradient.
+pub(super) fn reduce_dtype(resolver: &mut Resolver, n_ranks: usize) -> Option<FloatDtype> {
+    let given = given(resolver, REDUCE_DTYPE).and_then(parse_reduce_dtype)?;
     let path = format!("deepspeed.{REDUCE_DTYPE}");
+    if n_ranks == 1 {
+        resolver.note(format!("{path} has no effect: no other rank has gradients of the same parameters"));
+        return None;
+    }
+    let scales_loss = resolver.recipe().model.dtype == Some(FloatDtype::F16) || autocast::is_fp16(resolver);
+    if given == FloatDtype::F16 && !scales_loss {
+        resolver.note(format!(
+            "{path}: fp16 rounds gradients below 6e-8 to 0, because nothing scales the loss; sums above 65504 become inf; \
+             use bf16"
+        ));
+    }
     Some(resolver.pick(&path, Some(given), given))
 }
 

@@ -4,8 +4,7 @@ use super::{Environment, Machines};
 use crate::estimate::{
     Candidate, FixedModes, ModeSearch, Modes, Resource, Setup, as_arguments, choose, format_bytes, usable,
 };
-use crate::plan::Plan;
-use crate::plan::ResolvedSetting;
+use crate::plan::{CheckpointingMode, Plan, ResolvedSetting};
 use crate::recipe::{Loaded, Origin, RecipeError};
 
 impl FixedModes {
@@ -70,10 +69,47 @@ fn modes_as_arguments(modes: Modes) -> String {
 
 fn apply(plan: &mut Plan, found: Candidate, fixed: FixedModes, free: u64) {
     plan.model.activations = found.modes.activations;
-    let key = super::model::ACTIVATIONS[0];
-    if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key && !fixed.activations) {
-        *setting = ResolvedSetting::new(key, &found.modes.activations.to_recipe(), Origin::Memory("memory"));
+    if !fixed.activations {
+        record(plan);
     }
     let (modes, peak, free) = (modes_as_arguments(found.modes), format_bytes(found.peak_bytes), format_bytes(free));
     plan.notes.push(format!("memory: auto selects {modes}: about {peak} of the {free} that are free"));
 }
+
+/// Replaces the setting of the chosen mode in the table.
+fn record(plan: &mut Plan) {
+    let key = super::model::ACTIVATIONS[0];
+    let setting = ResolvedSetting::new(key, &plan.model.activations.to_recipe(), Origin::Memory("memory"));
+    plan.replace_setting(setting);
+}
+
+impl Plan {
+    /// Uses the checkpointing mode that all ranks agreed on. Returns a note if this rank selected another.
+    pub(crate) fn use_modes_of_ranks(&mut self, agreed: CheckpointingMode) -> Option<String> {
+        if self.model.activations == agreed {
+            return None;
+        }
+        self.model.activations = agreed;
+        record(self);
+        let modes = modes_as_arguments(Modes::of(self));
+        Some(self.replace_note("memory: auto selects", format!("{modes}: {OF_RANKS}")))
+    }
+
+    /// Replaces the setting with the same key in the table.
+    pub(super) fn replace_setting(&mut self, setting: ResolvedSetting) {
+        if let Some(old) = self.settings.iter_mut().find(|old| old.key == setting.key) {
+            *old = setting;
+        }
+    }
+
+    /// Replaces the note that begins with `subject`. Returns the new note.
+    pub(super) fn replace_note(&mut self, subject: &str, statement: String) -> String {
+        let note = format!("{subject} {statement}");
+        self.notes.retain(|old| !old.starts_with(subject));
+        self.notes.push(note.clone());
+        note
+    }
+}
+
+/// Reason of a choice that another rank decided.
+pub(super) const OF_RANKS: &str = "the choice of the rank with the least free memory";

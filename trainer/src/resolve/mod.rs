@@ -5,6 +5,7 @@
 
 mod autocast;
 mod backend;
+mod batch_invariance;
 mod batches;
 mod checkpoints;
 mod deepspeed;
@@ -102,6 +103,7 @@ impl Plan {
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
         let deterministic = resolver.pick("deterministic", recipe.deterministic, DeterministicMode::None);
+        batch_invariance::check(&mut resolver, deterministic, (&model, &ranks, device));
         let memory = resolver.pick("memory", recipe.memory, MemoryMode::Manual);
         let (settings, notes) = resolver.finish()?;
         let written = summarized_keys(loaded, &settings);

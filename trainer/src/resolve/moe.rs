@@ -11,7 +11,7 @@ use crate::plan::{ModelPlan, RanksPlan, RouterPlan, WeightInit};
 use crate::recipe::{ArcticMoe, HumanInt, TokenDispatcherType};
 
 const SIZE: &str = "expert_parallel_size";
-const TENSOR_SIZE: &str = "expert_tensor_parallel_size";
+pub(super) const TENSOR_SIZE: &str = "expert_tensor_parallel_size";
 const DISPATCHER: &str = "moe.token_dispatcher_type";
 
 /// Returns the settings of the routers of a model with experts. Reports keys that the model or the mesh does not allow.

@@ -10,7 +10,7 @@ use super::{backend, deepspeed, moe};
 use crate::plan::{ModelPlan, RanksPlan};
 use crate::recipe::TokenDispatcherType;
 
-const TENSOR: &str = "tensor_parallel_size";
+pub(super) const TENSOR: &str = "tensor_parallel_size";
 const CONTEXT: &str = "context_parallel_size";
 const ULYSSES: &str = "sequence_parallel_size";
 const SEQUENCE_PARALLEL: &str = "sequence_parallel";
@@ -65,7 +65,7 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
     let backend = backend::resolve(resolver);
     let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sharing);
-    RanksPlan {
+    let plan = RanksPlan {
         dp_replicate,
         dp_shard,
         context,
@@ -79,8 +79,9 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         timeout,
         backend,
         zero_stage,
-        reduce_dtype: deepspeed::reduce_dtype(resolver),
-    }
+        reduce_dtype: None,
+    };
+    RanksPlan { reduce_dtype: deepspeed::reduce_dtype(resolver, plan.n_gradient_ranks()), ..plan }
 }
 
 /// Returns the tensor-parallel degree. It must divide the attention heads, the KV heads and the MLP's width.

@@ -9,7 +9,7 @@ use candlewick_comm::{Cause, RankFailure, Reduce, World};
 use candlewick_ops::to_host;
 use candlewick_parallel::ParallelGroups;
 use candlewick_runtime::process_group::{ProcessGroup, fail};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::rank_info::RankInfo;
 use crate::data::ReaderShard;
@@ -107,17 +107,24 @@ impl<'w> RankContext<'w> {
 
     /// Returns the plan that all ranks use. With `memory: auto`, all ranks use the checkpointing mode of the rank with
     /// the least free memory, because they compute each layer together. With `micro_batch_size: auto` they use its rows, too.
+    /// Logs a choice that is not this rank's.
     ///
     /// Fails if the plans of the ranks differ. All ranks call this.
     pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
+        // Only ranks that all have `auto` exchange what it selected.
+        self.check_equal(choices_of_all_ranks(plan))?;
         let mut plan = plan.clone();
+        let mut changes = Vec::new();
         if plan.memory == MemoryMode::Auto {
-            plan.model.activations = self.lowest_memory_mode(plan.model.activations)?;
+            changes.extend(plan.use_modes_of_ranks(self.lowest_memory_mode(plan.model.activations)?));
         }
         if plan.micro_batch == MicroBatchChoice::FreeMemory {
-            plan.set_micro_batch_size(self.smallest(plan.data.micro_batch_size)?);
+            changes.extend(plan.use_micro_batch_of_ranks(self.smallest(plan.data.micro_batch_size)?));
         }
-        self.check_compatible(&plan)?;
+        for change in changes {
+            tracing::info!("{change}");
+        }
+        self.check_equal(settings_of_all_ranks(&plan)?)?;
         Ok(plan)
     }
 
@@ -133,8 +140,9 @@ impl<'w> RankContext<'w> {
         all.iter().try_fold(own, |smallest, other| Ok(smallest.min(serde_json::from_slice(other)?)))
     }
 
-    fn check_compatible(&self, plan: &Plan) -> Result<()> {
-        let own = settings_of_all_ranks(plan)?.to_string().into_bytes();
+    /// Checks that all ranks have these settings. The error names the first key that differs.
+    fn check_equal(&self, own: Value) -> Result<()> {
+        let own = own.to_string().into_bytes();
         let all = self.process.exchange(Ok(own.clone()))?;
         let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
         let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
@@ -146,6 +154,18 @@ impl<'w> RankContext<'w> {
         );
         Err(error.context(ExitCode::Usage))
     }
+}
+
+/// Returns the keys of `auto` choices as the recipe has them, and the rows that a choice divides.
+fn choices_of_all_ranks(plan: &Plan) -> Value {
+    let data = &plan.data;
+    let (micro_batch_size, accumulation) = match plan.micro_batch {
+        MicroBatchChoice::FreeMemory => (json!("auto"), data.micro_batch_size * data.gradient_accumulation_steps),
+        MicroBatchChoice::Recipe => (json!(data.micro_batch_size), data.gradient_accumulation_steps),
+    };
+    json!({
+        "memory": plan.memory, "micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation,
+    })
 }
 
 /// Returns the settings that must be equal on all ranks: without output, data workers and the offload folder of the
@@ -201,8 +221,13 @@ pub(super) fn peer_failure(failure: &RankFailure) -> Error {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::estimate::{Capacity, DeviceKind};
+    use crate::metrics::Console;
     use crate::plan::RanksPlan;
+    use crate::recipe::Loaded;
+    use crate::resolve::{Environment, WorldInfo};
     use candlewick_comm::{Options, threads};
+    use candlewick_model::Config;
 
     /// Returns the results of three ranks.
     fn of_three<T: Send>(rank: impl Fn(&RankContext) -> Result<T> + Sync) -> Vec<T> {
@@ -222,6 +247,59 @@ mod tests {
             ([None; 3], None),
         ] {
             assert_eq!(of_three(|ranks| ranks.lowest_memory_mode(own[ranks.process.rank()])), [want; 3]);
+        }
+    }
+
+    /// Returns the plan of a recipe with these arguments, on a machine with much free memory.
+    fn resolved(arguments: &[&str]) -> Plan {
+        let text = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\n\
+                    gradient_accumulation_steps: 24\n";
+        let arguments: Vec<String> = arguments.iter().map(|it| (*it).to_owned()).collect();
+        let loaded = Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments).unwrap();
+        let config = json!({
+            "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        });
+        let config = Some(Config::from_json(config).unwrap());
+        let env = Environment::with_config(config, &loaded, Console::Full, WorldInfo::ALONE);
+        let capacity = Some(Capacity::of(DeviceKind::Gpu, Some(1 << 50), "a test".into()));
+        Plan::resolve(&loaded, &Environment { capacity, ..env }).unwrap()
+    }
+
+    #[test]
+    fn settings_and_notes_have_the_choices_that_ranks_agreed_on() {
+        let auto = resolved(&["micro_batch_size=auto", "memory=auto"]);
+        assert_eq!((auto.data.micro_batch_size, auto.model.activations), (8, CheckpointingMode::None));
+        let plans = of_three(|ranks| {
+            let mut plan = auto.clone();
+            if ranks.process.rank() == 2 {
+                plan.use_micro_batch_of_ranks(4);
+                plan.use_modes_of_ranks(CheckpointingMode::Full);
+            }
+            ranks.agree_on(&plan)
+        });
+        for plan in plans {
+            assert_eq!((plan.data.micro_batch_size, plan.data.gradient_accumulation_steps), (4, 6));
+            let setting = |key: &str| plan.settings.iter().find(|it| it.key == key).unwrap().value.clone();
+            let keys = ["micro_batch_size", "gradient_accumulation_steps", "model.activation_checkpoint"];
+            assert_eq!(keys.map(setting), [json!(4), json!(6), json!("full")]);
+            let notes: Vec<_> = plan.notes.iter().filter(|note| note.contains("auto selects")).collect();
+            assert!(notes.len() == 2 && notes.iter().all(|note| note.contains("of the rank with")), "{notes:?}");
+        }
+    }
+
+    #[test]
+    fn auto_on_some_ranks_only_is_named_by_its_key() {
+        for (ours, theirs, want) in [
+            ("micro_batch_size=auto", "micro_batch_size=4", "micro_batch_size is 4 there, and here \"auto\""),
+            ("memory=auto", "memory=manual", "memory is \"manual\" there, and here \"auto\""),
+        ] {
+            let [ours, theirs] = [ours, theirs].map(|argument| resolved(&[argument]));
+            let errors = of_three(|ranks| {
+                let own = if ranks.process.rank() == 1 { &theirs } else { &ours };
+                Ok(format!("{:#}", ranks.agree_on(own).unwrap_err()))
+            });
+            assert!(errors[0].contains(want), "{errors:?}");
         }
     }
 

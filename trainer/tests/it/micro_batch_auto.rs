@@ -157,6 +157,11 @@ fn a_choice_that_needs_an_unknown_fact_is_explained() {
     let note = |plan: &Plan| plan.notes.iter().find(|note| note.starts_with("micro_batch_size")).unwrap().clone();
     let plan = resolve("llama", 1, Some(Capacity::of(DeviceKind::Cpu, None, "a test".into())), &[]).unwrap();
     assert_eq!(note(&plan), "micro_batch_size: auto selects 1: this machine does not report its free memory");
+    let plan = resolve("llama", 1, of(DeviceKind::Gpu, 1 << 50), &["gradient_accumulation_steps=1"]).unwrap();
+    assert!(note(&plan).ends_with(
+        "a step has one row; set gradient_accumulation_steps to the rows of a step on each data-parallel rank"
+    ));
+    assert_eq!(plan.settings.iter().find(|it| it.key == "micro_batch_size").unwrap().value, json!(1));
     let loaded = Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &[]).unwrap();
     let world = WorldInfo { machines: Machines::Unknown, ..WorldInfo::ALONE };
     let plan = Plan::resolve(&loaded, &Environment::with_config(Some(config("llama")), &loaded, Console::Full, world))
@@ -188,6 +193,16 @@ fn other_values_are_refused() {
     assert!(refused("0").contains("expected at least 1"));
     let plan = resolve("llama", 1, None, &["micro_batch_size=1Ki"]).unwrap();
     assert_eq!(plan.data.micro_batch_size, 1024);
+}
+
+#[test]
+fn a_recipe_may_set_what_auto_selects_for_packed_rows() {
+    let [auto, pinned] = [Run::new(), Run::new()];
+    let keys = ["data.pack_samples=true", "data.max_length=128", "train_iters=2"];
+    auto.train_ok(&[&keys[..], &["micro_batch_size=auto", "gradient_accumulation_steps=4"]].concat());
+    pinned.train_ok(&[&keys[..], &["micro_batch_size=4", "gradient_accumulation_steps=1"]].concat());
+    assert_eq!(auto.losses().len(), 2);
+    assert_eq!(auto.losses(), pinned.losses());
 }
 
 #[test]

@@ -215,8 +215,7 @@ impl ComputeOptions {
         parallel_config: (ParallelConfig, &ParallelGroups),
     ) -> Result<Lm> {
         if self.deterministic == DeterministicOption::BatchInvariant {
-            let required = require_batch_invariance(&device);
-            required.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
+            self.check_batch_invariance(&device, parallel_config.0)?;
         }
         let config = Config::read(&folders.model)?;
         let dtype = self.dtype.of(&config, &folders.model)?;
@@ -230,6 +229,29 @@ impl ComputeOptions {
             QuantizationOption::None => Ok(lm),
             QuantizationOption::Fp8 => lm.with_fp8_scales(),
         }
+    }
+
+    /// Selects batch-invariant kernels. Refuses settings whose result for a row depends on the other rows.
+    fn check_batch_invariance(&self, device: &Device, parallel_config: ParallelConfig) -> Result<()> {
+        let refused = |problem: String| anyhow!("failed to start: {problem}").context(ExitCode::Usage);
+        if let (Attention::Cudnn | Attention::Flash, Some(name)) =
+            (self.attn_implementation, self.attn_implementation.to_possible_value())
+        {
+            return Err(refused(format!(
+                "--attn-implementation {} contradicts --deterministic batch_invariant: its plan depends on the batch; use \
+                 auto or fused",
+                name.get_name()
+            )));
+        }
+        let size = parallel_config.tensor_parallel;
+        // A sum of two commutes, and host backends sum in the order of the ranks.
+        if size > 2 && !device.is_cpu() {
+            return Err(refused(format!(
+                "--tensor-parallel-size {size} contradicts --deterministic batch_invariant: the order in which NCCL sums \
+                 more than 2 ranks depends on the number of rows; use 1 or 2"
+            )));
+        }
+        require_batch_invariance(device).map_err(|error| refused(error.to_string()))
     }
 
     fn attention(&self) -> AttentionChoice {

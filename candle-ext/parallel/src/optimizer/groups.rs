@@ -68,9 +68,9 @@ impl ParamPattern {
         Regex::new(pattern).map(Self).map_err(|error| error.to_string())
     }
 
-    /// Returns true if the pattern occurs in `name`.
-    pub fn matches(&self, name: &str) -> bool {
-        self.0.is_match(name).unwrap_or(false)
+    /// Returns true if the pattern occurs in `name`. The error is the reason why the search ended, such as too many steps back.
+    pub fn search(&self, name: &str) -> Result<bool, String> {
+        self.0.is_match(name).map_err(|error| error.to_string())
     }
 
     /// Returns the regular expression.
@@ -96,8 +96,9 @@ impl OptimizerGroup {
         if self.decayed == DecayedParams::All || spec.decay { self.weight_decay } else { 0.0 }
     }
 
+    /// Returns true if the group has this parameter. [`OptimizerGroups::check_kinds`] has refused searches that fail.
     fn matches(&self, spec: &ParamSpec) -> bool {
-        self.pattern.as_ref().is_none_or(|pattern| pattern.matches(&spec.name))
+        self.pattern.as_ref().is_none_or(|pattern| pattern.search(&spec.name).unwrap_or(false))
     }
 }
 
@@ -152,14 +153,26 @@ impl OptimizerGroups {
         self.group_of(spec).weight_decay(spec)
     }
 
-    /// Checks that each kind can update its parameters.
+    /// Checks that each pattern can be searched in the names, and that each kind can update its parameters.
     pub fn check_kinds<'p>(&self, trainable: impl Iterator<Item = &'p ParamSpec>) -> Result<(), GroupsError> {
         for spec in trainable {
+            self.check_search(spec)?;
             let group_idx = self.index_of(spec);
             let kind = &*self.groups[group_idx].kind;
             if kind.need() == UpdateNeed::WholeMatrices
                 && let Some(problem) = refusal(kind, spec)
             {
+                return Err(GroupsError { group_idx, problem });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_search(&self, spec: &ParamSpec) -> Result<(), GroupsError> {
+        let patterns = self.groups.iter().enumerate().filter_map(|(i, group)| Some((i, group.pattern.as_ref()?)));
+        for (group_idx, pattern) in patterns {
+            if let Err(reason) = pattern.search(&spec.name) {
+                let problem = format!("failed to search {:?} in {}: {reason}", pattern.as_str(), spec.name);
                 return Err(GroupsError { group_idx, problem });
             }
         }

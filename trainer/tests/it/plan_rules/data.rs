@@ -47,10 +47,7 @@ fn packing_follows_the_type() {
     assert_eq!(plan(&["data.pack_samples=true", "data.always_max_length=true"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal"]).data.packing, Packing::Exact);
     assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.packing, Packing::Off);
-    refused(
-        &["data.pack_samples=true", "micro_batch_size=2"],
-        &["micro_batch_size: expected 1 with data.pack_samples"],
-    );
+    assert_eq!(plan(&["data.pack_samples=true", "micro_batch_size=2"]).data.micro_batch_size, 2);
     refused(&["data.always_max_length=true"], &["needs data.pack_samples: true"]);
     refused(&["data.fuse_positions_prob=0.5"], &["needs data.pack_samples: true"]);
     refused(&["data.pack_samples=true", "data.fuse_positions_prob=1.5"], &["expected 0 to 1, found 1.5"]);

@@ -41,6 +41,7 @@ fn wrong_groups_are_refused_at_their_keys() {
     check("{lr: 1}", &["optimizer.groups.0 has no pattern", "embed_tokens|lm_head"]);
     check("{pattern: '('}", &["optimizer.groups.0.pattern: \"(\" is no regular expression"]);
     check("{pattern: experts}", &["leaves has a name with the pattern \"experts\"", "model.embed_tokens.weight"]);
+    check("{pattern: '(.|.|..)*(?>!)'}", &["failed to search", "model.embed_tokens.weight", "backtracking"]);
     check("{pattern: norm}, {pattern: layernorm}", &["an earlier group leaves", "pattern \"layernorm\""]);
     check("{pattern: norm, lr: -1}", &["optimizer.groups.0.learning_rate: expected at least 0, found -1"]);
     check("{pattern: norm, lr: 1, learning_rate_factor: 2}", &["learning_rate_factor exclude each other"]);

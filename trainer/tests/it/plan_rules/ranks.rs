@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use candlewick_model::Config;
+use serde_json::json;
 use trainer::plan::{Plan, RanksPlan};
 use trainer::recipe::{DdpBackend, FloatDtype, Loaded};
 use trainer::resolve::{BuildFeatures, Environment, Machines, WorldInfo};
@@ -11,7 +13,8 @@ use super::{BASE, known, plan};
 /// Resolves the plan of rank 0 of `n_ranks`, or returns the error.
 pub(super) fn plan_of(n_ranks: usize, arguments: &[&str]) -> Result<Plan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
-    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments);
+    let loaded = loaded.map_err(|error| error.to_string())?;
     let known = Environment { world: WorldInfo::first_of(n_ranks), ..known() };
     Plan::resolve(&loaded, &known).map_err(|error| error.to_string())
 }
@@ -51,11 +54,16 @@ fn the_dtype_of_communication_is_deepspeeds() {
     assert_eq!(sent("bf16"), Some(FloatDtype::Bf16));
     assert_eq!(sent("fp16"), Some(FloatDtype::F16));
     let note = |n_ranks, value| given(n_ranks, value).unwrap().notes.join("\n");
-    assert!(note(2, "fp16").contains("nothing scales the loss"));
+    assert!(note(2, "fp16").contains("nothing scales the loss; sums above 65504 become inf"));
     assert!(!note(2, "bf16").contains("communication_data_type"));
     let alone = given(1, "bf16").unwrap();
     assert_eq!(alone.ranks.reduce_dtype, None);
-    assert!(alone.notes.join("\n").contains("communication_data_type has no effect on a single rank"));
+    assert!(alone.notes.join("\n").contains("communication_data_type has no effect: no other rank"));
+    // Tensor-parallel ranks sum in the dtype of gradients.
+    let tensor = ["deepspeed.communication_data_type=bf16", "tensor_parallel_size=2"];
+    let tensor = plan_of(2, &tensor).unwrap();
+    assert_eq!(tensor.ranks.reduce_dtype, None);
+    assert!(tensor.notes.join("\n").contains("communication_data_type has no effect: no other rank"));
     for value in ["int8", "8", "true"] {
         let error = given(2, value).unwrap_err();
         assert!(error.contains("communication_data_type: expected fp32, bf16 or fp16"), "{error}");
@@ -63,6 +71,49 @@ fn the_dtype_of_communication_is_deepspeeds() {
     let of_fsdp = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &["reduce_dtype=bf16".to_owned()]);
     let error = of_fsdp.unwrap_err().to_string();
     assert!(error.contains("deepspeed.communication_data_type"), "{error}");
+}
+
+#[test]
+fn batch_invariance_refuses_settings_that_depend_on_the_batch() {
+    const INVARIANT: &str = "deterministic=batch_invariant";
+    let check = |argument: &str, wants: &[&str]| {
+        let error = plan_of(4, &[INVARIANT, argument]).unwrap_err();
+        for want in ["contradicts deterministic: batch_invariant", &format!("argument `{argument}`")] {
+            assert!(error.contains(want), "no {want:?} in {error}");
+        }
+        assert!(wants.iter().all(|want| error.contains(want)), "{error}");
+    };
+    check("model.attn_implementation=cudnn", &["the plan of cudnn", "use auto or fused"]);
+    for library in ["cublas", "cutlass"] {
+        let moe = resolve_experts(&[INVARIANT, &format!("model.experts_implementation={library}")]).unwrap_err();
+        assert!(moe.contains(&format!("the tiles of {library}")), "{moe}");
+    }
+    let four = |others: &[&str]| plan_wide(&[&[INVARIANT, "tensor_parallel_size=4"], others].concat());
+    let error = four(&[]).unwrap_err();
+    assert!(error.contains("argument `tensor_parallel_size=4`") && error.contains("use 1 or 2"), "{error}");
+    four(&["device=cpu"]).unwrap();
+    plan_wide(&["tensor_parallel_size=4"]).unwrap();
+    for allowed in ["tensor_parallel_size=2", "model.attn_implementation=fused", "context_parallel_size=4"] {
+        plan_of(4, &[INVARIANT, allowed]).unwrap();
+    }
+}
+
+/// Resolves the base recipe for four ranks and a model with four KV heads.
+fn plan_wide(arguments: &[&str]) -> Result<Plan, String> {
+    plan_of(4, &[arguments, &["model.hf_config_kwargs={num_key_value_heads: 4}"]].concat())
+}
+
+/// Resolves the base recipe for a model with experts.
+fn resolve_experts(arguments: &[&str]) -> Result<Plan, String> {
+    let config = Config::from_json(json!({
+        "model_type": "qwen3_moe", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    }));
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let known = Environment { config: Some(config.unwrap()), ..known() };
+    Plan::resolve(&loaded, &known).map_err(|error| error.to_string())
 }
 
 #[test]
