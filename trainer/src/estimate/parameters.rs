@@ -135,7 +135,7 @@ fn shard_of(setup: &Setup, from_stage: usize, amount: ByGroup) -> u64 {
 /// Returns the bytes of a step's buffers for all-gathered weights and for gradients that are being reduced. From ZeRO
 /// stage 2 on there are two full gradients: one in backward, one in a reduce-scatter. Two reduced shards are added. With a dtype
 /// of communication, two shards are in it, and from stage 2 on one full gradient: the other one is in backward. In earlier stages two
-/// full gradients are converted. One shard is converted back.
+/// full gradients are converted, and one shard is converted back.
 pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
     // The head's weights are in use while MTP layers are computed one by one.
@@ -155,10 +155,8 @@ pub(super) fn exchange_buffers(setup: &Setup) -> u64 {
     weights
         + match setup.ranks.reduce_dtype {
             None => (n_full + 2 * shard) * bytes,
-            Some(sent) => {
-                let n_sent = if zero_stage >= 2 { n_full / 2 } else { two_units };
-                (n_full / 2 + shard) * bytes + (n_sent + 2 * shard) * sent.n_bytes()
-            }
+            Some(sent) if zero_stage >= 2 => n_full / 2 * bytes + (n_full / 2 + 2 * shard) * sent.n_bytes(),
+            Some(sent) => shard * bytes + (two_units + 2 * shard) * sent.n_bytes(),
         }
 }
 

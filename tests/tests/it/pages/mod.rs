@@ -27,6 +27,7 @@ const NOT_RUN: &[(&str, &str, &str)] = &[
     ("docs/gpu-results.md", "scripts/gpu-check --draw 1 --call A", "needs a GPU"),
     ("docs/gpu-results.md", "scripts/gpu-wheels", "the build takes 25 minutes"),
     ("docs/gpu-results.md", "tar -xf target/gpu/bin.tar.xz", "needs a GPU"),
+    ("docs/gpu.md", "export CANDLEWICK_CUTLASS_HEADERS", "needs NVIDIA's compiler"),
     ("docs/launch.md", "env -u SLURM_PROCID", "needs Slurm"),
     ("docs/launch.md", "export CANDLEWICK_STORE_SECRET=", "needs two nodes"),
     ("docs/launch.md", "mpirun -n 2 target/release/launch --world", "needs MPI"),

@@ -25,9 +25,14 @@ pub(super) fn cost(spec: &SelfAttentionSpec, sizes: &LayerSizes) -> MixerCost {
     // Norms of heads save the joined rows of q, k and v, from which backward copies the values.
     let values = if spec.qk_norm == QkNorm::PerHead { t * kv * s } else { 0 };
     let of_attention = saved + qkv + values + attention.backward().scratch_bytes + sizes.exchange.backward_bytes;
-    // After that of attention: the layer's output, the gradient of the sum, the recomputed norm, the gradients of q and k,
-    // those of their inputs, and the sum of these.
-    let of_projections = t * s * (5 * d + q + kv);
+    let is_joined = spec.qk_norm != QkNorm::AllHeads && spec.qkv.iter().all(LinearSpec::is_plain);
+    let of_projections = match is_joined {
+        // After that of attention: the layer's output, the gradient of the sum, the recomputed norm, the gradient of the joined
+        // rows, and that of their input.
+        true => t * s * (4 * d + q + 2 * kv),
+        // The gradients of q and k, those of their inputs, and the sum of these.
+        false => t * s * (5 * d + q + kv),
+    };
     MixerCost {
         saved,
         saved_by_selective: attention.replay_bytes(),
