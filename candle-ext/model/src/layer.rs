@@ -9,10 +9,11 @@ use crate::linear_spec::layer_name;
 use crate::lora::{AdapterNames, LoraTargets};
 use crate::{
     AdapterSpec, Config, Dim, DimSize, ExpertAdapterSpec, ExpertMatrixSpec, ForwardContext, LinearSpec, Mixer,
-    MixerSpec, MixerSplit, Mlp, MlpSpec, ModelError, ParamScope, ParamSpec, WeightLookup, norm::Norm,
+    MixerSpec, MixerSplit, Mlp, MlpSpec, ModelError, NormPlacement, ParamScope, ParamSpec, WeightLookup, norm::Norm,
+    norm_placement::SublayerNorms,
 };
 
-/// One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
+/// One decoder layer: x + s mixer(norm(x)), then x + s mlp(norm(x)), with norms as [`NormPlacement`] says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSpec {
     /// Index of the layer.
@@ -21,18 +22,23 @@ pub struct LayerSpec {
     pub hidden_size: usize,
     /// Epsilon of every RMS norm.
     pub norm_eps: f64,
+    /// Positions of the norms.
+    pub norms: NormPlacement,
+    /// Factor s of both sublayers' outputs, as Granite's `residual_multiplier`; 1 for none.
+    pub residual_scale: f64,
     /// Token-mixing sublayer (attention).
     pub mixer: Box<dyn MixerSpec>,
     /// MLP sublayer.
     pub mlp: Box<dyn MlpSpec>,
 }
 
-/// A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
+/// A decoder layer, as its [`LayerSpec`] says.
 pub struct Layer {
-    input_norm: Norm,
+    mixer_norms: SublayerNorms<Norm>,
     mixer: Box<dyn Mixer>,
-    mlp_norm: Norm,
+    mlp_norms: SublayerNorms<Norm>,
     mlp: Box<dyn Mlp>,
+    residual_scale: f64,
 }
 
 impl Config {
@@ -44,6 +50,8 @@ impl Config {
             layer_idx,
             hidden_size: self.typed.hidden_size,
             norm_eps: self.typed.rms_norm_eps,
+            norms: NormPlacement::Pre,
+            residual_scale: 1.0,
             mixer: self.mixer(layer_idx, like),
             mlp: self.mlp(layer_idx, like),
         }
@@ -123,47 +131,75 @@ impl LayerSpec {
     /// Returns the parameters. Matrices are initialized with standard deviation `std`.
     pub(crate) fn params(&self, std: f64) -> Vec<ParamSpec> {
         let embed = DimSize { dim: Dim::Embed, len: self.hidden_size };
-        let mut params = vec![ParamSpec::norm(self.input_norm(), embed, ParamScope::ResidualStream)];
+        let norm = |name: Option<String>| name.map(|name| ParamSpec::norm(name, embed, ParamScope::ResidualStream));
+        let (of_mixer, of_mlp) = (self.norms.of_mixer(self.layer_idx), self.norms.of_mlp(self.layer_idx));
+        let mut params = Vec::from_iter(norm(of_mixer.before));
         params.extend(self.linears().flat_map(|linear| linear.params(std)));
         params.extend(self.mixer.own_params(std));
-        params.push(ParamSpec::norm(self.mlp_norm(), embed, ParamScope::ResidualStream));
+        params.extend(norm(of_mixer.after).into_iter().chain(norm(of_mlp.before)));
         params.extend(self.mlp.own_params(std));
+        params.extend(norm(of_mlp.after));
         params
-    }
-
-    /// Returns the name of the norm before the mixer.
-    fn input_norm(&self) -> String {
-        format!("{}.input_layernorm.weight", self.name())
-    }
-
-    /// Returns the name of the norm before the MLP.
-    fn mlp_norm(&self) -> String {
-        format!("{}.post_attention_layernorm.weight", self.name())
     }
 }
 
 impl Layer {
     /// Builds the layer from the parameters that `get` returns by name.
     pub(crate) fn build(spec: &LayerSpec, get: &mut WeightLookup) -> Result<Self> {
+        let layer_idx = spec.layer_idx;
+        let mut norms = |names: SublayerNorms<String>| {
+            names.try_map(|name| Ok::<_, candle_core::Error>(Norm { weight: get(&name)?, eps: spec.norm_eps }))
+        };
         Ok(Self {
-            input_norm: Norm { weight: get(&spec.input_norm())?, eps: spec.norm_eps },
-            mixer: spec.mixer.build(spec.layer_idx, get)?,
-            mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
-            mlp: spec.mlp.build(spec.layer_idx, get)?,
+            mixer_norms: norms(spec.norms.of_mixer(layer_idx))?,
+            mlp_norms: norms(spec.norms.of_mlp(layer_idx))?,
+            mixer: spec.mixer.build(layer_idx, get)?,
+            mlp: spec.mlp.build(layer_idx, get)?,
+            residual_scale: spec.residual_scale,
         })
     }
 
     /// Computes [t, d] -> [t, d].
     pub(crate) fn forward(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let mixed_td = match self.mixer.forward_of_norm(self.input_norm.of(x_td, None), context)? {
-            Some(mixed_td) => mixed_td,
-            None => self.mixer.forward(self.input_norm.forward(x_td)?, context)?,
+        let mixed_td = self.output(self.mixed(x_td, context)?, &self.mixer_norms)?;
+        let Some(norm) = &self.mlp_norms.before else {
+            let x_td = ops::add(x_td, &mixed_td)?;
+            let y_td = self.mlp.forward(&input_without_norm(&x_td, &self.mlp_norms)?, context)?;
+            return ops::add(&x_td, &self.output(y_td, &self.mlp_norms)?);
         };
-        if let Some([x_td, y_td]) = self.mlp.forward_of_norm(self.mlp_norm.of(x_td, Some(&mixed_td)), context)? {
-            return ops::add(&x_td, &y_td);
+        if let Some([x_td, y_td]) = self.mlp.forward_of_norm(norm.of(x_td, Some(&mixed_td)), context)? {
+            return ops::add(&x_td, &self.output(y_td, &self.mlp_norms)?);
         }
-        let Norm { weight, eps } = &self.mlp_norm;
-        let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, weight, *eps)?;
-        ops::add(&x_td, &self.mlp.forward(&normed_td, context)?)
+        let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, &norm.weight, norm.eps)?;
+        ops::add(&x_td, &self.output(self.mlp.forward(&normed_td, context)?, &self.mlp_norms)?)
+    }
+
+    /// Computes the mixer with the norm before it.
+    fn mixed(&self, x_td: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+        let Some(norm) = &self.mixer_norms.before else {
+            return self.mixer.forward(input_without_norm(x_td, &self.mixer_norms)?, context);
+        };
+        match self.mixer.forward_of_norm(norm.of(x_td, None), context)? {
+            Some(mixed_td) => Ok(mixed_td),
+            None => self.mixer.forward(norm.forward(x_td)?, context),
+        }
+    }
+
+    /// Applies the norm after a sublayer, and the residual scale, to the sublayer's output.
+    fn output(&self, y_td: Tensor, norms: &SublayerNorms<Norm>) -> Result<Tensor> {
+        let y_td = match &norms.after {
+            Some(norm) => norm.forward(&y_td)?,
+            None => y_td,
+        };
+        if self.residual_scale == 1.0 { Ok(y_td) } else { ops::scale(&y_td, self.residual_scale, y_td.dtype()) }
+    }
+}
+
+/// Returns the input of a sublayer without a norm before it, in the dtype of the sublayer's weights. A residual stream in f32 is
+/// rounded, as a norm would do.
+fn input_without_norm(x_td: &Tensor, norms: &SublayerNorms<Norm>) -> Result<Tensor> {
+    match norms.after.as_ref().map(|norm| norm.weight.dtype()) {
+        Some(dtype) if dtype != x_td.dtype() => ops::scale(x_td, 1.0, dtype),
+        _ => Ok(x_td.clone()),
     }
 }

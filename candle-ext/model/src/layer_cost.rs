@@ -37,7 +37,7 @@ impl LayerCost<'_> {
     ///
     /// Outputs of norms, gated activations and dropout are recomputed.
     pub fn saved_bytes(&self) -> u64 {
-        self.saved_until_mlp() + self.mlp().saved
+        self.saved_until_mlp() + self.mlp().saved + self.saved_by_norm_after()
     }
 
     /// Returns the bytes that selective activation checkpointing saves: attention's output and log-sum-exp.
@@ -54,12 +54,13 @@ impl LayerCost<'_> {
     pub fn forward_bytes(&self) -> u64 {
         let mixer = self.mixer();
         let of_mixer = self.sizes.sublayer_bytes() + mixer.forward;
-        (self.around_mlp() + self.mlp().forward).max(of_mixer) + mixer.until_forward_ends
+        (self.around_mlp() + self.mlp().forward).max(of_mixer) + mixer.until_forward_ends + self.changed_output_bytes()
     }
 
     /// Returns the peak bytes of a recorded forward of the MLP with the saved activations, excluding the input.
     pub fn recorded_forward_bytes(&self) -> u64 {
-        self.around_mlp() + self.mlp().recorded_forward + self.mixer().saved
+        let norm_after = self.saved_by_norm_after() + self.changed_output_bytes();
+        self.around_mlp() + self.mlp().recorded_forward + self.mixer().saved + norm_after
     }
 
     /// Returns the peak bytes of a backward with its saved activations, excluding the output's gradient.
@@ -67,7 +68,8 @@ impl LayerCost<'_> {
         let (mixer, mlp) = (self.mixer(), self.mlp());
         let of_mlp = self.saved_until_mlp() + mlp.backward;
         let end_of_mlp = self.activation_bytes() + mixer.saved + mlp.end_of_backward;
-        of_mlp.max(end_of_mlp).max(mixer.backward) + self.sizes.sublayer_bytes()
+        let worst = of_mlp.max(end_of_mlp).max(mixer.backward);
+        worst + self.sizes.sublayer_bytes() + self.changed_output_bytes()
     }
 
     /// Returns the bytes of the RoPE tables, which all layers share.
@@ -100,9 +102,74 @@ impl LayerCost<'_> {
         residual + sizes.n_tokens * sizes.n_bytes() * sizes.hidden_size as u64
     }
 
-    /// Returns the bytes saved up to the MLP: the layer's output, those of the mixer, and the residual sum.
+    /// Returns the bytes saved up to the MLP: the layer's output, those of the mixer and the norm after it, and the residual sum.
     fn saved_until_mlp(&self) -> u64 {
         let sum = self.sizes.n_residual_tokens * self.sizes.hidden_size as u64;
-        self.activation_bytes() + self.mixer().saved + rms_norm_cost(sum, self.sizes.residual).saved_bytes
+        let sum = rms_norm_cost(sum, self.sizes.residual).saved_bytes;
+        self.activation_bytes() + self.mixer().saved + sum + self.saved_by_norm_after()
+    }
+
+    /// Returns the bytes that the norm after one sublayer saves; zero without norms after sublayers.
+    fn saved_by_norm_after(&self) -> u64 {
+        let n = self.sizes.n_residual_tokens * self.sizes.hidden_size as u64;
+        if self.layer.norms.is_after() { rms_norm_cost(n, self.sizes.dtype).saved_bytes } else { 0 }
+    }
+
+    /// Returns the bytes of a second copy of a sublayer's output, or of its gradient; zero if the layer adds the output as it is.
+    fn changed_output_bytes(&self) -> u64 {
+        let is_changed = self.layer.norms.is_after() || self.layer.residual_scale != 1.0;
+        if is_changed { self.sizes.output_bytes() } else { 0 }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::DType;
+    use candlewick_ops::{AttentionImpl, DeviceKind};
+
+    use super::*;
+    use crate::{AttentionExchange, Config, ExpertExchange, NormPlacement, RouterDtype, TiledMlp};
+
+    /// Returns the bytes of saved activations, forward and backward of a layer with 10 tokens of 8 elements.
+    fn bytes(norms: NormPlacement, residual_scale: f64) -> [u64; 3] {
+        let config = serde_json::json!({
+            "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12,
+            "num_attention_heads": 2, "vocab_size": 16,
+        });
+        let layer = LayerSpec { norms, residual_scale, ..Config::from_json(config).unwrap().layer(0) };
+        let sizes = LayerSizes {
+            hidden_size: 8,
+            n_slices: 1,
+            n_tokens: 10,
+            n_residual_tokens: 10,
+            longest: 10,
+            dtype: DType::F32,
+            residual: DType::F32,
+            grad: None,
+            device: DeviceKind::Cpu,
+            attention: AttentionImpl::Auto,
+            tiled_mlp: TiledMlp::Off,
+            exchange: AttentionExchange::default(),
+            experts: ExpertExchange::None,
+            n_expert_ranks: 1,
+            padded_capacity_factor: None,
+            router: RouterDtype::F32,
+            fp8_grad_copies: 1,
+        };
+        let cost = LayerCost { layer: &layer, sizes };
+        [cost.saved_bytes(), cost.forward_bytes(), cost.backward_bytes()]
+    }
+
+    #[test]
+    fn norms_after_sublayers_save_their_inputs_and_a_residual_scale_copies_outputs() {
+        let [saved, forward, backward] = bytes(NormPlacement::Pre, 1.0);
+        let output = 10 * 8 * 4;
+        assert_eq!(bytes(NormPlacement::Pre, 0.5), [saved, forward + output, backward + output]);
+        for norms in [NormPlacement::Post, NormPlacement::Sandwich] {
+            let [more_saved, more_forward, more_backward] = bytes(norms, 1.0);
+            assert_eq!([more_saved, more_forward], [saved + 2 * output, forward + output]);
+            assert!((backward + output..=backward + 3 * output).contains(&more_backward), "{more_backward} {backward}");
+        }
     }
 }

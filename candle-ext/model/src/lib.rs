@@ -27,6 +27,7 @@ mod mlp;
 mod model;
 mod mtp;
 mod norm;
+mod norm_placement;
 mod param;
 mod rope;
 mod router;
@@ -65,6 +66,7 @@ pub use mlp::{
 };
 pub use model::Model;
 pub use mtp::MtpLayer;
+pub use norm_placement::NormPlacement;
 pub use param::{
     Dim, DimSize, HubLayout, HubTensor, HubTensors, Init, ParamGroupKind, ParamScope, ParamSpec, WeightLookup,
 };

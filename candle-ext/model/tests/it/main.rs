@@ -12,6 +12,7 @@ mod expert_weighting;
 mod gguf;
 mod merging;
 mod multimodal;
+mod norm_placement;
 mod parity;
 mod peft_folders;
 mod rope;

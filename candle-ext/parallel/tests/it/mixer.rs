@@ -9,7 +9,7 @@ use candlewick_comm::mesh::{Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::{
     Config, Dim, DimSize, ForwardContext, LayerSizes, Linear, LinearSpec, Mixer, MixerCost, MixerSpec, MixerSplit,
-    Model, WeightLookup,
+    Model, NormPlacement, WeightLookup,
 };
 use candlewick_ops::{CuSeqlens, GradPolicy, GradScaler, record};
 use candlewick_parallel::{
@@ -121,13 +121,16 @@ fn average(x_tc: &Tensor, gate_tc: &Tensor, seqs: &CuSeqlens) -> Result<Tensor> 
     }))
 }
 
-/// Returns a model of three layers. The first and the last have a moving average, the second attention.
+/// Returns a model of three layers. The first and the last have a moving average, the second attention. Norms are before, around
+/// and after the sublayers.
 fn model() -> Model {
     let config: Config = config(false);
     let mut layers: Vec<_> = (0..config.n_layers()).map(|layer_idx| config.layer(layer_idx)).collect();
     for layer_idx in [0, 2] {
         layers[layer_idx].mixer = Box::new(MovingAverageSpec::new(layer_idx, config.hidden_size(), 24));
     }
+    layers[1].norms = NormPlacement::Sandwich;
+    (layers[2].norms, layers[2].residual_scale) = (NormPlacement::Post, 0.5);
     Model::with_layers(config, layers)
 }
 
