@@ -230,17 +230,12 @@ def make_multimodal(name, dtype, text, vision):
     save_file(reference(model, *inputs(config.text_config.vocab_size, None)), folder / "reference.safetensors")
 
 
-def make_multimodal_adapter(base):
-    """Makes an adapter on the text of a multimodal model, as a PEFT user selects it."""
-    torch.manual_seed(13)
-    model = AutoModelForImageTextToText.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
-    vocab_size = model.config.text_config.vocab_size
-    modules = [f"model.language_model.layers.{layer}.{module}" for layer in range(2) for module in ["self_attn.q_proj", "mlp.up_proj"]]
-    model = get_peft_model(model.eval(), LoraConfig(r=2, lora_alpha=5, task_type="CAUSAL_LM", target_modules=modules))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+def save_adapter(name, model, vocab_size):
+    """Gives the adapter of a model random values, and saves it with its reference."""
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
             parameter.data = 0.2 * torch.randn_like(parameter)
-    folder = FIXTURES / f"{base}-lora"
+    folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
@@ -248,6 +243,16 @@ def make_multimodal_adapter(base):
     result = reference(model, *inputs(vocab_size, None))
     named = {key.replace(".default.", ".").replace("grad.base_model.model.", "grad."): t for key, t in result.items()}
     save_file(named, folder / "reference.safetensors")
+
+
+def make_multimodal_adapter(base):
+    """Makes an adapter on the text of a multimodal model, as a PEFT user selects it."""
+    torch.manual_seed(13)
+    model = AutoModelForImageTextToText.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
+    vocab_size = model.config.text_config.vocab_size
+    modules = [f"model.language_model.layers.{layer}.{module}" for layer in range(2) for module in ["self_attn.q_proj", "mlp.up_proj"]]
+    model = get_peft_model(model.eval(), LoraConfig(r=2, lora_alpha=5, task_type="CAUSAL_LM", target_modules=modules))
+    save_adapter(f"{base}-lora", model, vocab_size)
 
 
 def make_adapter(base):
@@ -259,17 +264,7 @@ def make_adapter(base):
         rank_pattern={"down_proj": 2}, alpha_pattern={r"self_attn\.k_proj": 9},
     )
     model = get_peft_model(base, config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = 0.2 * torch.randn_like(parameter)
-    folder = FIXTURES / "qwen2-lora"
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    (folder / "README.md").unlink(missing_ok=True)
-    drop_location(folder / "adapter_config.json")
-    result = reference(model, *inputs(base.config.vocab_size, None))
-    named = {key.replace(".default.", ".").replace("grad.base_model.model.", "grad."): t for key, t in result.items()}
-    save_file(named, folder / "reference.safetensors")
+    save_adapter("qwen2-lora", model, base.config.vocab_size)
 
 
 # Adapters of experts: model, how many ranks and which names. `per_expert` has the names of transformers 4.
@@ -297,17 +292,7 @@ def make_moe_adapter(name, base, **config):
     model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32, attn_implementation="eager")
     vocab_size = model.config.vocab_size
     model = get_peft_model(model.eval(), LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **config))
-    for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name:
-            parameter.data = 0.2 * torch.randn_like(parameter)
-    folder = FIXTURES / name
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    (folder / "README.md").unlink(missing_ok=True)
-    drop_location(folder / "adapter_config.json")
-    result = reference(model, *inputs(vocab_size, None))
-    named = {key.replace(".default.", ".").replace("grad.base_model.model.", "grad."): t for key, t in result.items()}
-    save_file(named, folder / "reference.safetensors")
+    save_adapter(name, model, vocab_size)
 
 
 def drop_location(path):

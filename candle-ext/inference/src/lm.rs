@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Config, FP8_SCALES, Model, read_fp8_scales};
+use candlewick_model::{AdapterFolder, FP8_SCALES, Model, read_fp8_scales};
 use candlewick_ops::AttentionChoice;
 use candlewick_parallel::{Engine, EngineSpec, ParallelGroups, PipelineLayout, ZeroStage};
 use candlewick_text::conversation::Conversation;
@@ -120,11 +120,7 @@ impl Lm {
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let (config, weights) = match &adapter {
             Some(adapter) => adapter.open_base(folder)?,
-            None => {
-                let config = Config::read(folder)?;
-                let weights = Checkpoint::of_model(folder, &config)?;
-                (config, weights)
-            }
+            None => Checkpoint::open_with_config(folder)?,
         };
         let base = base.filter(|_| adapter.as_ref().is_none_or(|adapter| adapter.replacements().is_empty()));
         parallel_config.check_can_split(&config)?;

@@ -12,7 +12,7 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, ForwardContext, Model, ParamSpec, SingleDevice, UnitWeights,
+    AdapterFolder, ForwardContext, Model, ParamSpec, SingleDevice, UnitWeights,
     checkpoint::{AuxiliaryFiles, Checkpoint, CheckpointExport, ExpertTensors},
 };
 use candlewick_ops::{CuSeqlens, Weight};
@@ -28,7 +28,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     let (config, checkpoint) = match &adapter {
         Some(adapter) => adapter.open_base(folder)?,
-        None => (Config::read(folder)?, Checkpoint::open(folder)?),
+        None => Checkpoint::open_with_config(folder)?,
     };
     let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
     for note in checkpoint.check(model.base_params())? {

@@ -125,11 +125,8 @@ impl LayerCost<'_> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use candle_core::DType;
-    use candlewick_ops::{AttentionImpl, DeviceKind};
-
     use super::*;
-    use crate::{AttentionExchange, Config, ExpertExchange, NormPlacement, RouterDtype, TiledMlp};
+    use crate::{Config, NormPlacement};
 
     /// Returns the bytes of saved activations, forward and backward of a layer with 10 tokens of 8 elements.
     fn bytes(norms: NormPlacement, residual_scale: f64) -> [u64; 3] {
@@ -138,25 +135,7 @@ mod tests {
             "num_attention_heads": 2, "vocab_size": 16,
         });
         let layer = LayerSpec { norms, residual_scale, ..Config::from_json(config).unwrap().layer(0) };
-        let sizes = LayerSizes {
-            hidden_size: 8,
-            n_slices: 1,
-            n_tokens: 10,
-            n_residual_tokens: 10,
-            longest: 10,
-            dtype: DType::F32,
-            residual: DType::F32,
-            grad: None,
-            device: DeviceKind::Cpu,
-            attention: AttentionImpl::Auto,
-            tiled_mlp: TiledMlp::Off,
-            exchange: AttentionExchange::default(),
-            experts: ExpertExchange::None,
-            n_expert_ranks: 1,
-            padded_capacity_factor: None,
-            router: RouterDtype::F32,
-            fp8_grad_copies: 1,
-        };
+        let sizes = LayerSizes::of_ten_tokens();
         let cost = LayerCost { layer: &layer, sizes };
         [cost.saved_bytes(), cost.forward_bytes(), cost.backward_bytes()]
     }

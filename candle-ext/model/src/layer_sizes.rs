@@ -126,6 +126,31 @@ mod tests {
     use super::*;
     use crate::{AdapterSpec, Config};
 
+    impl LayerSizes {
+        /// Returns the sizes of a layer with 10 tokens of 8 elements, on one rank.
+        pub(crate) fn of_ten_tokens() -> Self {
+            Self {
+                hidden_size: 8,
+                n_slices: 1,
+                n_tokens: 10,
+                n_residual_tokens: 10,
+                longest: 10,
+                dtype: DType::F32,
+                residual: DType::F32,
+                grad: None,
+                device: DeviceKind::Cpu,
+                attention: AttentionImpl::Auto,
+                tiled_mlp: TiledMlp::Off,
+                exchange: AttentionExchange::default(),
+                experts: ExpertExchange::None,
+                n_expert_ranks: 1,
+                padded_capacity_factor: None,
+                router: RouterDtype::F32,
+                fp8_grad_copies: 1,
+            }
+        }
+    }
+
     #[track_caller]
     fn check_linear(dropout: f64, want: u64) {
         let config = serde_json::json!({
@@ -133,25 +158,7 @@ mod tests {
             "num_attention_heads": 2, "vocab_size": 16,
         });
         let mlp = Config::from_json(config).unwrap().dense_mlp(0);
-        let cost = LayerSizes {
-            hidden_size: 8,
-            n_slices: 1,
-            n_tokens: 10,
-            n_residual_tokens: 10,
-            longest: 10,
-            dtype: DType::F32,
-            residual: DType::F32,
-            grad: None,
-            device: DeviceKind::Cpu,
-            attention: AttentionImpl::Auto,
-            tiled_mlp: TiledMlp::Off,
-            exchange: AttentionExchange::default(),
-            experts: ExpertExchange::None,
-            n_expert_ranks: 1,
-            padded_capacity_factor: None,
-            router: RouterDtype::F32,
-            fp8_grad_copies: 1,
-        };
+        let cost = LayerSizes::of_ten_tokens();
         let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };
         let down = LinearSpec { adapter: Some(adapter), ..mlp.down.clone() };
         assert_eq!(cost.linears_backward(10, [12, 8], &[down]), want);

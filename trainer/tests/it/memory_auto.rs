@@ -8,11 +8,11 @@ use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
 use candlewick_parallel::{ParamDtypes, ParamStore, ShardingGroups, StoreMode};
 use serde_json::json;
 use trainer::estimate::{Capacity, Category, DeviceKind, FixedModes, Resource, Setup, choose, estimate, usable};
-use trainer::metrics::Console;
 use trainer::plan::{CheckpointingMode, Plan};
 use trainer::recipe::{Loaded, RecipeError};
-use trainer::resolve::{BuildFeatures, Environment, TempDir, TrackingEnv, WorldInfo};
+use trainer::resolve::{BuildFeatures, Environment, TempDir};
 
+use crate::plan_rules::known;
 use crate::support::Run;
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
@@ -47,20 +47,8 @@ fn resolve_on(
     let config = Some(config(1000));
     let capacity = Some(Capacity { offload_disk, ..of_test(free) });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: offloads_to_ram };
-    let known = Environment {
-        config,
-        n_cores: 4,
-        world: WorldInfo::ALONE,
-        features: BuildFeatures::BUILT,
-        temp_dir,
-        has_train_py: false,
-        tasks_generate: false,
-        console: Console::Full,
-        capacity,
-        missing_gpu: None,
-        tracking: TrackingEnv::default(),
-        lock: None,
-    };
+    let features = BuildFeatures::BUILT;
+    let known = Environment { config, features, temp_dir, capacity, ..known() };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)
 }

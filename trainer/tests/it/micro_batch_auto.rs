@@ -9,8 +9,9 @@ use trainer::metrics::Console;
 use trainer::plan::Plan;
 use trainer::plan_report::SettingsFilter;
 use trainer::recipe::{Loaded, RecipeError};
-use trainer::resolve::{BuildFeatures, Environment, Machines, TempDir, TrackingEnv, WorldInfo};
+use trainer::resolve::{BuildFeatures, Environment, Machines, WorldInfo};
 
+use crate::plan_rules::known;
 use crate::support::{Run, stderr};
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\n\
@@ -27,20 +28,9 @@ fn config(family: &str) -> Config {
 
 /// Resolves the base recipe for ranks on this machine that have this capacity each.
 fn resolve(family: &str, n_ranks: usize, capacity: Option<Capacity>, arguments: &[&str]) -> Result<Plan, RecipeError> {
-    let known = Environment {
-        config: Some(config(family)),
-        n_cores: 4,
-        world: WorldInfo { n_ranks, n_here: n_ranks, ..WorldInfo::ALONE },
-        features: BuildFeatures::ALL,
-        temp_dir: TempDir { path: "/var/tmp".into(), is_memory: false },
-        has_train_py: false,
-        tasks_generate: false,
-        console: Console::Full,
-        capacity,
-        missing_gpu: None,
-        tracking: TrackingEnv::default(),
-        lock: None,
-    };
+    let world = WorldInfo { n_ranks, n_here: n_ranks, ..WorldInfo::ALONE };
+    let (config, features) = (Some(config(family)), BuildFeatures::ALL);
+    let known = Environment { config, world, features, capacity, ..known() };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)
 }

@@ -116,8 +116,8 @@ impl PromptLogits {
 
     /// Compares with the logits of a safetensors folder.
     pub fn compare_folder(&self, folder: &Path, device: &Device, on_unit: TensorCallback) -> Result<LogitsDifference> {
-        let model = Model::new(Config::read(folder)?, None)?;
-        let checkpoint = Checkpoint::of_model(folder, model.config())?;
+        let (config, checkpoint) = Checkpoint::open_with_config(folder)?;
+        let model = Model::new(config, None)?;
         let value = |param: &_| checkpoint.value(param);
         let replayed = ReplayedExperts::new(self.experts.clone());
         let router = RouterContext { replayed: Some(&replayed), ..RouterContext::default() };

@@ -87,6 +87,13 @@ impl Checkpoint {
         })
     }
 
+    /// Opens config and weights of a model folder, as [`Checkpoint::of_model`].
+    pub fn open_with_config(folder: &Path) -> Result<(Config, Self), ModelError> {
+        let config = Config::read(folder)?;
+        let checkpoint = Self::of_model(folder, &config)?;
+        Ok((config, checkpoint))
+    }
+
     /// Renames the tensors of the text, and sets the carried ones apart.
     fn with_layout_of(mut self, multimodal: &Multimodal) -> Self {
         let has_norm = |layout: &&NameLayout| self.tensors.contains_key(&layout.stored_name(FINAL_NORM));

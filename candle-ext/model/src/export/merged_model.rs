@@ -45,19 +45,14 @@ impl MergedModel {
     ///
     /// # Errors
     /// If tensors are missing or have other shapes, or the adapter was trained on other weights.
-    pub fn open(base: &Path, adapter: Option<&Path>) -> Result<Self, ModelError> {
-        let base_folder = base;
-        let folders = adapter.into_iter().chain([base]).map(Path::to_path_buf).collect();
+    pub fn open(folder: &Path, adapter: Option<&Path>) -> Result<Self, ModelError> {
+        let folders = adapter.into_iter().chain([folder]).map(Path::to_path_buf).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let (config, base) = match &adapter {
-            Some(adapter) => adapter.open_base(base)?,
-            None => {
-                let config = Config::read(base)?;
-                let weights = Checkpoint::of_model(base, &config)?;
-                (config, weights)
-            }
+            Some(adapter) => adapter.open_base(folder)?,
+            None => Checkpoint::open_with_config(folder)?,
         };
-        let carried = CarriedTensors::open(base_folder, &config)?;
+        let carried = CarriedTensors::open(folder, &config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         base.check(model.base_params())?;
         adapter.as_ref().map_or(Ok(()), |adapter| model.check_adapter(&adapter.weights))?;

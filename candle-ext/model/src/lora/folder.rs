@@ -105,8 +105,7 @@ impl AdapterFolder {
     /// # Errors
     /// If the adapter was trained on other weights, or a tensor does not fit.
     pub fn open_base(&self, folder: &Path) -> Result<(Config, Checkpoint), ModelError> {
-        let config = Config::read(folder)?;
-        let mut base = Checkpoint::of_model(folder, &config)?;
+        let (config, mut base) = Checkpoint::open_with_config(folder)?;
         self.check_base(&base)?;
         let embeddings = self.embedding_layers();
         let n_rows = self.n_embeddings(&config)?.unwrap_or(config.vocab_size());

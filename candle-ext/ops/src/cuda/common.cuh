@@ -115,6 +115,25 @@ __device__ __forceinline__ float block_sum(float x) {
     return warp_sum(lane < n_warps ? of_warp[lane] : 0.0f);
 }
 
+// partial = the column sums of the groups of `lanes` threads, P packs of W, added in the order of the groups.
+template <int P, int W>
+__device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* partial, int d, int lanes) {
+    __shared__ float of_thread[W][256];
+    const int n_groups = blockDim.x / lanes;
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < W; ++j) of_thread[j][threadIdx.x] = sums[p][j];
+        __syncthreads();
+        for (int i = threadIdx.x; i < lanes * W && p * lanes * W + i < d; i += blockDim.x) {
+            float total = 0.0f;
+            for (int group = 0; group < n_groups; ++group) total += of_thread[i % W][group * lanes + i / W];
+            partial[p * lanes * W + i] = total;
+        }
+    }
+}
+
 // Copies a row of d elements from `from` to `to`, by one block.
 template <typename T> __device__ __forceinline__ void copy_row(const T* from, T* to, int d) {
     if (is_wide<T>(d, from, to)) {

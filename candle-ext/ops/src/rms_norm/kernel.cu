@@ -121,25 +121,6 @@ __device__ __forceinline__ void forward_long(const T* x, const O* plus, const O*
     }
 }
 
-// partial = the column sums of the groups of `lanes` threads, P packs of W, added in the order of the groups.
-template <int P, int W>
-__device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* partial, int d, int lanes) {
-    __shared__ float of_thread[W][256];
-    const int n_groups = blockDim.x / lanes;
-#pragma unroll
-    for (int p = 0; p < P; ++p) {
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < W; ++j) of_thread[j][threadIdx.x] = sums[p][j];
-        __syncthreads();
-        for (int i = threadIdx.x; i < lanes * W && p * lanes * W + i < d; i += blockDim.x) {
-            float total = 0.0f;
-            for (int group = 0; group < n_groups; ++group) total += of_thread[i % W][group * lanes + i / W];
-            partial[p * lanes * W + i] = total;
-        }
-    }
-}
-
 // Copies of a thread's packs of x and dy of the next row in shared memory, which arrive while it computes a row. A thread
 // reads only its own, so it needs no barrier. Two stages: the copy of a row never overwrites one that is being read.
 template <int P, int W, typename T, typename O> struct NextRow {

@@ -190,25 +190,6 @@ template <typename T> struct BlockOfPart {
     }
 };
 
-// partial = the column sums of the groups of `lanes` threads, P packs of W, added in the order of the groups.
-template <int P, int W>
-__device__ __forceinline__ void sum_head_groups(const float (&sums)[P][W], float* partial, int d, int lanes) {
-    __shared__ float of_thread[W][256];
-    const int n_groups = blockDim.x / lanes;
-#pragma unroll
-    for (int p = 0; p < P; ++p) {
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < W; ++j) of_thread[j][threadIdx.x] = sums[p][j];
-        __syncthreads();
-        for (int i = threadIdx.x; i < lanes * W && p * lanes * W + i < d; i += blockDim.x) {
-            float total = 0.0f;
-            for (int group = 0; group < n_groups; ++group) total += of_thread[i % W][group * lanes + i / W];
-            partial[p * lanes * W + i] = total;
-        }
-    }
-}
-
 // Gradients of the parts, rotated back and through the norm, to the joined rows `dx`. Each block also sums the gradient of its
 // part's norm over its heads, every n_blocks-th group of them. `x` is read for norms alone.
 template <int P, int W, typename T>
@@ -278,7 +259,7 @@ __device__ __forceinline__ void join_grads(const T* x, T* dx, const HeadRows<T>&
             store(dx + joined + column, x_packs[p]);
         }
     }
-    if (part.partial != nullptr) sum_head_groups(sums, part.partial + static_cast<long long>(at.block) * d, d, lanes);
+    if (part.partial != nullptr) sum_groups(sums, part.partial + static_cast<long long>(at.block) * d, d, lanes);
 }
 
 // Variant as `split_long`: the sums are kept in memory.

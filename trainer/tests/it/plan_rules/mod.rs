@@ -24,7 +24,8 @@ use trainer::resolve::{BuildFeatures, Environment, TempDir, TrackingEnv, WorldIn
 use trainer::schedule::{Floor, PhaseLength, Shape};
 use trainer::step_fraction::RunLength;
 
-fn known() -> Environment {
+/// Returns an environment with a small Llama.
+pub(crate) fn known() -> Environment {
     let config = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
